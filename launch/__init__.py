@@ -1,0 +1,1 @@
+"""What runs on the login node: command line, plan, executors, the demo."""

@@ -1,0 +1,1 @@
+"""Advantages, policy losses, off-policy corrections."""

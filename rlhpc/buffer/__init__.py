@@ -1,0 +1,1 @@
+"""Admission, group assembly, rollouts on disk."""

@@ -1,0 +1,352 @@
+"""The settings of a run: what is trained, on what, how.  Where it runs stands in a site file, not here.
+
+Frozen; unknown keys are refused; defaults are what we would use.  Loads without torch.  Reading files and overrides is
+config_file.py's work; this module holds the schema and the rules that tie one key to another.
+Units stand in names: _s, _bytes, _tokens, _steps, _samples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every table of the run file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class RunConfig(Section):
+    """[run]: identity and length."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; also of its directory unless `directory` says otherwise."""
+    directory: Path | None = None
+    """Run directory; default runs/NAME, relative to where the command is given."""
+    num_steps: Positive
+    """Optimiser steps in all, those before a resume included."""
+    seed: NonNegative = 0
+    """Seeds prompt order, sampling and weights that are drawn."""
+
+
+class ModelConfig(Section):
+    """[model]: the checkpoint that is trained."""
+
+    path: Path
+    """HF checkpoint directory: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
+
+
+class DataConfig(Section):
+    """[data]: prompts and their references."""
+
+    path: Path
+    """A .jsonl or .parquet file, or a directory of them."""
+    task: str
+    """Name of the reward function (docs/rewards.md lists them)."""
+    prompt_template: str = "{prompt}"
+    """Filled with the record's fields: "Question: {question}\\nAnswer:"."""
+    use_chat_template: bool = False
+    """Wrap the filled template as a user message in the tokenizer's chat template."""
+    reference_field: str = "answer"
+    """Field of the record that holds the reference."""
+    shuffle: bool = True
+    """A new seeded order in every epoch; False: file order."""
+
+
+class GenerationConfig(Section):
+    """[generation]: sampling and engines."""
+
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """"scripted" draws tokens from a seeded table instead of a model; for tests of everything else."""
+    num_replicas: Positive = 1
+    """Generators started with the run."""
+    tensor_parallel: Positive = 1
+    """GPUs of one replica."""
+    max_prompt_tokens: Positive
+    """A longer prompt in the dataset is refused before the run starts."""
+    max_completion_tokens: Positive
+    """Sampling stops here."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in the engine and in the trainer alike."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1 the sampler renormalises over the nucleus; refused together with an importance ratio."""
+    top_k: NonNegative = 0
+    """0: all tokens; otherwise refused together with an importance ratio."""
+    max_num_seqs: Positive = 256
+    """Upper bound of sequences decoded at once by one replica."""
+    kv_cache_bytes: Positive | None = None
+    """KV cache of one replica; None: what gpu_memory_utilization leaves (on CPU: 256 MiB)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory for the engine; lower it where the trainer shares the GPU."""
+    enforce_eager: bool = False
+    """No CUDA graphs: starts faster, decodes slower.  Always so on CPU."""
+    recompute_kv: bool = False
+    """After a weight update compute the KV cache of running requests anew; False keeps it (PipelineRL)."""
+    prefix_caching: bool = True
+    """Share the KV cache of equal prompts; salted by policy version."""
+
+
+class AdmissionConfig(Section):
+    """[admission]: how much is in flight, and how stale it may become."""
+
+    groups_per_step: Positive
+    """Groups of one batch (P)."""
+    group_size: Positive
+    """Rollouts of one prompt (G)."""
+    max_staleness: NonNegative = 1
+    """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
+    window_groups: Positive | None = None
+    """A batch may take finished groups at most this many admissions past the oldest one not yet taken (W).
+    Default: groups_per_step, or 1 (strict order) when max_staleness is 0."""
+    lease_deadline_s: PositiveFloat = 600.0
+    """A generator that has not delivered by then loses the lease; the rest is granted to another."""
+    max_attempts: Positive = 5
+    """Grants of one group before it is dropped as poison."""
+    active_sampling: bool = True
+    """Groups without spread in their rewards are replaced at once, so that batches are full; False trains on them."""
+    max_groups_without_spread: Positive = 1000
+    """So many in a row end the run with advice instead of burning the allocation."""
+
+    @property
+    def window(self) -> int:
+        """W with its default filled in."""
+        if self.window_groups is not None:
+            return self.window_groups
+        return self.groups_per_step if self.max_staleness > 0 else 1
+
+    @property
+    def num_slots(self) -> int:
+        """Groups admitted and not yet released, at most; the largest number that keeps max_staleness.
+
+        A group admitted with N − 1 others unreleased waits behind at most those and the W − 1 younger ones that the
+        window lets pass, so its staleness is at most ⌊(N + W − 2) / P⌋ (docs/design.md, §4); solved for N.
+        """
+        return (self.max_staleness + 1) * self.groups_per_step + 1 - self.window
+
+
+class RewardsConfig(Section):
+    """[rewards]: the reward service."""
+
+    num_replicas: Positive = 1
+    """Service processes."""
+    workers_per_replica: Positive = 1
+    """Worker processes of each, killed one by one when they hang."""
+    timeout_s: PositiveFloat = 10.0
+    """After this a verifier is killed and its verdict is verifier_error."""
+    max_attempts: Positive = 2
+    """Tries of one completion before its group is dropped."""
+    max_error_share: Share = 0.2
+    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
+
+
+class AlgorithmConfig(Section):
+    """[algorithm]: advantages, policy loss, off-policy corrections."""
+
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
+    """Group-relative, with or without division by the standard deviation, or leave-one-out."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio counts no further below 1 − clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """Nor above 1 + clip_high (clip-higher, DAPO)."""
+    importance_cap: PositiveFloat | None = 2.0
+    """Truncated importance sampling: cap of π_proximal / π_behaviour; None: no such weight."""
+    proximal: Literal["behaviour", "recompute", "loglinear"] = "recompute"
+    """Where the clipped ratio starts: the sampler's log-probabilities (PPO), the trainer's at the start of the step
+    (decoupled PPO), or an interpolation of both by staleness that needs no forward pass (A-3PO)."""
+
+
+class TrainerConfig(Section):
+    """[trainer]: backend, layout, optimiser."""
+
+    backend: Literal["reference"] = "reference"
+    """Which implementation of the trainer contract."""
+    num_ranks: Positive = 1
+    """Processes; on CUDA one GPU each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": cuda where there is one."""
+    token_budget: Positive
+    """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
+    logprob_chunk_tokens: Positive = 1024
+    """Rows of logits that exist at once."""
+    recompute_activations: bool = False
+    """Trade time for memory."""
+    learning_rate: PositiveFloat = 1e-6
+    """After warm-up."""
+    warmup_steps: NonNegative = 0
+    """Linear from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, down to min_learning_rate at the last step."""
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Where linear and cosine end."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's, on matrices only."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Clip the global norm to this."""
+    max_skipped_steps: Positive = 5
+    """So many non-finite steps in a row stop the run."""
+
+
+class WeightsConfig(Section):
+    """[weights]: how new weights reach the generators."""
+
+    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
+    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engine share one."""
+    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
+    """Tensors travel in buckets of about this size; extra memory on the trainer is one bucket."""
+    timeout_s: PositiveFloat = 120.0
+    """A broadcast that takes longer is given up and the epoch dissolved."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: what a resume starts from."""
+
+    every_steps: Positive = 50
+    """Also at the end of the run and on a graceful stop."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Complete ones kept; older ones are deleted after a newer one is complete."""
+
+
+class BufferConfig(Section):
+    """[buffer]: rollouts on disk."""
+
+    segment_groups: Positive = 256
+    """A segment is sealed after so many groups…"""
+    segment_s: PositiveFloat = 60.0
+    """…or this many seconds, whichever is first."""
+    compression: Literal["none", "gzip"] = "gzip"
+    """Of the sealed file."""
+
+
+class TransportConfig(Section):
+    """[transport]: sockets between roles."""
+
+    kind: Literal["ipc", "tcp"] = "ipc"
+    """ipc within one machine; tcp between machines."""
+    curve: bool = True
+    """Encrypt and admit only this run's keys.  False leaves the sockets open to everyone on the node."""
+    max_message_bytes: Positive = 1 << 30
+    """A longer frame closes the connection."""
+    heartbeat_s: PositiveFloat = 1.0
+    """Interval of heartbeats."""
+    dead_after_s: PositiveFloat = 15.0
+    """A role unheard of for so long is taken for dead."""
+
+
+class MetricsConfig(Section):
+    """[metrics]: TensorBoard."""
+
+    samples_every_steps: Positive = 10
+    """Every so many steps some completions are written as text."""
+    num_samples: NonNegative = 2
+    """How many."""
+    histograms_every_steps: Positive = 10
+    """Every so many steps length, reward and staleness are written as histograms."""
+
+
+class Config(Section):
+    """A whole run file."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    generation: GenerationConfig
+    admission: AdmissionConfig
+    rewards: RewardsConfig = RewardsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    buffer: BufferConfig = BufferConfig()
+    transport: TransportConfig = TransportConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def run_directory(self) -> Path:
+        """Absolute path of the run directory."""
+        return (self.run.directory or Path("runs") / self.run.name).absolute()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        for rule in (
+            _budget_holds_longest_sample,
+            _window_leaves_slots,
+            _group_has_spread,
+            _ratio_is_unbiased,
+            _warmup_is_shorter_than_run,
+            _death_takes_longer_than_a_beat,
+        ):
+            rule(self)
+        return self
+
+
+def _budget_holds_longest_sample(config: Config) -> None:
+    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    if config.trainer.token_budget < longest:
+        raise ValueError(
+            f"trainer.token_budget={config.trainer.token_budget} is below the longest sample, "
+            f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest}; legal: {longest} or more"
+        )
+
+
+def _window_leaves_slots(config: Config) -> None:
+    admission = config.admission
+    if admission.num_slots < admission.groups_per_step:
+        legal = admission.max_staleness * admission.groups_per_step + 1
+        raise ValueError(
+            f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
+            f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
+        )
+
+
+def _group_has_spread(config: Config) -> None:
+    if config.admission.group_size == 1:
+        raise ValueError(
+            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: a group of one has no "
+            "spread, so every advantage is zero; legal: 2 or more"
+        )
+
+
+def _ratio_is_unbiased(config: Config) -> None:
+    """Processed log-probabilities are renormalised over the nucleus: the ratio is off by the nucleus' mass S."""
+    generation = config.generation
+    for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
+        if is_cut:
+            raise ValueError(
+                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-probabilities "
+                "are renormalised over the tokens that were kept, the trainer's are not, so that every ratio is too "
+                f"small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
+            )
+
+
+def _warmup_is_shorter_than_run(config: Config) -> None:
+    if config.trainer.warmup_steps > config.run.num_steps:
+        raise ValueError(
+            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
+        )
+
+
+def _death_takes_longer_than_a_beat(config: Config) -> None:
+    transport = config.transport
+    if transport.dead_after_s < 3 * transport.heartbeat_s:
+        raise ValueError(
+            f"transport.dead_after_s={transport.dead_after_s} is less than three heartbeats of "
+            f"transport.heartbeat_s={transport.heartbeat_s}; legal: {3 * transport.heartbeat_s} or more"
+        )

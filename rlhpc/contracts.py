@@ -1,0 +1,400 @@
+"""Every interface of the ring, on one page.
+
+ABC where we own implementations with a life cycle, Protocol for plain callables.
+Each method says what it raises and what state it leaves.  One suite per contract (tests/contracts/) runs against every
+implementation; whoever writes an engine, a channel or a trainer of their own runs the same suite.
+
+Async in controller, generator and reward service; blocking in the trainer and in engine workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhpc.types import (
+    Float32,
+    PackedMicrobatch,
+    Prompt,
+    Rollout,
+    RolloutRequest,
+    TensorSpec,
+    WeightGroup,
+    WeightManifest,
+)
+
+if TYPE_CHECKING:  # torch must not load with the contracts: the login node has none
+    from torch import Tensor
+
+# ---------------------------------------------------------------------------------------------------------- channels
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """What a channel end has seen since it was opened."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_rejected: int = 0  # did not decode, out of sequence, or from someone else's key
+    send_queue_depth: int = 0
+    receive_queue_depth: int = 0
+
+
+class ServerChannel(ABC):
+    """The end that binds; it talks to each connected peer by name.
+
+    Messages of one peer arrive in the order sent; one may be lost when an end dies; none is ever duplicated,
+    truncated, or dropped in silence.  A message that does not decode is counted, never delivered.
+    """
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where clients connect, e.g. ``ipc:///…`` or ``tcp://host:port``; the port is never fixed."""
+
+    @abstractmethod
+    async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:
+        """Return (peer name, message).  Raises ChannelTimeout, ChannelClosed; neither takes a message."""
+
+    @abstractmethod
+    async def send(self, peer: str, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message to one peer.  Raises PeerUnreachable, ChannelFull, ChannelClosed; none leaves an effect."""
+
+    @property
+    @abstractmethod
+    def peers(self) -> frozenset[str]:
+        """Names that have sent at least one valid message; they may have died since."""
+
+    @property
+    @abstractmethod
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Refuse further calls; wakes a waiting receive with ChannelClosed.  Idempotent."""
+
+
+class ClientChannel(ABC):
+    """The end that connects, in an asyncio role.  Same promises as ServerChannel."""
+
+    @abstractmethod
+    async def send(self, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message to the server.  Raises ChannelFull, ChannelClosed; neither leaves an effect."""
+
+    @abstractmethod
+    async def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message.  Raises ChannelTimeout, ChannelClosed, ProtocolError (the message is consumed)."""
+
+    @property
+    @abstractmethod
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Flush what was queued for at most a second, then refuse further calls.  Idempotent."""
+
+
+class BlockingClientChannel(ABC):
+    """ClientChannel for a role without an event loop (the trainer).  One thread uses it."""
+
+    @abstractmethod
+    def send(self, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message to the server.  Raises ChannelFull, ChannelClosed; neither leaves an effect."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message.  Raises ChannelTimeout, ChannelClosed, ProtocolError (the message is consumed)."""
+
+    @property
+    @abstractmethod
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush what was queued for at most a second, then refuse further calls.  Idempotent."""
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+class PromptSource(ABC):
+    """A seeded, endless, resumable order of prompts."""
+
+    @abstractmethod
+    def draw(self) -> Prompt:
+        """Return the next prompt and advance.  Never ends: a new epoch is a new order."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return JSON that load_state takes; says where the next draw is."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where state() was taken.  Raises CheckpointError if it is of another dataset or seed."""
+
+
+# ------------------------------------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """How busy an engine is now, and what it has done."""
+
+    num_running: int  # requests being decoded
+    num_waiting: int  # requests accepted, not yet started
+    tokens_generated: int  # since start
+    busy_s: float  # seconds since start with at least one request in hand, pauses excluded
+    kv_usage: float = 0.0  # share of KV cache blocks in use, 0–1; 0 where unknown
+    num_preemptions: int = 0
+
+
+class GenerationEngine(ABC):
+    """Samples completions with continuous batching, under weights that may change while it does."""
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version that samples new tokens now."""
+
+    @property
+    @abstractmethod
+    def capacity_samples(self) -> int:
+        """Requests worth holding at once: bounded by KV cache and by max_num_seqs."""
+
+    @property
+    @abstractmethod
+    def num_weight_ranks(self) -> int:
+        """Workers that take part in a weight group."""
+
+    @abstractmethod
+    async def generate(self, request: RolloutRequest) -> Rollout:
+        """Sample one completion, after its prefix if it has one.
+
+        An aborted request returns normally with FinishReason.ABORT and what there is (perhaps no token).
+        Raises EngineError if the engine died; cancelling the call aborts the request.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End one request early; unknown ids are ignored."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop decoding; requests are kept.  Idempotent."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on decoding.  Idempotent."""
+
+    @abstractmethod
+    async def join_weights(self, group: WeightGroup, member: str) -> None:
+        """Take part in a membership epoch; leaves the previous one first.  Raises GroupFailed: member of none."""
+
+    @abstractmethod
+    async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
+        """Receive everything, verify it, then load it between two decoding steps and adopt its version.
+
+        Requests in flight are kept and go on with the new weights.  Raises TornWeights (old version stays live)
+        or EngineError (loading failed half-way: the engine is dead).
+        """
+
+    @abstractmethod
+    async def leave_weights(self) -> None:
+        """Leave the membership epoch.  Idempotent."""
+
+    @abstractmethod
+    def statistics(self) -> EngineStatistics:
+        """Current figures."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Abort everything and end every process the engine started.  Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTiming:
+    """How long one weight update took on a generator."""
+
+    receive_s: float  # from the call to the last verified byte; decoding goes on meanwhile
+    pause_s: float  # no token could be sampled
+
+
+class WeightReceiver(ABC):
+    """The receiving end of weight broadcasts, inside an engine worker.  Blocking."""
+
+    @abstractmethod
+    def join(self, group: WeightGroup, rank: int) -> None:
+        """Meet the others.  Raises GroupFailed after its timeout, a member of nothing."""
+
+    @abstractmethod
+    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
+        """Return every tensor of the manifest, verified, in its order.  Raises TornWeights, GroupFailed; keeps nothing."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Forget the group.  Idempotent."""
+
+
+class WeightPublisher(ABC):
+    """The sending end of weight broadcasts, in the trainer's lead rank.  Blocking."""
+
+    @abstractmethod
+    def open(self, group: WeightGroup) -> WeightGroup:
+        """Open a meeting place for this epoch and return the group with its address.  Dissolves the previous one."""
+
+    @abstractmethod
+    def form(self) -> None:
+        """Wait until every rank has joined.  Raises GroupFailed after its timeout; then dissolve."""
+
+    @abstractmethod
+    def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Broadcast bucket by bucket, then the checksums.  Raises GroupFailed; then dissolve.
+
+        `weights` yields exactly the manifest's tensors in its order and is always exhausted, so that a collective
+        export on the trainer's side never hangs half-way.
+        """
+
+    @abstractmethod
+    def dissolve(self) -> None:
+        """Forget the group and remove its meeting place.  Idempotent."""
+
+
+# ---------------------------------------------------------------------------------------------------------- rewards
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutcome:
+    """What a reward function found."""
+
+    reward: float
+    is_correct: bool
+    parts: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+
+class RewardFunction(Protocol):
+    """Judges one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
+
+    def __call__(self, completion: str, reference: str) -> RewardOutcome:
+        """Return the outcome; whatever it raises becomes a verifier error, never a reward of zero."""
+
+
+class AdvantageEstimator(Protocol):
+    """Turns the rewards of one group into advantages."""
+
+    def __call__(self, rewards: Float32) -> Float32:
+        """rewards float32 [G] → advantages float32 [G]; all zero where the group has no spread."""
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+class PolicyLoss(Protocol):
+    """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
+
+    def __call__(
+        self,
+        current: Tensor,
+        *,
+        behaviour: Tensor,
+        proximal: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """All float32 [T] (loss_mask bool [T]).
+
+        Returns the loss *summed* over loss tokens, and metrics likewise summed over loss tokens (detached scalars);
+        the caller divides both by the global number of loss tokens.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimiser step did.  The same on every rank."""
+
+    applied: bool  # False: loss or gradient not finite on some rank; parameters bitwise unchanged on all
+    grad_norm: float  # before clipping; nan or inf when not applied
+    metrics: dict[str, float]  # summed over micro-batches and ranks, not divided
+
+
+class TrainerBackend(ABC):
+    """A model, its optimiser, and a layout over ranks.  Knows nothing of ZeroMQ, vLLM or policy versions.
+
+    Every method is a collective: all ranks call it in the same order with the same arguments, micro-batches apart.
+    It sums over micro-batches and ranks and never averages; the denominator, the learning rate and the weight decay
+    are the caller's.
+    """
+
+    @property
+    @abstractmethod
+    def dp_rank(self) -> int:
+        """Which of PackedBatch.ranks is this process's."""
+
+    @property
+    @abstractmethod
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
+
+    @property
+    @abstractmethod
+    def is_lead(self) -> bool:
+        """True on the one rank that weights() yields on and that speaks to the controller."""
+
+    @abstractmethod
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+        """Log-probability of every token under the current parameters: float32 [T] each, 0 on first tokens; no gradient."""
+
+    @abstractmethod
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> StepResult:
+        """Forward, backward, clip, vote, optimiser step.
+
+        `proximal`: float32 [T] per micro-batch, or None to take the behaviour log-probabilities.
+        Raises nothing for non-finite numbers: every rank skips and says so in the result.
+        """
+
+    @abstractmethod
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """HF names, shapes and dtypes in the order of weights().  The same on every rank; no communication."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream (HF name, full tensor) on the lead rank; other ranks take part and yield nothing.
+
+        A tensor is valid until the next one is asked for.  Memory: the largest tensor, never the model.
+        """
+
+    @abstractmethod
+    def save(self, directory: Path) -> dict[str, int]:
+        """Write the full state (HF-named fp32 weights, Adam moments, optimiser step count, RNG) into `directory`.
+
+        Returns {file name: bytes} on the lead rank and {} elsewhere.  Raises CheckpointError; what was written may remain.
+        """
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Continue from save(), whatever layout wrote it.  Raises CheckpointError before anything was changed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory and leave process groups.  Idempotent."""
+
+
+Clock = Callable[[], float]  # monotonic seconds; passed in wherever time matters

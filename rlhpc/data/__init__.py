@@ -1,0 +1,1 @@
+"""Prompts in a seeded, resumable order."""

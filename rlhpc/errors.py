@@ -1,0 +1,121 @@
+"""Every exception that leaves a module of rlhpc.
+
+    RlhpcError
+    ├── ConfigError            the run file, a flag or the data contradicts itself or the model   (user)
+    │   └── DataError          a dataset is missing, empty or malformed; names file and line      (user)
+    ├── RunDirectoryError      the run directory exists, is incomplete or belongs to another run  (user)
+    ├── ProtocolError          a message does not decode, or says what its sender may not say     (bug or stranger)
+    ├── ChannelError
+    │   ├── ChannelFull        the other side did not take the message in time; nothing was sent  (world)
+    │   ├── ChannelTimeout     nothing arrived in time; nothing was taken                         (world)
+    │   ├── ChannelClosed      this end was closed                                                (bug)
+    │   └── PeerUnreachable    the named peer is not connected; nothing was sent                  (world)
+    ├── EngineError            the generation engine is dead; its rollouts in flight are lost     (world)
+    ├── WeightsError
+    │   ├── TornWeights        not all buckets arrived, or a checksum differs; nothing was loaded (world)
+    │   └── GroupFailed        a membership epoch could not be formed or lost a member            (world)
+    ├── PackingError           a sample does not fit the token budget                             (user)
+    ├── LedgerError            a group or lease was used against its life cycle                   (bug)
+    ├── SegmentError           a rollout segment is damaged or of a schema not known here         (world)
+    ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
+    ├── TrainingError          too many optimiser steps in a row had to be skipped                (user or bug)
+    ├── StarvedError           active sampling found no group with spread for too long            (user)
+    └── RoleFailed             a process of the run ended when it should not have                 (world)
+
+(user): the message says which key or place to change.  (world): recovered where a role can.  (bug): stops the run.
+"""
+
+from __future__ import annotations
+
+
+class RlhpcError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(RlhpcError):
+    """A setting is illegal; the message names the key, the value and what is legal."""
+
+
+class DataError(ConfigError):
+    """A dataset is missing, empty or malformed; the message names the file and the line."""
+
+
+class RunDirectoryError(RlhpcError):
+    """The run directory exists, is incomplete, or belongs to another configuration."""
+
+
+class ProtocolError(RlhpcError):
+    """A message could not be decoded or is not one its sender may send."""
+
+    def __init__(self, peer: str, field: str, why: str) -> None:
+        """Name the peer that sent it, the part of the message at fault, and why."""
+        super().__init__(f"message from {peer or 'unknown peer'}: {field}: {why}")
+        self.peer, self.field, self.why = peer, field, why
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        """Rebuild from the three parts, not from the joined text."""
+        return type(self), (self.peer, self.field, self.why)
+
+
+class ChannelError(RlhpcError):
+    """A channel could not do what was asked."""
+
+
+class ChannelFull(ChannelError):
+    """The other side did not take the message before the timeout; it was not sent."""
+
+
+class ChannelTimeout(ChannelError):
+    """No message arrived before the timeout; none was taken."""
+
+
+class ChannelClosed(ChannelError):
+    """This end of the channel has been closed."""
+
+
+class PeerUnreachable(ChannelError):
+    """The named peer is not connected; the message was not sent."""
+
+
+class EngineError(RlhpcError):
+    """The generation engine is dead; every request in flight is lost."""
+
+
+class WeightsError(RlhpcError):
+    """Weights could not be moved."""
+
+
+class TornWeights(WeightsError):
+    """Some buckets are missing or damaged; nothing was loaded, the old version stays live."""
+
+
+class GroupFailed(WeightsError):
+    """A membership epoch could not be formed, or lost a member; dissolve it and form another."""
+
+
+class PackingError(RlhpcError):
+    """A sample is longer than the token budget of a micro-batch."""
+
+
+class LedgerError(RlhpcError):
+    """A group or a lease was used against its life cycle."""
+
+
+class SegmentError(RlhpcError):
+    """A rollout segment is damaged, unsealed or of an unknown schema."""
+
+
+class CheckpointError(RlhpcError):
+    """A checkpoint is incomplete, damaged, or does not belong to this model."""
+
+
+class TrainingError(RlhpcError):
+    """Training cannot go on: too many steps in a row were not finite."""
+
+
+class StarvedError(RlhpcError):
+    """No group with spread in its rewards turned up for the configured number of groups."""
+
+
+class RoleFailed(RlhpcError):
+    """A process of the run ended when it should not have."""

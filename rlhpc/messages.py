@@ -1,0 +1,171 @@
+"""What roles say to each other besides the data itself.  Sent over the channels of topology.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhpc.types import Prefix, WeightGroup, WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of every role to the controller."""
+
+    role: str
+    replica: int
+    incarnation: str  # unique for each start of a process; an older one is fenced
+    config_hash: str
+    pid: int
+    host: str
+    num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent by every role at a fixed interval."""
+
+    state: str  # one word: "starting", "running", "draining", ...
+    waits_for: str  # "" when it does not wait
+    policy_version: int  # -1 where it has none
+    capacity_samples: int = 0  # generators: rollouts it is willing to hold at once (its credit window)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRole:
+    """Finish what must not be lost, then leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelGroup:
+    """Nobody wants this group any more: abort its rollouts."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturn:
+    """A generator gives members of a lease back, with what it has generated of them."""
+
+    group_id: int
+    sample_indices: tuple[int, ...]
+    prefixes: tuple[Prefix | None, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """Judge one completion.  Idempotent: asking twice gives the same answer."""
+
+    request_id: int
+    task: str
+    completion: str
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReply:
+    """The judgement of one completion."""
+
+    request_id: int
+    reward: float
+    verdict: str  # a types.Verdict
+    reward_parts: dict[str, float]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """Controller → trainer: open the meeting place of a new membership epoch."""
+
+    group: WeightGroup  # its address is filled in by the trainer's answer
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOpened:
+    """Trainer → controller: the meeting place is open."""
+
+    group: WeightGroup
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """Controller → generator: take part in this membership epoch."""
+
+    group: WeightGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    """Controller → trainer: broadcast the current weights to this epoch's group."""
+
+    epoch: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """Trainer → controller: the broadcast ended."""
+
+    epoch: int
+    policy_version: int
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWeights:
+    """Controller → generator: the trainer is about to broadcast this."""
+
+    manifest: WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLive:
+    """Generator → controller: this version answers new tokens from now on, or it failed."""
+
+    epoch: int
+    policy_version: int
+    receive_s: float
+    pause_s: float  # time in which no token could be generated
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReady:
+    """Trainer → controller, once: the model is loaded."""
+
+    policy_version: int
+    step: int
+    manifest: WeightManifest  # of what it will broadcast; epoch 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Trainer → controller: an optimiser step was applied or skipped."""
+
+    step: int
+    policy_version: int  # after the step
+    applied: bool  # False: not finite on some rank, skipped on all
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Controller → trainer: write your part into this directory."""
+
+    step: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Trainer → controller: your part is on disk."""
+
+    step: int
+    files: dict[str, int]  # name inside the directory → bytes
+    seconds: float
+    error: str = ""

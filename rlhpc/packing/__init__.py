@@ -1,0 +1,1 @@
+"""Samples into micro-batches."""

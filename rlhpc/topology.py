@@ -1,0 +1,52 @@
+"""Who may say what to whom: the one table of channels.
+
+Every channel is a ROUTER/DEALER pair (or its in-memory twin).  The server end binds, publishes its address in the
+rendezvous directory, and accepts from a client only the messages listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhpc import messages as m
+from rlhpc.types import Lease, PackedBatch, ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpec:
+    """One row of the table."""
+
+    name: str
+    server: str  # role that binds
+    clients: tuple[str, ...]  # roles that connect
+    to_server: tuple[type, ...]  # messages clients send
+    to_client: tuple[type, ...]  # messages the server sends
+    capacity_messages: int  # queued per peer and direction before send waits
+
+
+CONTROL = ChannelSpec(
+    "control", "controller", ("generator", "reward", "trainer"),
+    (m.Hello, m.Heartbeat, m.WeightsLive),
+    (m.StopRole, m.JoinGroup, m.ReceiveWeights),
+    1_000,
+)  # fmt: skip
+LEASES = ChannelSpec(
+    "leases", "controller", ("generator",),
+    (ScoredRollout, m.LeaseReturn),
+    (Lease, m.CancelGroup),
+    10_000,
+)  # fmt: skip
+BATCHES = ChannelSpec(
+    "batches", "controller", ("trainer",),
+    (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SaveReport),
+    (PackedBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
+    8,
+)  # fmt: skip
+REWARDS = ChannelSpec(
+    "rewards", "reward", ("generator",),
+    (m.RewardRequest,),
+    (m.RewardReply,),
+    10_000,
+)  # fmt: skip
+
+TOPOLOGY: dict[str, ChannelSpec] = {spec.name: spec for spec in (CONTROL, LEASES, BATCHES, REWARDS)}

@@ -1,0 +1,1 @@
+"""Trainer backends and what they share."""

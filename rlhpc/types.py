@@ -1,0 +1,212 @@
+"""What flows round the ring, in the order in which it flows.
+
+Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSample → PackedBatch → WeightManifest.
+
+All are frozen.  Arrays are numpy, C-contiguous, never written to after they are made.
+Legend: Lp prompt tokens, Lc completion tokens, L = Lp + Lc, T packed tokens, S segments of a packed row.
+An entry t of an array over tokens describes token t: its log-probability is that of token t given what stands before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, tokenised.  Made by data/."""
+
+    prompt_id: int  # position in the seeded order over all epochs; unique for ever, stable across restarts
+    task: str  # name of the reward function that judges answers
+    token_ids: Int32  # [Lp]
+    reference: str  # the correct answer, as the reward function wants it
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are drawn."""
+
+    max_tokens: int  # completion tokens, a prefix included
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The part of a completion that was already generated elsewhere."""
+
+    token_ids: Int32  # [Lc so far]
+    behaviour_logprobs: Float32  # [Lc so far]
+    versions: Int32  # [Lc so far]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Leave to sample some members of one group.  Made by buffer/ledger."""
+
+    group_id: int  # admission number; unique for ever
+    attempt: int  # 0 for the first grant of this group, +1 for each later one
+    prompt: Prompt
+    group_size: int
+    sample_indices: tuple[int, ...]  # the members still wanted, each in [0, group_size)
+    sampling: SamplingParams
+    admitted_version: int  # policy version live at admission; staleness is counted from here
+    deadline_s: float  # seconds from grant after which the ledger grants the rest elsewhere
+    prefixes: tuple[Prefix | None, ...] = ()  # empty, or one per sample index
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One member of a lease, as an engine takes it."""
+
+    group_id: int
+    sample_index: int
+    prompt: Prompt
+    sampling: SamplingParams
+    prefix: Prefix | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Unique within an engine as long as a lease is not granted to it twice at once."""
+        return f"{self.group_id}:{self.sample_index}"
+
+
+class FinishReason(StrEnum):
+    """Why sampling of a completion ended."""
+
+    STOP = "stop"  # end-of-sequence or stop token, which is the last token
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # cut off from outside; never trained on, may be continued as a Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion.  Made by generation/."""
+
+    group_id: int
+    sample_index: int  # (group_id, sample_index) is unique for ever
+    prompt: Prompt
+    token_ids: Int32  # [Lc], at least one
+    behaviour_logprobs: Float32  # [Lc] natural log, of the distribution that was sampled from
+    versions: Int32  # [Lc] policy version that sampled each token, never decreasing
+    loss_mask: Bool  # [Lc] False on tokens the policy did not choose (tool output)
+    finish_reason: FinishReason
+
+
+class Verdict(StrEnum):
+    """What a reward function found."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    VERIFIER_ERROR = "verifier_error"  # raised, died or ran out of time: says nothing about the answer
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout and what it was found worth.  Made by rewards/."""
+
+    rollout: Rollout
+    reward: float  # meaningless when the verdict is VERIFIER_ERROR
+    verdict: Verdict
+    reward_parts: dict[str, float] = field(default_factory=dict)  # named addends, for metrics
+    detail: str = ""  # one line for people: what was extracted, or what went wrong
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All members of one prompt.  Made by buffer/."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_version: int
+    members: tuple[ScoredRollout, ...]  # exactly group_size, ordered by sample_index
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """Prompt and completion in a row, with an advantage.  Made by algorithms/."""
+
+    group_id: int
+    sample_index: int
+    token_ids: Int32  # [L]
+    loss_mask: Bool  # [L] False on the prompt
+    behaviour_logprobs: Float32  # [L] 0 where loss_mask is False
+    advantages: Float32  # [L] 0 where loss_mask is False
+    versions: Int32  # [L] -1 on the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicrobatch:
+    """Samples laid end to end in one row.  Made by packing/.
+
+    A rank that has fewer rows than the others gets rows of one token with loss_mask False.
+    """
+
+    token_ids: Int32  # [T]
+    position_ids: Int32  # [T] from 0 in every segment
+    cu_seqlens: Int32  # [S + 1] segment borders, from 0 to T
+    loss_mask: Bool  # [T] never True on the first token of a segment
+    behaviour_logprobs: Float32  # [T]
+    advantages: Float32  # [T]
+    versions: Int32  # [T] -1 where loss_mask is False
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One optimiser step's work for all data-parallel ranks.  Made by packing/."""
+
+    step: int  # the step this batch is for; counts from 0
+    policy_version: int  # the version that is trained: the number of optimiser steps applied before
+    ranks: tuple[tuple[PackedMicrobatch, ...], ...]  # [dp_size][same number of micro-batches]
+    num_loss_tokens: int  # over all ranks; the denominator of the loss
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model under its HF name."""
+
+    name: str
+    dtype: str  # "float32", "bfloat16", "float16"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """What a broadcast of weights consists of.  Made by weights/; a pure function of specs and bucket size."""
+
+    policy_version: int
+    epoch: int  # membership epoch whose group carries it
+    tensors: tuple[TensorSpec, ...]  # in broadcast order
+    bucket_ends: tuple[int, ...]  # bucket b holds tensors[bucket_ends[b-1] : bucket_ends[b]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Who takes part in broadcasts of one membership epoch, and where they meet."""
+
+    epoch: int
+    transport: str  # "gloo", "nccl", "ipc", "disk"
+    address: str  # "file:///path" or "tcp://host:port": where the ranks find each other
+    members: tuple[str, ...]  # generator names in rank order; the publisher is rank 0
+    ranks_per_member: tuple[int, ...]  # engine workers of each member
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group, the publisher included."""
+        return 1 + sum(self.ranks_per_member)
+
+    def first_rank(self, member: str) -> int:
+        """Rank of the member's worker 0; raises ValueError for a stranger."""
+        index = self.members.index(member)
+        return 1 + sum(self.ranks_per_member[:index])

@@ -1,0 +1,1 @@
+"""Moving weights from trainer to generators."""
