@@ -330,9 +330,9 @@ def _ratio_is_unbiased(config: Config) -> None:
     for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
         if is_cut:
             raise ValueError(
-                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-probabilities "
-                "are renormalised over the tokens that were kept, the trainer's are not, so that every ratio is too "
-                f"small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
+                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-"
+                "probabilities are renormalised over the tokens that were kept, the trainer's are not, so that every "
+                f"ratio is too small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
             )
 
 

@@ -236,7 +236,7 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Return every tensor of the manifest, verified, in its order.  Raises TornWeights, GroupFailed; keeps nothing."""
+        """Return the manifest's tensors, verified, in its order.  Raises TornWeights, GroupFailed; keeps nothing."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -350,7 +350,10 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
-        """Log-probability of every token under the current parameters: float32 [T] each, 0 on first tokens; no gradient."""
+        """Log-probability of every token under the current parameters, without gradient.
+
+        float32 [T] per micro-batch, 0 on the first token of a segment; on the device of the model.
+        """
 
     @abstractmethod
     def step(
@@ -385,7 +388,7 @@ class TrainerBackend(ABC):
     def save(self, directory: Path) -> dict[str, int]:
         """Write the full state (HF-named fp32 weights, Adam moments, optimiser step count, RNG) into `directory`.
 
-        Returns {file name: bytes} on the lead rank and {} elsewhere.  Raises CheckpointError; what was written may remain.
+        Returns {file name: bytes} on the lead rank and {} elsewhere.  Raises CheckpointError; files may remain.
         """
 
     @abstractmethod

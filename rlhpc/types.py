@@ -4,7 +4,7 @@ Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSamp
 
 All are frozen.  Arrays are numpy, C-contiguous, never written to after they are made.
 Legend: Lp prompt tokens, Lc completion tokens, L = Lp + Lc, T packed tokens, S segments of a packed row.
-An entry t of an array over tokens describes token t: its log-probability is that of token t given what stands before it.
+Entry t of an array over tokens describes token t: its log-probability is that of token t given those before it.
 """
 
 from __future__ import annotations
