@@ -345,6 +345,16 @@ class TrainerBackend(ABC):
 
     @property
     @abstractmethod
+    def device(self) -> str:
+        """ "cpu" or "cuda": where weights() yields its tensors."""
+
+    @property
+    @abstractmethod
+    def num_steps_applied(self) -> int:
+        """Optimiser steps applied to this model, those before a load included; the policy version."""
+
+    @property
+    @abstractmethod
     def is_lead(self) -> bool:
         """True on the one rank that weights() yields on and that speaks to the controller."""
 

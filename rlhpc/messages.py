@@ -92,6 +92,11 @@ class GroupOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class RollCall:
+    """Controller → generator: nothing to do.  That it can be sent shows that the generator's process is alive."""
+
+
+@dataclass(frozen=True, slots=True)
 class JoinGroup:
     """Controller → generator: take part in this membership epoch."""
 
@@ -141,6 +146,7 @@ class TrainerReady:
     policy_version: int
     step: int
     manifest: WeightManifest  # of what it will broadcast; epoch 0
+    weight_transport: str  # what weights.transport comes to on its device
 
 
 @dataclass(frozen=True, slots=True)

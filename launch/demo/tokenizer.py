@@ -1,0 +1,34 @@
+"""A tokenizer of one token per character, made on the spot.
+
+Makes tokenizer.json and tokenizer_config.json as any HF checkpoint has them, so that the demo's model needs no network
+and goes through the same code as a real one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = "0123456789+-*/=();\n "
+PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = range(len(SPECIAL_TOKENS))
+
+_TOKENS = (*SPECIAL_TOKENS, *CHARACTERS)
+VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, as matrix kernels like it, without rows that are no token
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer; it adds no token of its own to a text, and decodes to the very text that was encoded."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(_TOKENS)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # not ".": that leaves out newlines
+    tokenizer.decoder = decoders.Fuse()  # without it decode() puts a space between tokens
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN
+    )
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write the tokenizer's files into a checkpoint directory."""
+    make_tokenizer().save_pretrained(directory)

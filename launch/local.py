@@ -1,0 +1,161 @@
+"""The local executor: every process of a run on this machine, started, watched, and ended by pid.
+
+Eats RunPlan; returns the run's exit status.  Each process leads a session of its own, so that whatever it started
+(engine workers, verifiers) ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import IO, Self
+
+from launch.plan import ProcessPlan, RunPlan
+
+INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
+STOP_GRACE_S = 120.0  # after `rlhpc stop`: time to finish a step and save
+FINISH_GRACE_S = 15.0  # after the controller has ended by itself
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: ProcessPlan
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    is_reported: bool = False
+
+
+class LocalExecutor:
+    """Runs one plan.  Use as a context manager: leaving it ends whatever is left."""
+
+    def __init__(self, plan: RunPlan, tell: Callable[[str], None]) -> None:
+        """`tell` takes lines for the user."""
+        self._plan, self._tell = plan, tell
+        self._running: list[_Running] = []
+        self._interrupts = 0
+        self._deadline: float | None = None  # when what is left is killed
+        self._failure = ""
+        self._old_handlers: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        """Start every process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old_handlers[number] = signal.signal(number, self._on_signal)
+        for process in self._plan.processes:
+            self._start(process)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill what is left, by the process groups that we made."""
+        for running in self._running:
+            self._signal_group(running, signal.SIGKILL)
+            running.process.wait()
+            running.log.close()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave us
+
+    def wait(self, every: Callable[[], None]) -> int:
+        """Watch until every process has ended; call `every` a few times a second.  Returns the exit status.
+
+        0: the run is complete, or was stopped and has saved.  130: interrupted.  Otherwise the status of the first
+        process that failed.
+        """
+        while any(running.process.poll() is None for running in self._running):
+            self._notice_ends()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._end_all(signal.SIGKILL)
+            every()
+            time.sleep(0.1)
+        self._notice_ends()
+        every()
+        if self._failure:
+            self._tell(self._failure)
+        statuses = [r.process.returncode for r in self._running if not r.plan.is_expendable]
+        if self._interrupts and self._failure == "":
+            return 130 if any(statuses) else 0
+        return next((abs(status) for status in statuses if status), 0)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _start(self, plan: ProcessPlan) -> None:
+        path = self._plan.layout.log(plan.role, plan.replica, self._plan.attempt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlhpc.roles", *plan.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **plan.environment},
+            start_new_session=True,  # Ctrl-C reaches the launcher alone; the group can be ended as one
+        )
+        self._running.append(_Running(plan, process, log))
+
+    def _notice_ends(self) -> None:
+        """React once to each process that has ended."""
+        for running in self._running:
+            status = running.process.poll()
+            if status is None or running.is_reported:
+                continue
+            running.is_reported = True
+            self._signal_group(running, signal.SIGKILL)  # children it may have left behind
+            if running.plan.role == "controller":
+                self._grant_grace(FINISH_GRACE_S)  # it has told the others; or it failed, and they have nobody
+                if status:
+                    self._end_all(signal.SIGTERM)
+            if status and self._deadline is None and not running.plan.is_expendable:
+                self._tell(self._obituary(running, status))
+                self._grant_grace(FINISH_GRACE_S)
+                self._end_all(signal.SIGTERM)
+            elif status and self._deadline is None:
+                self._tell(self._obituary(running, status) + "; the run goes on with the rest")
+            elif status and running.plan.role == "controller" and not self._interrupts:
+                self._failure = self._obituary(running, status)
+
+    def _obituary(self, running: _Running, status: int) -> str:
+        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
+        return f"{running.plan.name} ended with {cause}: {_last_words(path.read_bytes())} (log: {path})"
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """First signal: end well.  Second: end now."""
+        self._interrupts += 1
+        if self._interrupts > 1:
+            self._end_all(signal.SIGKILL)
+            return
+        self._grant_grace(INTERRUPT_GRACE_S if number == signal.SIGINT else STOP_GRACE_S)
+        for running in self._running:
+            if running.plan.role == "controller":  # it tells the others when everything is saved
+                self._signal_group(running, signal.Signals(number))
+
+    def _grant_grace(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _end_all(self, number: signal.Signals) -> None:
+        for running in self._running:
+            if running.process.poll() is None:
+                self._signal_group(running, number)
+
+    def _signal_group(self, running: _Running, number: signal.Signals) -> None:
+        if number != signal.SIGKILL:
+            if running.process.poll() is None:
+                running.process.send_signal(number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone already
+            os.killpg(running.process.pid, number)
+
+
+def _last_words(log: bytes) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

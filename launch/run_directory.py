@@ -1,0 +1,146 @@
+"""The life of a run directory: made once, resumed on request, never taken over from a run that lives.
+
+Eats Config, makes the directory with settings, keys and a line per attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launch.plan import RunPlan
+from rlhpc.config import Config
+from rlhpc.config_file import config_hash, read_resolved, write_resolved
+from rlhpc.errors import RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.transport.keys import mint_run_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a run."""
+
+    index: int
+    resume_step: int | None  # None: from the beginning
+
+
+def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> Attempt:
+    """Make the directory of a new run, or take up an old one.
+
+    Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
+    a run lives in it; its settings differ from those given.
+    """
+    exists = layout.root.exists() and any(layout.root.iterdir())
+    if exists:
+        _refuse_if_alive(layout)
+        if not layout.config.exists() and not resume:
+            raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
+    if exists and not resume and not fresh:
+        raise RunDirectoryError(
+            f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
+            "or choose another run.name"
+        )
+    if resume:
+        return _take_up(config, layout)
+    if exists:
+        shutil.rmtree(layout.root)
+    _make(layout)
+    write_resolved(config, layout, _commit())
+    return _note(layout, Attempt(0, None))
+
+
+def mint_keys(plan: RunPlan) -> None:
+    """Make new keys for every process of this attempt; those of an earlier one are worthless from now on."""
+    shutil.rmtree(plan.layout.secrets, ignore_errors=True)
+    mint_run_keys(plan.layout.secrets, [process.name for process in plan.processes])
+
+
+def launcher_of(layout: RunLayout) -> int | None:
+    """Return the pid of the launcher that lives in this directory on this machine, or None."""
+    try:
+        record = json.loads((layout.root / "launcher.json").read_bytes())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if record["host"] != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(record["pid"])
+        return record["pid"] if abs(process.create_time() - record["created"]) < 1.0 else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def register_launcher(layout: RunLayout) -> None:
+    """Note that this process runs the run."""
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "created": psutil.Process().create_time()}
+    write_atomically(layout.root / "launcher.json", json.dumps(record).encode())
+
+
+def _refuse_if_alive(layout: RunLayout) -> None:
+    pid = launcher_of(layout)
+    if pid is not None:
+        raise RunDirectoryError(
+            f"{layout.root}: a run lives here (launcher pid {pid}); `rlhpc stop {layout.root}` ends it"
+        )
+
+
+def _take_up(config: Config, layout: RunLayout) -> Attempt:
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
+    old, old_hash = read_resolved(layout)
+    if config_hash(config) != old_hash:
+        raise RunDirectoryError(f"{layout.root} was started with other settings: {_difference(old, config)}")
+    for directory in (layout.rendezvous, layout.weights):
+        shutil.rmtree(directory, ignore_errors=True)
+    _make(layout)
+    found = latest_complete(layout.checkpoints)
+    index = len(layout.attempts.read_text().splitlines())
+    return _note(layout, Attempt(index, found[0] if found else None))
+
+
+def _make(layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    for directory in (layout.rollouts, layout.checkpoints, layout.tensorboard, layout.logs):
+        directory.mkdir(exist_ok=True)
+    for directory in (layout.rendezvous, layout.weights):
+        directory.mkdir(exist_ok=True, mode=0o700)
+
+
+def _note(layout: RunLayout, attempt: Attempt) -> Attempt:
+    line = json.dumps(asdict(attempt) | {"host": socket.gethostname(), "unix_time_s": time.time()})
+    with layout.attempts.open("a") as file:
+        file.write(line + "\n")
+    return attempt
+
+
+def _difference(old: Config, new: Config) -> str:
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    changed = [f"{key}: {before.get(key)!r} → {after.get(key)!r}" for key in after if before.get(key) != after.get(key)]
+    return "; ".join(changed[:5])
+
+
+def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _commit() -> str:
+    """Commit of the code that runs, if it runs from a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

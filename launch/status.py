@@ -1,0 +1,56 @@
+"""What a run is doing, read from its directory: for the live line, for `rlhpc status`.
+
+Eats status.json, which the controller replaces about once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from launch.run_directory import launcher_of
+from rlhpc.errors import RunDirectoryError
+from rlhpc.run_layout import RunLayout
+
+
+def read_status(layout: RunLayout) -> dict[str, Any] | None:
+    """Return the last status written, or None if there is none yet."""
+    try:
+        document: dict[str, Any] = json.loads(layout.status.read_bytes())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return document
+
+
+def render_status(layout: RunLayout) -> str:
+    """Return a table of every role.  Raises RunDirectoryError if this is no run directory."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    status, pid = read_status(layout), launcher_of(layout)
+    if status is None:
+        return f"{layout.root}: " + (f"starting (launcher pid {pid})" if pid else "never got as far as a controller")
+    age = time.time() - status["unix_time_s"]
+    life = f"launcher pid {pid}" if pid else "not running on this machine"
+    lines = [
+        f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
+        f"{status['version']}, {life}, as of {age:.0f} s ago",
+        f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
+        f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
+        f"{status['staleness_bound']}",
+        "queue   " + "   ".join(f"{name} {count}" for name, count in status["queue"].items()),
+        "",
+        f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
+    ]
+    lines += [_row(role) for role in status["roles"]]
+    return "\n".join(lines)
+
+
+def _row(role: dict[str, Any]) -> str:
+    metrics = role["metrics"]
+    holds = int(metrics.get("running", 0) + metrics.get("waiting", 0) + metrics.get("queued", 0))
+    version = role["version"] if role["version"] >= 0 else "-"
+    return (
+        f"{role['name']:<14}{role['state']:<12}{version:>8}  {holds:>6}  {role['silent_s']:>6.1f}s  "
+        f"{role['waits_for'] or '-'}"
+    )

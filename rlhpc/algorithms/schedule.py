@@ -1,0 +1,29 @@
+"""The learning rate of every step.
+
+Eats a step and the trainer's settings, makes a number.  Pure, so that a resume needs no scheduler state.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rlhpc.config import TrainerConfig
+
+
+def learning_rate(step: int, config: TrainerConfig, num_steps: int) -> float:
+    """Learning rate of optimiser step `step`, counted from 0, of a run of num_steps.
+
+    Warm-up rises linearly from the 0 of a step before the first: (step + 1) / (warmup_steps + 1), so that no step is
+    spent on a rate of 0 and step warmup_steps is the first at full rate.  Linear and cosine fall from there and reach
+    min_learning_rate at step num_steps − 1; later steps stay there.
+    Raises ValueError for a negative step.
+    """
+    if step < 0:
+        raise ValueError(f"step={step}; legal: 0 or more")
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
+    share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)

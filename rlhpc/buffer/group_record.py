@@ -1,0 +1,100 @@
+"""What the ledger knows of one live group and of each of its members.
+
+A member is delivered, held by one generator, or free; a group is in flight, finished, or taken for a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhpc.types import Prefix, Prompt
+
+
+@dataclass(slots=True)
+class MemberRecord:
+    """One of the group_size completions that a group wants."""
+
+    is_delivered: bool = False
+    holder: str | None = None  # generator that samples it now
+    lease: int = -1  # number of the lease, within the group, under which it does
+    strikes: int = 0  # leases lost with this member undelivered; a member handed back in good order has none
+    prefix: Prefix | None = None  # what an earlier holder had sampled
+
+    @property
+    def is_free(self) -> bool:
+        """Wanted, and nobody is at it."""
+        return not self.is_delivered and self.holder is None
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """A group from its admission to its release or drop."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_version: int
+    admitted_at_s: float  # by the ledger's clock
+    members: list[MemberRecord]
+    num_leases: int = 0
+    step: int | None = None  # the step it was taken for
+    is_dropped: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        """All members are delivered."""
+        return all(member.is_delivered for member in self.members)
+
+    @property
+    def free_indices(self) -> list[int]:
+        """Members that a lease may name."""
+        return [index for index, member in enumerate(self.members) if member.is_free]
+
+    @property
+    def attempts(self) -> int:
+        """1 + the leases lost by the unluckiest member."""
+        return 1 + max(member.strikes for member in self.members)
+
+    def is_poisoned(self, max_attempts: int) -> bool:
+        """Some free member has used up its attempts."""
+        return any(member.is_free and member.strikes >= max_attempts for member in self.members)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that outlives a process: holders, deadlines and prefixes do not."""
+        return {
+            "group_id": self.group_id,
+            "admitted_version": self.admitted_version,
+            "prompt": {
+                "prompt_id": self.prompt.prompt_id,
+                "task": self.prompt.task,
+                "token_ids": self.prompt.token_ids.tolist(),
+                "reference": self.prompt.reference,
+            },
+            "delivered": [index for index, member in enumerate(self.members) if member.is_delivered],
+            "strikes": [member.strikes for member in self.members],
+            "num_leases": self.num_leases,
+        }
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any], now_s: float) -> GroupRecord:
+        """Undo to_json; the group counts as admitted at now_s.  Raises KeyError, TypeError, ValueError."""
+        prompt = state["prompt"]
+        delivered = set(state["delivered"])
+        return cls(
+            group_id=int(state["group_id"]),
+            prompt=Prompt(
+                prompt_id=int(prompt["prompt_id"]),
+                task=prompt["task"],
+                token_ids=np.asarray(prompt["token_ids"], dtype=np.int32),
+                reference=prompt["reference"],
+            ),
+            admitted_version=int(state["admitted_version"]),
+            admitted_at_s=now_s,
+            members=[
+                MemberRecord(is_delivered=index in delivered, strikes=int(strikes))
+                for index, strikes in enumerate(state["strikes"])
+            ],
+            num_leases=int(state["num_leases"]),
+        )

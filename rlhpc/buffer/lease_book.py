@@ -1,0 +1,161 @@
+"""Know which members of the groups in flight are free, which are held, by whom and until when.
+
+Half of the ledger, which alone uses it.  A member is in one place: delivered, held, or free; a group with a free member
+is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lease or had one handed back).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.contracts import Clock
+from rlhpc.errors import LedgerError
+from rlhpc.types import Prefix
+
+
+class LeaseBook:
+    """Holders, deadlines and the order of grants."""
+
+    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock) -> None:
+        self.lease_deadline_s = lease_deadline_s
+        self.max_attempts = max_attempts
+        self.num_lost_members = 0
+        self._clock = clock
+        # Entries of the queues may be out of date; the record says what is true.
+        self._fresh: deque[GroupRecord] = deque()  # in order of admission
+        self._returned: dict[int, GroupRecord] = {}
+        self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
+        # All leases last equally long, so that they end in the order in which they were granted.
+        self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
+
+    @property
+    def num_held(self) -> int:
+        """Samples that are with some generator."""
+        return sum(map(len, self._held.values()))
+
+    def outstanding(self, holder: str) -> int:
+        """Samples that are with this generator."""
+        return len(self._held.get(holder, ()))
+
+    def add(self, group: GroupRecord) -> None:
+        """Queue a group's free members; groups come in order of admission."""
+        if group.attempts > 1:
+            self._returned[group.group_id] = group
+        else:
+            self._fresh.append(group)
+
+    def grantable(self) -> GroupRecord | None:
+        """The group that the next lease is for: the oldest returned one, else the oldest fresh one."""
+        healthy = (i for i, group in self._returned.items() if self._is_grantable(group))
+        oldest = min(healthy, default=None)
+        if oldest is not None:
+            return self._returned[oldest]
+        while self._fresh and (self._fresh[0].group_id in self._returned or not self._is_grantable(self._fresh[0])):
+            self._fresh.popleft()
+        return self._fresh[0] if self._fresh else None
+
+    def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
+        """Note that a generator samples these free members from now on; return the number of the lease."""
+        lease, group.num_leases = group.num_leases, group.num_leases + 1
+        held = self._held.setdefault(holder, {})
+        for index in indices:
+            group.members[index].holder, group.members[index].lease = holder, lease
+            held[group.group_id, index] = group
+        self._forget_if_not_free(group)
+        self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))
+        return lease
+
+    def deliver(self, group: GroupRecord, index: int) -> None:
+        """Note that a member has arrived, whoever held it."""
+        self._let_go(group, index)
+        group.members[index].is_delivered, group.members[index].prefix = True, None
+        self._forget_if_not_free(group)
+
+    def remove(self, group: GroupRecord) -> None:
+        """Forget a dropped group: nobody holds it, nothing of it is granted."""
+        group.is_dropped = True
+        for index in range(len(group.members)):
+            self._let_go(group, index)
+        self._returned.pop(group.group_id, None)
+
+    def hand_back(
+        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None], is_lost: bool
+    ) -> None:
+        """Free the members that the holder still holds; keep the longest prefix of those that are free."""
+        for position, index in enumerate(indices):
+            member = group.members[index]
+            if member.holder == holder:
+                self._give_back(group, index, is_lost=is_lost)
+            if member.is_free and prefixes:
+                member.prefix = _longer(member.prefix, prefixes[position])
+
+    def expire(self) -> list[tuple[int, str]]:
+        """Free the members of overdue leases; return (group_id, holder) of each such lease."""
+        expired = []
+        now_s = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, holder, group, lease = self._deadlines.popleft()
+            overdue = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == lease]
+            for index in overdue:
+                self._give_back(group, index, is_lost=True)
+            if overdue:
+                expired.append((group.group_id, holder))
+        return expired
+
+    def forget_holder(self, holder: str) -> list[int]:
+        """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
+        held = list(self._held.get(holder, {}).items())
+        for (_, index), group in held:
+            self._give_back(group, index, is_lost=True)
+        return sorted({group_id for (group_id, _), _ in held})
+
+    def poisoned(self) -> list[int]:
+        """Ids of the groups that are granted no more, ascending."""
+        return sorted(i for i, group in self._returned.items() if group.is_poisoned(self.max_attempts))
+
+    def check(self, groups: Sequence[GroupRecord]) -> None:
+        """Raise LedgerError unless the book and the records of all live groups say the same."""
+        recorded = {
+            (member.holder, group.group_id, index)
+            for group in groups
+            for index, member in enumerate(group.members)
+            if member.holder is not None
+        }
+        if recorded != {(holder, *key) for holder, keys in self._held.items() for key in keys}:
+            raise LedgerError("the members that generators hold and the groups' own records differ")
+        queued = self._returned.keys() | {group.group_id for group in self._fresh}
+        if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
+            raise LedgerError(f"groups {lost} have free members that no grant would find")
+
+    def _is_grantable(self, group: GroupRecord) -> bool:
+        return bool(group.free_indices) and not group.is_dropped and not group.is_poisoned(self.max_attempts)
+
+    def _forget_if_not_free(self, group: GroupRecord) -> None:
+        if not group.free_indices:
+            self._returned.pop(group.group_id, None)
+
+    def _let_go(self, group: GroupRecord, index: int) -> None:
+        """End the hold on a member, if there is one."""
+        member = group.members[index]
+        if member.holder is None:
+            return
+        held = self._held[member.holder]
+        del held[group.group_id, index]
+        if not held:
+            del self._held[member.holder]
+        member.holder = None
+
+    def _give_back(self, group: GroupRecord, index: int, *, is_lost: bool) -> None:
+        self._let_go(group, index)
+        self._returned[group.group_id] = group
+        if is_lost:
+            group.members[index].strikes += 1
+            self.num_lost_members += 1
+
+
+def _longer(old: Prefix | None, new: Prefix | None) -> Prefix | None:
+    if old is None or (new is not None and len(new.token_ids) > len(old.token_ids)):
+        return new
+    return old

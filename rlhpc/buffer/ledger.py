@@ -1,0 +1,318 @@
+"""Admit prompts and grant them to generators so that no rollout grows stale and none is forgotten.
+
+Eats Prompt, makes Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed in.
+Promises: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was admitted at
+version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the weights of
+their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished, taken, released,
+dropped}.
+
+Why (2) holds: let group g be admitted at version a and taken for step s.  The batches a … s − 1 hold
+(s − a) · groups_per_step groups.  Each of them was either unreleased when g was admitted, which at most num_slots − 1
+others are, or is younger than g and was taken before it, which the window allows to at most window_groups − 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlhpc.buffer.group_record import GroupRecord, MemberRecord
+from rlhpc.buffer.lease_book import LeaseBook
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.contracts import Clock
+from rlhpc.errors import CheckpointError, LedgerError
+from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
+
+
+class AdmissionLedger:
+    """The life of every group: admitted, granted (again and again), finished, taken, released; or dropped."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        window_groups: int,
+        groups_per_step: int,
+        group_size: int,
+        sampling: SamplingParams,
+        lease_deadline_s: float,
+        max_attempts: int,
+        clock: Clock,
+    ) -> None:
+        if num_slots < groups_per_step:
+            raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
+        self.num_slots = num_slots
+        self.window_groups = window_groups
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self._sampling = sampling
+        self._clock = clock
+        self._leases = LeaseBook(lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock)
+        self._next_group_id = 0
+        self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
+        self._taken: dict[int, GroupRecord] = {}
+        self._num_released = 0
+        self._dropped: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------------------------- admission
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another group may be admitted now."""
+        return self._num_live < self.num_slots
+
+    @property
+    def staleness_bound(self) -> int:
+        """No group taken is ever staler than this, in steps."""
+        return (self.num_slots + self.window_groups - 2) // self.groups_per_step
+
+    def admit(self, prompt: Prompt, policy_version: int) -> int:
+        """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
+
+        Raises LedgerError when no slot is free; then nothing changes.
+        """
+        if not self.has_slot:
+            raise LedgerError(f"no free slot among {self.num_slots} for prompt {prompt.prompt_id}")
+        members = [MemberRecord() for _ in range(self.group_size)]
+        group = GroupRecord(self._next_group_id, prompt, policy_version, self._clock(), members)
+        self._next_group_id += 1
+        self._untaken[group.group_id] = group
+        self._leases.add(group)
+        return group.group_id
+
+    # ---------------------------------------------------------------------------------------------------- leases
+
+    def grant(self, holder: str, credit_samples: int) -> Lease | None:
+        """Lease free members of one group to a generator, at most credit_samples of them.
+
+        Groups that lost a lease come first, then fresh ones, oldest first within both.  None when nothing is free.
+        """
+        group = self._leases.grantable() if credit_samples > 0 else None
+        if group is None:
+            return None
+        indices = tuple(group.free_indices[:credit_samples])
+        prefixes = tuple(group.members[index].prefix for index in indices)
+        return Lease(
+            group_id=group.group_id,
+            attempt=self._leases.hold(group, indices, holder),
+            prompt=group.prompt,
+            group_size=self.group_size,
+            sample_indices=indices,
+            sampling=self._sampling,
+            admitted_version=group.admitted_version,
+            deadline_s=self._leases.lease_deadline_s,
+            prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
+        )
+
+    def outstanding(self, holder: str) -> int:
+        """Samples leased to this generator that it neither delivered, lost nor handed back."""
+        return self._leases.outstanding(holder)
+
+    def deliver(self, holder: str, group_id: int, sample_index: int) -> bool:
+        """Note that a member arrived; True if it is new and wanted.
+
+        False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not
+        matter who holds the member: a generator that lost the lease may still be the first to deliver.
+        """
+        group = self._untaken.get(group_id)
+        if group is None or not 0 <= sample_index < self.group_size or group.members[sample_index].is_delivered:
+            return False
+        self._leases.deliver(group, sample_index)
+        return True
+
+    def hand_back(
+        self,
+        holder: str,
+        group_id: int,
+        sample_indices: Sequence[int],
+        prefixes: Sequence[Prefix | None] = (),
+        *,
+        is_failure: bool = False,
+    ) -> None:
+        """Make members grantable again, each with what was sampled of it; is_failure counts it as a lost attempt.
+
+        Members that somebody else holds by now, or that are delivered, are left alone; so is an unknown group.
+        prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
+        nothing changes.
+        """
+        if prefixes and len(prefixes) != len(sample_indices):
+            raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
+        if not all(0 <= index < self.group_size for index in sample_indices):
+            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {self.group_size}")
+        group = self._untaken.get(group_id)
+        if group is not None:
+            self._leases.hand_back(group, holder, sample_indices, prefixes, is_failure)
+
+    def expire(self) -> list[tuple[int, str]]:
+        """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
+        return self._leases.expire()
+
+    def forget_holder(self, holder: str) -> list[int]:
+        """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
+        return self._leases.forget_holder(holder)
+
+    def poisoned(self) -> list[int]:
+        """Groups of which some member has lost max_attempts leases; they are granted no more, the caller drops them."""
+        return self._leases.poisoned()
+
+    # ------------------------------------------------------------------------------------------------ resolution
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """Give up a group in flight or finished; its slot is free at once.
+
+        Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
+        """
+        group = self._untaken.pop(group_id, None)
+        if group is None:
+            raise LedgerError(f"group {group_id} cannot be dropped ({reason}): it is {self._whereabouts(group_id)}")
+        self._leases.remove(group)
+        self._dropped[reason.value] += 1
+
+    def takeable(self, num_groups: int) -> list[int]:
+        """Ids of the groups, at most num_groups, that the anchored window lets a batch take now, oldest first.
+
+        The anchor is the oldest group neither taken nor dropped; a group may pass it by less than window_groups ids.
+        """
+        chosen: list[int] = []
+        anchor: int | None = None  # the oldest group that stays behind when all of `chosen` are taken
+        for group_id, group in self._untaken.items():
+            if len(chosen) == num_groups or (anchor is not None and group_id >= anchor + self.window_groups):
+                break
+            if group.is_finished:
+                chosen.append(group_id)
+            elif anchor is None:
+                anchor = group_id
+        return chosen
+
+    def take(self, num_groups: int, step: int) -> list[int] | None:
+        """Move the oldest takeable groups into the batch of this step; None, without effect, if there are too few."""
+        chosen = self.takeable(num_groups)
+        if len(chosen) < num_groups:
+            return None
+        for group_id in chosen:
+            group = self._untaken.pop(group_id)
+            group.step = step
+            self._taken[group_id] = group
+        return chosen
+
+    def release(self, group_ids: Sequence[int]) -> None:
+        """Free the slots of taken groups: the weights of their step are live on the generators.
+
+        Raises LedgerError if one of them is not taken, or is named twice; then nothing changes.
+        """
+        for group_id in group_ids:
+            if group_id not in self._taken:
+                raise LedgerError(f"group {group_id} cannot be released: it is {self._whereabouts(group_id)}")
+        if len(set(group_ids)) != len(group_ids):
+            raise LedgerError(f"a group is released twice at once: {sorted(group_ids)}")
+        for group_id in group_ids:
+            del self._taken[group_id]
+        self._num_released += len(group_ids)
+
+    # ------------------------------------------------------------------------------------------------ inspection
+
+    def is_open(self, group_id: int) -> bool:
+        """True while a group is in flight or finished: neither taken nor dropped."""
+        return group_id in self._untaken
+
+    def group(self, group_id: int) -> GroupRecord:
+        """The record of a live group, to be read only.  Raises LedgerError for one that is gone or unknown."""
+        group = self._untaken.get(group_id) or self._taken.get(group_id)
+        if group is None:
+            raise LedgerError(f"group {group_id} is {self._whereabouts(group_id)}")
+        return group
+
+    @property
+    def groups(self) -> list[GroupRecord]:
+        """Records of all live groups, to be read only: those taken, then the others in order of admission."""
+        return [*self._taken.values(), *self._untaken.values()]
+
+    @property
+    def oldest_in_flight_age_s(self) -> float:
+        """Seconds since the admission of the oldest unfinished group, or since the restart; 0 if there is none."""
+        admitted = next((group.admitted_at_s for group in self._untaken.values() if not group.is_finished), None)
+        return 0.0 if admitted is None else self._clock() - admitted
+
+    def counts(self) -> dict[str, int]:
+        """Groups per state, and members held or lost, for metrics and status."""
+        num_finished = sum(group.is_finished for group in self._untaken.values())
+        return {
+            "admitted": self._next_group_id,
+            "in_flight": len(self._untaken) - num_finished,
+            "finished": num_finished,
+            "taken": len(self._taken),
+            "released": self._num_released,
+            "dropped": self._dropped.total(),
+            **{f"dropped_{reason}": self._dropped[reason.value] for reason in DropReason},
+            "free_slots": max(0, self.num_slots - self._num_live),
+            "held_samples": self._leases.num_held,
+            "lost_samples": self._leases.num_lost_members,  # leased and not delivered: expired or died
+        }
+
+    def conservation(self) -> None:
+        """Raise LedgerError unless every admitted group is in exactly one state and the leases agree with it."""
+        num_ended = self._num_released + self._dropped.total()
+        if self._num_live + num_ended != self._next_group_id or self._untaken.keys() & self._taken.keys():
+            raise LedgerError(
+                f"{self._next_group_id} groups admitted, but {len(self._untaken)} wait, {len(self._taken)} are taken, "
+                f"{self._num_released} released and {self._dropped.total()} dropped"
+            )
+        if unfinished := [group_id for group_id, group in self._taken.items() if not group.is_finished]:
+            raise LedgerError(f"groups {unfinished} are taken, but not finished")
+        self._leases.check(self.groups)
+
+    # ----------------------------------------------------------------------------------------------- persistence
+
+    def state(self, next_step: int) -> dict[str, Any]:
+        """Return JSON of this moment, as a run sees it that resumes with step `next_step`.
+
+        Groups taken for an earlier step count as released: a resumed run publishes its weights before anything else.
+        Groups taken for next_step or later (prefetched) count as finished: they are taken again.  Leases in flight
+        come back as free members, without prefixes.
+        """
+        again = [group for group in self.groups if group.step is None or group.step >= next_step]
+        return {
+            "group_size": self.group_size,
+            "next_group_id": self._next_group_id,
+            "num_released": self._num_released + self._num_live - len(again),
+            "dropped": dict(self._dropped),
+            "groups": [group.to_json() for group in sorted(again, key=lambda group: group.group_id)],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], **settings: Any) -> AdmissionLedger:
+        """Continue from state(); settings are those of the constructor.
+
+        Slots and window may differ from before: with fewer slots nothing is admitted until enough are released.
+        Raises CheckpointError when the state is malformed, breaks conservation, or is of another group size.
+        """
+        ledger = cls(**settings)
+        try:
+            ledger._restore(state)
+            ledger.conservation()
+        except (KeyError, TypeError, ValueError, AttributeError, LedgerError) as error:
+            raise CheckpointError(f"the ledger's state is malformed or contradicts itself: {error!r}") from error
+        return ledger
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["group_size"] != self.group_size:
+            raise CheckpointError(f"the ledger was saved with group_size={state['group_size']}, not {self.group_size}")
+        self._next_group_id = int(state["next_group_id"])
+        self._num_released = int(state["num_released"])
+        self._dropped = Counter({DropReason(reason).value: int(n) for reason, n in state["dropped"].items()})
+        for saved in state["groups"]:
+            group = GroupRecord.from_json(saved, self._clock())
+            self._untaken[group.group_id] = group
+            self._leases.add(group)
+
+    @property
+    def _num_live(self) -> int:
+        return len(self._untaken) + len(self._taken)
+
+    def _whereabouts(self, group_id: int) -> str:
+        if group_id in self._taken:
+            return f"taken for step {self._taken[group_id].step}"
+        if group_id in self._untaken:
+            return "finished, not taken" if self._untaken[group_id].is_finished else "in flight"
+        return "released or dropped" if 0 <= group_id < self._next_group_id else "not one that was ever admitted"

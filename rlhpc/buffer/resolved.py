@@ -1,0 +1,31 @@
+"""What became of a group: the unit of the record on disk.
+
+Eats RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlhpc.types import RolloutGroup
+
+
+class DropReason(StrEnum):
+    """Why a group was given up.  The values stand in files: none is ever renamed."""
+
+    NO_SPREAD = "no_spread"  # all rewards equal, so that every advantage is zero
+    VERIFIER_ERROR = "verifier_error"  # a reward could not be had
+    POISON = "poison"  # every lease of one of its members was lost
+    CANCELLED = "cancelled"  # somebody asked for it
+    LOST_TIMELINE = "lost_timeline"  # admitted under a version that a restart has undone
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedGroup:
+    """A group and its end; neither step nor reason is set while it is only buffered (in a checkpoint)."""
+
+    group: RolloutGroup  # may lack members when it was dropped, or buffered half-way
+    consumed_step: int = -1  # the optimiser step that used it; -1: none
+    drop_reason: DropReason | None = None
+    attempts: int = 1  # 1 + the leases lost by its unluckiest member

@@ -1,0 +1,197 @@
+"""Seal resolved groups into HDF5 segments: a file is complete and on disk, or absent.
+
+Eats ResolvedGroup, makes rollouts/segment_NNNNNN.h5.  The HDF5 image is built in memory and written with plain calls,
+so that a full disk is an ordinary error: the HDF5 library crashes when it runs out of space and is then closed.
+Promises: what could not be written stays in memory for another try; no sealed file is ever changed or replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import h5py
+import numpy as np
+
+from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.segment_columns import SCHEMA, Columns, to_columns
+from rlhpc.contracts import Clock
+from rlhpc.errors import SegmentError
+from rlhpc.run_layout import RunLayout
+
+Compression = Literal["none", "gzip"]
+Attributes = Mapping[str, str | int | float]
+
+# The HDF5 format leaves a block at the head of a file to the application.  Ours holds the checksum of all that follows,
+# which a reader verifies before the HDF5 library, which is not made for hostile bytes, parses any of it.
+USER_BLOCK_BYTES = 512
+USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
+
+_CHUNK_BYTES = 1 << 20  # HDF5's chunk cache holds one chunk of this size
+_COMPRESS_FROM_BYTES = 4096
+
+
+class SegmentWriter:
+    """The only writer of a run's rollouts directory.
+
+    `add` does no input or output and may be called by another thread while `tick` or `seal` runs; those two may not
+    overlap.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        first_index: int,
+        *,
+        run_name: str,
+        run_attempt: int,
+        max_groups: int,
+        max_s: float,
+        compression: Compression,
+        clock: Clock,
+        wall_clock: Clock = time.time,
+    ) -> None:
+        self._directory = directory
+        self._next_index = first_index
+        self._attributes: Attributes = {"run_name": run_name, "run_attempt": run_attempt}
+        self._max_groups, self._max_s = max_groups, max_s
+        self._compression: Compression = compression
+        self._clock, self._wall_clock = clock, wall_clock
+        self._pending: list[ResolvedGroup] = []
+        self._pending_since_s = 0.0
+
+    @property
+    def next_index(self) -> int:
+        """Number of the segment that is sealed next."""
+        return self._next_index
+
+    @property
+    def num_pending(self) -> int:
+        """Groups that are only in memory."""
+        return len(self._pending)
+
+    @property
+    def is_due(self) -> bool:
+        """Enough groups wait, or one has waited long enough."""
+        if not self._pending:
+            return False
+        return len(self._pending) >= self._max_groups or self._clock() - self._pending_since_s >= self._max_s
+
+    def add(self, resolved: ResolvedGroup) -> None:
+        """Keep a group for the next segment."""
+        if not self._pending:
+            self._pending_since_s = self._clock()
+        self._pending.append(resolved)
+
+    def tick(self) -> Path | None:
+        """Seal a segment if one is due.  Raises as seal does."""
+        return self.seal() if self.is_due else None
+
+    def seal(self) -> Path | None:
+        """Write the oldest groups that wait, at most max_groups, and return the segment; None if there are none.
+
+        Raises SegmentError when it cannot be written; nothing is left on disk and the groups stay pending.
+        """
+        groups = self._pending[: self._max_groups]
+        if not groups:
+            return None
+        path = self._directory / RunLayout(Path()).segment(self._next_index).name
+        attributes: Attributes = {
+            **self._attributes,
+            "segment_index": self._next_index,
+            "sealed_unix_s": self._wall_clock(),
+        }
+        try:
+            write_sealed(path, to_hdf5(groups, attributes, self._compression))
+        except SegmentError as error:
+            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
+        self._next_index += 1
+        self._pending_since_s = self._clock()
+        del self._pending[: len(groups)]
+        return path
+
+    def seal_all(self) -> list[Path]:
+        """Seal until nothing waits.  Raises as seal does; what was sealed before stays sealed."""
+        paths = []
+        while (path := self.seal()) is not None:
+            paths.append(path)
+        return paths
+
+
+def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression: Compression) -> bytes:
+    """The bytes of a segment file with these groups and file attributes."""
+    columns = to_columns(groups)
+    image = io.BytesIO()
+    # libver "earliest": files of the latest format that were not closed in order refuse to open.
+    with h5py.File(image, "w", libver="earliest", userblock_size=USER_BLOCK_BYTES) as file:
+        file.attrs.update(attributes)
+        file.attrs["schema"] = SCHEMA
+        file.attrs["num_groups"] = len(columns["groups/group_id"])
+        file.attrs["num_rollouts"] = len(columns["rollouts/group_id"])
+        file.attrs["num_completion_tokens"] = len(columns["rollouts/token_ids"])
+        _write_columns(file, columns, compression)
+    body = image.getbuffer()[USER_BLOCK_BYTES:]
+    head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {zlib.crc32(body):08x}\n".encode()
+    image.getbuffer()[: len(head)] = head
+    return image.getvalue()
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Make `path` hold these bytes durably, or leave it absent.
+
+    Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
+    """
+    if path.exists():
+        raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        _write_durably(partial, data)
+        partial.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        for leftover in (partial, path):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names in a directory durable.  Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_columns(file: h5py.File, columns: Columns, compression: Compression) -> None:
+    for name, values in columns.items():
+        is_compressed = compression == "gzip" and values.nbytes >= _COMPRESS_FROM_BYTES
+        layout = (
+            {
+                "chunks": (min(len(values), max(1, _CHUNK_BYTES // values.itemsize)),),
+                "compression": "gzip",
+                "compression_opts": 1,  # higher levels cost several times as much for a few per cent
+                "shuffle": True,
+            }
+            if is_compressed
+            else {}
+        )
+        file.create_dataset(name, data=np.ascontiguousarray(values), track_times=False, **layout)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        remaining = memoryview(data)
+        while remaining:  # one call writes 2 GiB at most, and less when the disk fills up
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

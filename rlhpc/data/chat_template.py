@@ -1,0 +1,78 @@
+"""Render the chat template of a checkpoint as its authors' own library does.
+
+Eats a jinja template, makes text.  Templates come with models: they run in jinja's sandbox, which lets them neither
+change an object nor reach Python.  Conventions (trim_blocks, loop controls, raise_exception, strftime_now, tojson
+without HTML escapes, the generation tag) are those of transformers' apply_chat_template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rlhpc.errors import ConfigError
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
+        self._special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda style: now().strftime(style)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"model.path: the chat template does not compile: {error}") from error
+
+    def render(self, user_message: str) -> str:
+        """The text up to where the assistant's answer to this message begins, special tokens spelt out.
+
+        Raises ConfigError when the template refuses the message.
+        """
+        try:
+            return self._template.render(
+                messages=[{"role": "user", "content": user_message}],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"model.path: the chat template fails on a user message: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks what an assistant said; a prompt has no use for the mark."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

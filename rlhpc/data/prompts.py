@@ -1,0 +1,179 @@
+"""Draw prompts for ever, in a seeded order that a restart continues.
+
+Eats records, makes Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an epoch
+depends on seed and epoch only, so that a cursor is all there is to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.config import Config
+from rlhpc.contracts import PromptSource
+from rlhpc.data.records import Record, read_records
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import CheckpointError, ConfigError, DataError
+from rlhpc.types import Int32, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSummary:
+    """What validate_dataset found."""
+
+    num_records: int
+    longest_prompt_tokens: int
+    mean_prompt_tokens: float
+    longest_source: str  # file and line of the longest prompt
+
+
+class SeededPrompts(PromptSource):
+    """The dataset of a run as an endless sequence of prompts."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        *,
+        template: str,
+        task: str,
+        reference_field: str,
+        tokenizer: PromptTokenizer,
+        seed: int,
+        shuffle: bool,
+        max_prompt_tokens: int,
+        use_chat_template: bool,
+    ) -> None:
+        if not records:
+            raise DataError("a dataset without records")
+        self._records = records
+        self._template, self._fields = template, _template_fields(template)
+        self._task, self._reference_field = task, reference_field
+        self._encode = tokenizer.encode_chat if use_chat_template else tokenizer.encode
+        self._seed, self._shuffle = seed, shuffle
+        self._max_prompt_tokens = max_prompt_tokens
+        self._cursor = 0
+        self._order_epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._fingerprint = _fingerprint(records)
+
+    def draw(self) -> Prompt:
+        """Return the next prompt and advance.  Raises DataError, without advancing, for a record that makes none."""
+        record = self._records[self._record_index(self._cursor)]
+        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
+        prompt = Prompt(prompt_id=self._cursor, task=self._task, token_ids=token_ids, reference=reference)
+        self._cursor += 1
+        return prompt
+
+    def prompt_tokens(self, record: Record) -> Int32:
+        """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""
+        token_ids = self._encode(self._template.format(**{name: record.text(name) for name in self._fields}))
+        if not 0 < len(token_ids) <= self._max_prompt_tokens:
+            raise DataError(
+                f"{record.source}: the prompt has {len(token_ids)} tokens; legal: 1 to "
+                f"generation.max_prompt_tokens={self._max_prompt_tokens}"
+            )
+        return token_ids
+
+    def state(self) -> dict[str, Any]:
+        """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""
+        return {"cursor": self._cursor, **self._identity()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where state() was taken.  Raises CheckpointError, changing nothing, if it is of another order."""
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                raise CheckpointError(
+                    f"the checkpoint's prompts have {key}={state.get(key)!r}, this run's {mine!r}: the order of "
+                    "prompts cannot be continued; start a new run"
+                )
+        cursor = state.get("cursor")
+        if not isinstance(cursor, int) or cursor < 0:
+            raise CheckpointError(f"the checkpoint's prompts have cursor={cursor!r}")
+        self._cursor = cursor
+
+    def validate(self) -> DatasetSummary:
+        """Make every prompt and reference once, without drawing.  Raises DataError for the first that cannot be."""
+        lengths = []
+        for record in self._records:
+            record.reference(self._reference_field)
+            lengths.append(len(self.prompt_tokens(record)))
+        longest = int(np.argmax(lengths))
+        return DatasetSummary(
+            num_records=len(lengths),
+            longest_prompt_tokens=lengths[longest],
+            mean_prompt_tokens=float(np.mean(lengths)),
+            longest_source=self._records[longest].source,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "shuffle": self._shuffle, "dataset": self._fingerprint}
+
+    def _record_index(self, cursor: int) -> int:
+        epoch, position = divmod(cursor, len(self._records))
+        if not self._shuffle:
+            return position
+        if epoch != self._order_epoch:
+            self._order, self._order_epoch = _epoch_order(len(self._records), self._seed, epoch), epoch
+        return int(self._order[position])
+
+
+def open_prompts(config: Config) -> SeededPrompts:
+    """The prompts of a run, at the first one.  Raises DataError, ConfigError."""
+    return SeededPrompts(
+        read_records(config.data.path),
+        template=config.data.prompt_template,
+        task=config.data.task,
+        reference_field=config.data.reference_field,
+        tokenizer=PromptTokenizer(config.model.path),
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        max_prompt_tokens=config.generation.max_prompt_tokens,
+        use_chat_template=config.data.use_chat_template,
+    )
+
+
+def validate_dataset(config: Config) -> DatasetSummary:
+    """Read, fill and tokenise all of the dataset, before anything is started.  Raises DataError, ConfigError."""
+    return open_prompts(config).validate()
+
+
+def _epoch_order(num_records: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation [N].
+
+    Sorts raw draws of a bit generator, whose stream numpy promises never to change; Generator.permutation may change
+    with any release (NEP 19), and a resumed run with it.
+    """
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_records)
+    return np.argsort(keys, kind="stable")
+
+
+def _fingerprint(records: Sequence[Record]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps(record.fields, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _template_fields(template: str) -> tuple[str, ...]:
+    """Names in the braces of a template.  Raises ConfigError for anything but plain names."""
+    try:
+        parts = [part for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ConfigError(f"data.prompt_template={template!r}: {error}; a brace of its own is written twice") from error
+    for _, name, style, conversion in parts:
+        if not name or not name.isidentifier() or style or conversion:
+            raise ConfigError(
+                f"data.prompt_template={template!r}: {{{name}}} is not the plain name of a field; "
+                "a brace of its own is written twice"
+            )
+    if not parts:
+        raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
+    return tuple(dict.fromkeys(str(name) for _, name, _, _ in parts))

@@ -1,0 +1,128 @@
+"""Text to tokens and back, with the tokenizer of an HF checkpoint directory and nothing else.
+
+Eats tokenizer.json and the JSON files beside it.  The only door to the tokenizers library; needs neither torch nor
+transformers, so that a login node can check a dataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from rlhpc.data.chat_template import ChatTemplate
+from rlhpc.errors import ConfigError
+from rlhpc.types import Int32
+
+
+class PromptTokenizer:
+    """The tokenizer of model.path.
+
+    Example: ``PromptTokenizer(path).encode("1 + 1 =")``, or ``.encode_chat("What is 1 + 1?")``.
+    """
+
+    def __init__(self, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> None:
+        """`now` answers templates that write the date; such a prompt is not the same tomorrow.  Raises ConfigError."""
+        self._model_dir = model_dir
+        if not model_dir.is_dir():
+            raise ConfigError(f"model.path={model_dir} is not a directory; legal: an HF checkpoint directory")
+        file = model_dir / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"model.path={model_dir} has no tokenizer.json; legal: a checkpoint with a fast tokenizer"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError(f"model.path: {file} is not a tokenizer: {error}") from error
+        # A tokenizer is saved as it was last used; a prompt must be neither cut nor padded.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = self._read_json("tokenizer_config.json")
+        self._now = now
+        self._chat_template: ChatTemplate | None = None
+
+    def encode(self, text: str) -> Int32:
+        """Tokens [L] of plain text, with the special tokens the tokenizer itself adds (BOS where it has one)."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, user_message: str) -> Int32:
+        """Tokens [L] of the chat template up to the assistant's answer.
+
+        Adds no special tokens: a template spells its own, BOS included.  Raises ConfigError if there is no template.
+        """
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
+        return self._encode(self._chat_template.render(user_message), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
+        """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""
+        text: str = self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=not keep_special_tokens)
+        return text
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows; the model's embedding may have more rows."""
+        return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a sequence, ascending; () where the checkpoint names none.
+
+        The union of eos_token_id in generation_config.json and config.json and of eos_token in tokenizer_config.json
+        and special_tokens_map.json: chat models end a turn with a token that only some of the files name.
+        """
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            ids = self._read_json(name).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        if (token := self._special_tokens().get("eos_token")) is not None:
+            token_id = self._tokenizer.token_to_id(token)
+            found.update([] if token_id is None else [token_id])
+        return tuple(sorted(found))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Int32:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+
+    def _special_tokens(self) -> dict[str, str]:
+        """ "bos_token", "eos_token", … as text; each is a string or {"content": string} in the files."""
+        named = self._read_json("special_tokens_map.json") | self._config
+        texts = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in named.items()
+            if name.endswith("_token")
+        }
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def _template_source(self) -> str:
+        """chat_template.jinja before tokenizer_config.json, of several named templates "default"."""
+        file = self._model_dir / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if not isinstance(template, str):
+            raise ConfigError(
+                f"data.use_chat_template=true, but model.path={self._model_dir} has no chat template (neither "
+                "chat_template.jinja nor chat_template in tokenizer_config.json); legal: false"
+            )
+        return template
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        """An optional JSON file of the checkpoint; {} where there is none."""
+        file = self._model_dir / name
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"model.path: {file} does not hold a JSON object")
+        return content

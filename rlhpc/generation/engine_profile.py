@@ -1,0 +1,94 @@
+"""Turn a run's configuration into what vLLM wants to be started with.
+
+Eats Config, makes keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
+Everything that differs between CPU and CUDA on vLLM's side stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.config import Config
+
+WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
+CPU_KV_CACHE_BYTES = 256 << 20
+
+COMMON_ENVIRONMENT = {
+    # Compute nodes have no network: fail at once instead of after retries.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CPU_ENVIRONMENT = {
+    # Two OpenMP threads on a shared node made batch 1 forty times slower; replicas scale better than threads.
+    "OMP_NUM_THREADS": "1",
+    # vLLM pins a worker to the first core it may use: two engines of one node would fight for it.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Else the first request for log-probabilities compiles for seconds, and every new batch size again.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+# Otherwise vLLM's CPU platform turns the executor "uni" into "mp", which is one process more.
+ONE_WORKER_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """How to start vLLM."""
+
+    engine_args: dict[str, Any]  # for AsyncEngineArgs
+    environment: dict[str, str]  # to be set before vllm is imported
+
+
+def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
+    """The profile of one replica.  device: "cpu" or "cuda"."""
+    is_cpu = device == "cpu"
+    environment = dict(COMMON_ENVIRONMENT)
+    if is_cpu:
+        environment |= CPU_ENVIRONMENT
+        if config.generation.tensor_parallel == 1:
+            environment |= ONE_WORKER_ON_CPU
+    return EngineProfile(
+        _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config)), environment
+    )
+
+
+def _common_args(config: Config, seed: int) -> dict[str, Any]:
+    generation = config.generation
+    return {
+        "model": str(config.model.path.absolute()),
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "max_model_len": generation.max_prompt_tokens + generation.max_completion_tokens,
+        "max_num_seqs": generation.max_num_seqs,
+        "tensor_parallel_size": generation.tensor_parallel,
+        "enable_prefix_caching": generation.prefix_caching,
+        # Tokens in, tokens out: text is the role's business.
+        "skip_tokenizer_init": True,
+        # The distribution that was sampled from, after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        # The checkpoint's generation_config.json must not change how we sample.
+        "generation_config": "vllm",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else "mp",
+    }
+
+
+def _cpu_args(config: Config) -> dict[str, Any]:
+    return {"enforce_eager": True, "kv_cache_memory_bytes": config.generation.kv_cache_bytes or CPU_KV_CACHE_BYTES}
+
+
+def _cuda_args(config: Config) -> dict[str, Any]:
+    generation = config.generation
+    args: dict[str, Any] = {
+        "enforce_eager": generation.enforce_eager,
+        "gpu_memory_utilization": generation.gpu_memory_utilization,
+    }
+    if generation.kv_cache_bytes is not None:
+        args["kv_cache_memory_bytes"] = generation.kv_cache_bytes
+    return args

@@ -1,0 +1,61 @@
+"""Join what an engine has sampled to the request, and to the prefix it continued.
+
+Eats RolloutRequest and the engine's arrays, makes Rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhpc.errors import EngineError
+from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """Tokens sampled after prompt and prefix."""
+
+    token_ids: Int32  # [n]
+    logprobs: Float32  # [n] natural log
+    versions: Int32  # [n]
+    reason: str  # an engine's word: "stop", "length", "abort"
+
+    @classmethod
+    def nothing(cls, reason: str) -> FinishedRequest:
+        """No token was sampled."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), reason)
+
+
+def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
+    """The whole completion, prefix included.  Raises EngineError if arrays disagree or the reason is unknown."""
+    length = len(finished.token_ids)
+    if len(finished.logprobs) != length or len(finished.versions) != length:
+        raise EngineError(
+            f"{request.request_id}: {length} tokens, {len(finished.logprobs)} log-probabilities, "
+            f"{len(finished.versions)} versions"
+        )
+    token_ids, logprobs, versions = finished.token_ids, finished.logprobs, finished.versions
+    prefix = request.prefix
+    if prefix is not None:
+        token_ids = np.concatenate([prefix.token_ids, token_ids])
+        logprobs = np.concatenate([prefix.behaviour_logprobs, logprobs])
+        versions = np.concatenate([prefix.versions, versions])
+    return Rollout(
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        prompt=request.prompt,
+        token_ids=token_ids,
+        behaviour_logprobs=logprobs,
+        versions=versions,
+        loss_mask=np.ones(len(token_ids), np.bool_),
+        finish_reason=_reason(request, finished.reason),
+    )
+
+
+def _reason(request: RolloutRequest, word: str) -> FinishReason:
+    try:
+        return FinishReason(word)
+    except ValueError:
+        raise EngineError(f"{request.request_id}: the engine ended it for an unknown reason: {word!r}") from None

@@ -1,0 +1,30 @@
+"""Start the engine that a run's configuration names."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rlhpc.config import Config
+from rlhpc.contracts import GenerationEngine, WeightReceiver
+from rlhpc.run_layout import RunLayout
+
+
+async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> GenerationEngine:
+    """One replica's engine, ready to sample.
+
+    seed: differs between replicas, or all would sample the same.  layout: where an engine may keep files of the run;
+    neither of ours does.  Raises EngineError; no process is left then.
+    """
+    if config.generation.engine == "scripted":
+        from rlhpc.generation.scripted_engine import ScriptedEngine
+
+        return ScriptedEngine.of(config, seed=seed, make_receiver=partial(_receiver, config.weights.timeout_s))
+    from rlhpc.generation.vllm_engine import VllmEngine
+
+    return await VllmEngine.start(config, seed=seed)
+
+
+def _receiver(timeout_s: float, transport: str) -> WeightReceiver:
+    from rlhpc.weights.make import make_receiver  # loads torch, which a scripted engine needs only from here on
+
+    return make_receiver(transport, device="cpu", timeout_s=timeout_s)

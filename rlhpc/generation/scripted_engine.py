@@ -1,0 +1,256 @@
+"""An engine without a model, for tests of everything else.
+
+Eats RolloutRequest, makes Rollout.  Token t of a member is drawn from a categorical distribution that is stated
+(logprob_table) and changes with the policy version, by a generator seeded with (seed, group, sample, t): the same
+whatever runs beside it, and the same again after a prefix.  Temperature and nucleus are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhpc.config import Config
+from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightReceiver, WeightTiming
+from rlhpc.errors import EngineError, GroupFailed, TornWeights
+from rlhpc.generation.busy_clock import BusyClock
+from rlhpc.generation.finished_request import FinishedRequest, rollout_of
+from rlhpc.types import Float32, Rollout, RolloutRequest, WeightGroup, WeightManifest
+
+FIRST_ORDINARY_TOKEN = 4  # below lie the special tokens of a character vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a scripted engine does."""
+
+    seed: int = 0
+    vocab_size: int = 100
+    stop_token_id: int = 2
+    stop_probability: float = 0.05
+    token_s: float = 0.0  # time one token takes; 0: as fast as the event loop turns
+    max_num_seqs: int = 256
+    die_after_tokens: int | None = None  # the engine dies when it has generated so many
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request: RolloutRequest
+    is_aborted: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def finished(self, reason: str) -> Rollout:
+        sampled = FinishedRequest(
+            np.asarray(self.tokens, np.int32),
+            np.asarray(self.logprobs, np.float32),
+            np.asarray(self.versions, np.int32),
+            reason,
+        )
+        return rollout_of(self.request, sampled)
+
+
+class ScriptedEngine(GenerationEngine):
+    """Draws tokens from a table."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        make_receiver: Callable[[str], WeightReceiver] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """make_receiver: transport → receiver; None adopts versions without moving a byte."""
+        self.script = script
+        self._make_receiver = make_receiver
+        self._receiver: WeightReceiver | None = None
+        self._policy_version = -1
+        self._in_flight: dict[int, _InFlight] = {}
+        self._serial = itertools.count()
+        self._places = asyncio.Semaphore(script.max_num_seqs)
+        self._may_run = True
+        self._clock, self._busy = clock, BusyClock(clock)
+        self._num_tokens = 0
+        self._num_started = 0
+        self._death = ""
+        self._tables: dict[int, Float32] = {}
+
+    @classmethod
+    def of(
+        cls, config: Config, *, seed: int, make_receiver: Callable[[str], WeightReceiver] | None = None
+    ) -> ScriptedEngine:
+        """With the vocabulary of the run's model, of which only config.json is read, if it is there."""
+        script = Script(seed=seed, max_num_seqs=config.generation.max_num_seqs)
+        path = config.model.path / "config.json"
+        if path.exists():
+            model = json.loads(path.read_text())
+            eos = model.get("eos_token_id", script.stop_token_id)
+            script = Script(
+                seed=seed,
+                vocab_size=int(model.get("vocab_size", script.vocab_size)),
+                stop_token_id=int(eos[0] if isinstance(eos, list) else eos),
+                max_num_seqs=config.generation.max_num_seqs,
+            )
+        return cls(script, make_receiver=make_receiver)
+
+    def logprob_table(self, policy_version: int) -> Float32:
+        """Natural log-probability of every token under a version, float32 [vocab_size].
+
+        The stop token has its probability; the k-th ordinary one in the version's order weighs 1 / (k + 1) of the rest.
+        """
+        if policy_version not in self._tables:
+            script = self.script
+            weights = np.zeros(script.vocab_size)
+            ordinary = np.setdiff1d(np.arange(FIRST_ORDINARY_TOKEN, script.vocab_size), [script.stop_token_id])
+            order = np.random.default_rng([policy_version + 1]).permutation(ordinary)
+            weights[order] = 1 / (1 + np.arange(len(order)))
+            weights *= (1 - script.stop_probability) / weights.sum()
+            weights[script.stop_token_id] = script.stop_probability
+            with np.errstate(divide="ignore"):  # special tokens have probability 0
+                self._tables[policy_version] = np.log(weights).astype(np.float32)
+        return self._tables[policy_version]
+
+    # ------------------------------------------------------------------------------------------------- sampling
+
+    @property
+    def policy_version(self) -> int:
+        """−1 until the first weights came."""
+        return self._policy_version
+
+    @property
+    def capacity_samples(self) -> int:
+        """The script's max_num_seqs."""
+        return self.script.max_num_seqs
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """One."""
+        return 1
+
+    async def generate(self, request: RolloutRequest) -> Rollout:
+        """Draw token after token; see GenerationEngine."""
+        self._require_life()
+        key = next(self._serial)
+        flight = self._in_flight[key] = _InFlight(request)
+        self._busy.enter()
+        try:
+            async with self._places:
+                self._num_started += 1
+                try:
+                    return flight.finished(await self._draw(flight))
+                finally:
+                    self._num_started -= 1
+        finally:
+            self._busy.leave()
+            del self._in_flight[key]
+
+    async def abort(self, request_id: str) -> None:
+        """It ends before its next token, also when paused."""
+        for flight in self._in_flight.values():
+            if flight.request.request_id == request_id:
+                flight.is_aborted = True
+
+    async def pause(self) -> None:
+        """See GenerationEngine."""
+        self._require_life()
+        self._may_run = False
+        self._busy.pause()
+
+    async def resume(self) -> None:
+        """See GenerationEngine."""
+        self._require_life()
+        self._may_run = True
+        self._busy.resume()
+
+    def statistics(self) -> EngineStatistics:
+        """See GenerationEngine."""
+        return EngineStatistics(
+            num_running=self._num_started,
+            num_waiting=len(self._in_flight) - self._num_started,
+            tokens_generated=self._num_tokens,
+            busy_s=self._busy.seconds,
+        )
+
+    # -------------------------------------------------------------------------------------------------- weights
+
+    async def join_weights(self, group: WeightGroup, member: str) -> None:
+        """Meet the others if there is something to meet them with; see GenerationEngine."""
+        self._require_life()
+        await self.leave_weights()
+        rank = group.first_rank(member)
+        if self._make_receiver is not None:
+            receiver = self._make_receiver(group.transport)
+            await asyncio.to_thread(receiver.join, group, rank)
+            self._receiver = receiver
+
+    async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
+        """Receive and throw away, then adopt the version; see GenerationEngine."""
+        self._require_life()
+        began = self._clock()
+        if self._make_receiver is not None:
+            if self._receiver is None:
+                raise TornWeights("this engine is in no weight group")
+            try:
+                await asyncio.to_thread(self._receiver.receive, manifest)
+            except GroupFailed as error:
+                raise TornWeights(str(error)) from error
+        self._policy_version = manifest.policy_version
+        return WeightTiming(receive_s=self._clock() - began, pause_s=0.0)
+
+    async def leave_weights(self) -> None:
+        """See GenerationEngine."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.leave()
+
+    async def close(self) -> None:
+        """What is in flight returns as aborted; see GenerationEngine."""
+        await self.leave_weights()
+        for flight in self._in_flight.values():
+            flight.is_aborted = True
+        while self._in_flight and not self._death:  # noqa: ASYNC110 - each ends within one turn of the loop
+            await asyncio.sleep(0)
+        self._death = self._death or "closed"
+
+    # --------------------------------------------------------------------------------------------------- within
+
+    async def _draw(self, flight: _InFlight) -> str:
+        """Draw until the end and return why it ended."""
+        request = flight.request
+        num_done = len(request.prefix.token_ids) if request.prefix is not None else 0
+        stops = {self.script.stop_token_id, *request.sampling.stop_token_ids}
+        for position in range(num_done, request.sampling.max_tokens):
+            await self._step(flight)
+            if flight.is_aborted:
+                return "abort"
+            rng = np.random.default_rng([self.script.seed, request.group_id, request.sample_index, position])
+            table = self.logprob_table(self._policy_version)
+            token = int(np.searchsorted(np.cumsum(np.exp(table)), rng.random() * (1 - 1e-6), side="right"))
+            flight.tokens.append(token)
+            flight.logprobs.append(float(table[token]))
+            flight.versions.append(self._policy_version)
+            self._num_tokens += 1
+            if token in stops:
+                return "stop"
+        return "length"
+
+    async def _step(self, flight: _InFlight) -> None:
+        """Let one token's time pass, and a pause if there is one."""
+        await asyncio.sleep(self.script.token_s)
+        while not self._may_run and not flight.is_aborted and not self._death:  # noqa: ASYNC110 - any of three ends it
+            await asyncio.sleep(0.001)
+        limit = self.script.die_after_tokens
+        if limit is not None and self._num_tokens >= limit:
+            self._death = f"scripted to die after {limit} tokens"
+        self._require_life()
+
+    def _require_life(self) -> None:
+        if self._death:
+            raise EngineError(f"the generation engine is dead: {self._death}")

@@ -1,0 +1,63 @@
+"""Remember which policy version sampled which tokens of a request.
+
+Eats the number of tokens a request had when weights changed, makes one version per token.  Pure.
+Where vLLM keeps spans of its own the two must agree: a token with a wrong version is trained with a wrong ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rlhpc.types import Int32
+
+
+class Span(Protocol):
+    """vLLM's record: output tokens [start, end) were sampled by `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class VersionRecord:
+    """The versions of one request in flight."""
+
+    def __init__(self, policy_version: int) -> None:
+        """A request submitted while `policy_version` is live."""
+        self._starts: list[tuple[int, int]] = [(policy_version, 0)]  # (version, its first token)
+        self._is_certain = True
+
+    def weights_changed(self, policy_version: int, num_tokens: int | None) -> None:
+        """Tokens from `num_tokens` on are of `policy_version`.
+
+        None: the worker did not know the request.  It has either not begun, or ended and is on its way to us.
+        """
+        if num_tokens is None:
+            self._is_certain = False
+        self._starts.append((policy_version, num_tokens or 0))
+
+    def versions(self, num_tokens: int) -> Int32 | None:
+        """Version of every token, int32 [num_tokens]; None where only spans can tell."""
+        if not self._is_certain:
+            return None
+        versions = np.empty(num_tokens, np.int32)
+        for version, start in self._starts:
+            versions[start:] = version
+        return versions
+
+
+def versions_of_spans(spans: Sequence[Span], num_tokens: int) -> Int32:
+    """Version of every token as vLLM tells it, int32 [num_tokens].  Raises ValueError if the spans leave a gap."""
+    versions = np.empty(num_tokens, np.int32)
+    covered = 0
+    for span in spans:
+        if span.start != covered:
+            raise ValueError(f"weight spans leave a gap at token {covered}")
+        versions[span.start : span.end] = int(span.version)
+        covered = span.end
+    if covered != num_tokens:
+        raise ValueError(f"weight spans cover {covered} of {num_tokens} tokens")
+    return versions

@@ -1,0 +1,76 @@
+"""Start and end vLLM with every process that belongs to it.
+
+Eats an EngineProfile, makes an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+import psutil
+
+from rlhpc.errors import EngineError
+from rlhpc.generation.engine_profile import EngineProfile
+
+log = logging.getLogger("rlhpc.generation")
+
+SHUTDOWN_S = 5.0
+
+
+def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
+    """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
+
+    Must run on the main thread: the engine's process is told to die with the thread that started it.
+    Raises EngineError if the engine does not come up; its processes are gone then.
+    """
+    os.environ.update(profile.environment)
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args))
+    except Exception as error:
+        # Any error at all leaves an engine process that nobody holds.
+        stop_processes(_started_since(before))
+        raise EngineError(f"vLLM did not start: {error}") from error
+    return llm, _started_since(before)
+
+
+def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
+    """End the engine: politely, then by force.  Blocks for at most a few seconds."""
+    try:
+        llm.shutdown(timeout=SHUTDOWN_S)
+    except Exception:
+        log.warning("vLLM did not shut down in order", exc_info=True)
+    stop_processes(processes)
+
+
+def stop_processes(processes: list[psutil.Process]) -> None:
+    """Terminate, then kill, by process id (and start time: a reused id is not ours)."""
+    for process in processes:
+        _signal(process, "terminate")
+    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_S)
+    for process in alive:
+        _signal(process, "kill")
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+
+
+def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Processes below this one that were not there; python's resource tracker serves the whole process and stays."""
+    return [child for child in set(psutil.Process().children(recursive=True)) - before if not _is_tracker(child)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return True  # has ended already
+
+
+def _signal(process: psutil.Process, how: str) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        getattr(process, how)()

@@ -1,0 +1,64 @@
+"""The custom scalars dashboard: what to look at first, several curves to a chart.
+
+Eats metric names, makes TensorBoard's Layout message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
+
+# category → chart title → metrics
+CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
+    {
+        "Reward": {
+            "Reward": ("reward/mean", "reward/correct_share"),
+            "Groups without spread, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
+            "Completion length": ("length/completion_mean", "length/completion_max"),
+            "Truncated": ("length/truncated_share",),
+        },
+        "Staleness": {
+            "Versions behind": ("staleness/mean", "staleness/max", "staleness/bound", "staleness/token_mean"),
+            "Rollouts that span an update": ("rollout/spanning_update_share",),
+        },
+        "Idle": {
+            "Idle ratios": ("trainer/idle_ratio", "generator/idle_ratio"),
+            "Waits": ("time/wait_for_batch_s", "time/wait_for_groups_s", "time/wait_for_weights_s"),
+            "Groups": ("queue/slots_free", "queue/in_flight", "queue/finished", "queue/taken"),
+        },
+        "Policy": {
+            "Loss": ("trainer/loss",),
+            "Entropy": ("trainer/entropy",),
+            "Gradient norm": ("trainer/grad_norm",),
+            "Clipped": ("policy/clip_low_share", "policy/clip_high_share", "policy/importance_capped_share"),
+            "KL": ("policy/kl_k1", "policy/kl_k3", "policy/mismatch_kl"),
+            "Importance weights": ("policy/importance_weight_mean", "policy/ess"),
+        },
+        "Throughput": {
+            "Tokens per second": ("trainer/tokens_per_s", "generator/tokens_per_s"),
+            "Step": ("time/step_s", "trainer/step_s"),
+            "Weight update": ("weights/publish_s", "weights/receive_s", "weights/pause_s"),
+            "Packing": ("packing/fill", "packing/lockstep_slowdown"),
+            "Event loop lag": ("event_loop/lag_s",),
+        },
+    }
+)
+
+
+def dashboard() -> Layout:
+    """Build the layout.  Tags are anchored: TensorBoard takes them for regular expressions."""
+    return Layout(
+        category=[
+            Category(
+                title=category,
+                chart=[
+                    Chart(title=title, multiline=MultilineChartContent(tag=[f"^{re.escape(name)}$" for name in names]))
+                    for title, names in charts.items()
+                ],
+            )
+            for category, charts in CHARTS.items()
+        ]
+    )

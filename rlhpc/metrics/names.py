@@ -1,0 +1,135 @@
+"""The stable names of metrics: what a run writes, in which unit, and what it means.
+
+A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
+A name that ends in "/*" stands for a family whose last part a user chooses.
+Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "finished lately" is since
+the step before, groups without spread included: what the policy can do now, not what it is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    unit: str
+    meaning: str
+    on_every_axis: bool = False  # written over tokens and over seconds too
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        # What the policy achieves.
+        "reward/mean": Metric("reward", "mean over the rollouts finished lately", on_every_axis=True),
+        "reward/std": Metric("reward", "standard deviation over the rollouts finished lately"),
+        "reward/correct_share": Metric("share", "rollouts finished lately with verdict correct", on_every_axis=True),
+        "reward/verifier_error_share": Metric("share", "verifier errors among the last verdicts; never trained on"),
+        "reward/zero_spread_share": Metric("share", "groups finished lately whose rewards were all equal"),
+        "reward_part/*": Metric("reward", "mean of a part that the reward function names, rollouts finished lately"),
+        # Groups.
+        "group/all_correct_share": Metric("share", "groups finished lately, all rewarded alike and above 0: too easy"),
+        "group/all_wrong_share": Metric("share", "groups finished lately, all rewarded alike, not above 0: too hard"),
+        "group/dropped_total": Metric("groups", "given up since the start, for whatever reason"),
+        "group/replaced_total": Metric("groups", "replaced since the start because they had no spread"),
+        "group/regranted_total": Metric("leases", "granted again since the start because a generator was lost or late"),
+        # Lengths.
+        "length/prompt_mean": Metric("tokens", "mean over the rollouts finished lately"),
+        "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately", on_every_axis=True),
+        "length/completion_max": Metric("tokens", "longest of the rollouts finished lately"),
+        "length/truncated_share": Metric("share", "rollouts finished lately, cut off at max_completion_tokens"),
+        # Staleness.
+        "staleness/mean": Metric("versions", "version trained minus version at admission, mean over rollouts"),
+        "staleness/max": Metric("versions", "largest of the batch; never above staleness/bound"),
+        "staleness/bound": Metric("versions", "largest that slots and window can lead to, whatever happens"),
+        "staleness/token_mean": Metric("versions", "version trained minus version that sampled the token, mean"),
+        "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
+        "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),
+        # The optimiser step.
+        "trainer/loss": Metric("nats", "policy loss, mean over loss tokens", on_every_axis=True),
+        "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite where the step was skipped"),
+        "trainer/learning_rate": Metric("1", "of this step"),
+        "trainer/entropy": Metric("nats", "of the current policy, mean over loss tokens", on_every_axis=True),
+        "trainer/tokens_per_s": Metric("tokens/s", "trained, prompts included, over the last steps"),
+        "trainer/idle_ratio": Metric("ratio", "of wall time in which the trainer had no batch", on_every_axis=True),
+        "trainer/step_s": Metric("s", "from a batch's arrival to the end of its step"),
+        "trainer/skipped_steps": Metric("steps", "not applied since the start because something was not finite"),
+        # How far the policy moves, and how far sampler and trainer disagree.
+        "policy/clip_low_share": Metric("share", "loss tokens whose ratio was clipped from below"),
+        "policy/clip_high_share": Metric("share", "loss tokens whose ratio was clipped from above; above 0.3: trouble"),
+        "policy/ratio_mean": Metric("ratio", "current over proximal probability, mean over loss tokens"),
+        "policy/importance_weight_mean": Metric("ratio", "proximal over behaviour probability, capped; healthy 0.5–2"),
+        "policy/importance_capped_share": Metric("share", "loss tokens whose importance weight was capped"),
+        "policy/ess": Metric("ratio", "effective sample size of importance weights, as a share; below 0.3: trouble"),
+        "policy/kl_k1": Metric("nats", "KL of behaviour from current policy, estimator k1 (may be negative)"),
+        "policy/kl_k3": Metric("nats", "KL of behaviour from current policy, estimator k3; healthy up to 0.1"),
+        "policy/mismatch_abs_mean": Metric("nats", "|trainer − sampler log-probability| under the same weights"),
+        "policy/mismatch_kl": Metric("nats", "KL of sampler from trainer under the same weights; healthy up to 0.001"),
+        # Generators, summed or averaged over replicas.
+        "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),
+        "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators", on_every_axis=True),
+        "generator/running": Metric("rollouts", "being decoded"),
+        "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
+        "generator/kv_usage": Metric("share", "KV cache blocks in use, mean over generators"),
+        "generator/preemptions": Metric("rollouts", "thrown out of the KV cache and computed again, since the start"),
+        "generator/live": Metric("generators", "heard of lately"),
+        # Weight updates.
+        "weights/publish_s": Metric("s", "trainer: export and broadcast"),
+        "weights/receive_s": Metric("s", "slowest generator: call to last verified byte; it decodes meanwhile"),
+        "weights/pause_s": Metric("s", "slowest generator: no token could be sampled"),
+        "weights/version": Metric("version", "policy version live on all members"),
+        "weights/epoch": Metric("epoch", "membership epoch"),
+        "weights/members": Metric("generators", "that take part in broadcasts"),
+        # Packing.
+        "packing/fill": Metric("ratio", "tokens over token budget, mean over micro-batches"),
+        "packing/lockstep_slowdown": Metric("ratio", "slowest rank's work over the mean rank's; 1 is perfect"),
+        "packing/num_microbatches": Metric("micro-batches", "of one rank"),
+        # Queues.
+        "queue/slots_free": Metric("groups", "that may be admitted now"),
+        "queue/in_flight": Metric("groups", "leased and not finished"),
+        "queue/finished": Metric("groups", "finished and not in a batch"),
+        "queue/taken": Metric("groups", "in a batch and not released"),
+        # Where a step's time goes, in the controller unless the name says otherwise.
+        "time/step_s": Metric("s", "between two step reports"),
+        "time/wait_for_batch_s": Metric("s", "trainer waited for its batch"),
+        "time/wait_for_weights_s": Metric("s", "from step report until the new version was live everywhere"),
+        "time/wait_for_groups_s": Metric("s", "controller waited for enough finished groups"),
+        "time/pack_s": Metric("s", "advantages and packing"),
+        "time/checkpoint_s": Metric("s", "controller and trainer saved"),
+        "event_loop/lag_s": Metric("s", "worst lag of the controller's event loop since the last step"),
+        # Axes.
+        "tokens/generated_total": Metric("tokens", "completion tokens that reached the controller since the start"),
+        "tokens/trained_total": Metric("tokens", "prompt and completion tokens trained since the start"),
+        "wall_s": Metric("s", "of all attempts of the run together"),
+    }
+)  # fmt: skip
+
+HISTOGRAMS: Mapping[str, Metric] = MappingProxyType(
+    {
+        "reward/histogram": Metric("reward", "of the rollouts of the batch"),
+        "length/completion_histogram": Metric("tokens", "of the rollouts of the batch"),
+        "staleness/histogram": Metric("versions", "of the rollouts of the batch"),
+    }
+)
+
+
+def find_metric(name: str) -> Metric:
+    """Return the row of a name, or of the family it belongs to.  Raises KeyError with the name."""
+    found = METRICS.get(name) or METRICS.get(f"{name.rpartition('/')[0]}/*")
+    if found is None:
+        raise KeyError(f"metric {name!r} is not in rlhpc/metrics/names.py")
+    return found
+
+
+def table_markdown() -> str:
+    """Return both tables as docs/metrics.md holds them; a star marks metrics that are written over every axis."""
+    rows = ["| name | unit | meaning |", "|---|---|---|"]
+    for name, metric in (*METRICS.items(), *HISTOGRAMS.items()):
+        star = " ★" if metric.on_every_axis else ""
+        # A bar would end the cell.
+        rows.append(f"| `{name}`{star} | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)

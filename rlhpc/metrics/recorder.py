@@ -1,0 +1,91 @@
+"""Write a step's metrics under their stable names, over three axes.
+
+Eats named numbers and sampled texts, makes calls of TensorBoardWriter.  Unknown names are our own mistake and refused.
+The key metrics appear three times: NAME over optimiser steps, by_tokens/NAME over trained tokens and by_seconds/NAME
+over seconds, so that runs with other batch sizes or on other machines can be laid side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from numpy.typing import ArrayLike
+
+from rlhpc.metrics.layout import dashboard
+from rlhpc.metrics.names import HISTOGRAMS, Metric, find_metric
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+
+_LONGEST_TEXT = 4_000  # characters of a sample that are shown
+
+
+class Sample(NamedTuple):
+    """One completion to look at; a plain tuple of the same four does as well."""
+
+    prompt: str
+    completion: str
+    reward: float
+    reference: str
+
+
+class Recorder:
+    """Knows the names; the writer knows the format."""
+
+    def __init__(self, writer: TensorBoardWriter, find: Callable[[str], Metric] = find_metric) -> None:
+        """Write the dashboard's layout.  `find` returns a metric's row or raises KeyError."""
+        self._writer, self._find = writer, find
+        writer.layout(dashboard())
+
+    def step(self, step: int, scalars: Mapping[str, float], tokens: int, seconds: float) -> None:
+        """Write the metrics of one optimiser step.
+
+        tokens: trained so far; seconds: of all attempts so far.  They are the other two axes.
+        Raises KeyError naming a metric that is not in the table; nothing is written then.
+        """
+        keys = {name: value for name, value in scalars.items() if self._find(name).on_every_axis}
+        self._writer.scalars(step, scalars)
+        if keys:
+            self._writer.scalars(tokens, {f"by_tokens/{name}": value for name, value in keys.items()})
+            self._writer.scalars(int(seconds), {f"by_seconds/{name}": value for name, value in keys.items()})
+
+    def histogram(self, name: str, step: int, values: ArrayLike) -> None:
+        """Write a distribution.  Raises KeyError if the name is not among names.HISTOGRAMS."""
+        if name not in HISTOGRAMS:
+            raise KeyError(f"histogram {name!r} is not in rlhpc/metrics/names.py")
+        self._writer.histogram(name, step, values)
+
+    def samples(self, step: int, samples: Sequence[tuple[str, str, float, str]]) -> None:
+        """Write completions as text, one tag for each place in the list."""
+        for index, sample in enumerate(samples):
+            self._writer.text(f"samples/{index}", step, sample_markdown(Sample(*sample)))
+
+    def config(self, text: str) -> None:
+        """Write the resolved configuration as text."""
+        self._writer.text("run/config", 0, _verbatim(text))
+
+    def resumed(self, step: int, attempt: int) -> None:
+        """Mark the seam where this attempt goes on."""
+        self._writer.mark_resume(step, attempt)
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything is written or lost; False if that took longer."""
+        return self._writer.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Close the writer.  Idempotent."""
+        self._writer.close(timeout_s)
+
+
+def sample_markdown(sample: Sample) -> str:
+    """Lay a sample out so that nothing in it is taken for Markdown."""
+    blocks = [f"**reward {sample.reward:g}**"]
+    for title in ("reference", "prompt", "completion"):
+        blocks += [title, _verbatim(getattr(sample, title))]
+    return "\n\n".join(blocks)
+
+
+def _verbatim(text: str) -> str:
+    """An indented block: unlike a fence, no text can end it."""
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}… ({len(text)} characters)"
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

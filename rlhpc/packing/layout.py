@@ -1,0 +1,129 @@
+"""Lay samples end to end as a plan says.
+
+Eats TrainingSample and Plan, makes PackedBatch.  Pure; no token is dropped, doubled or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.planner import Plan
+from rlhpc.types import PackedBatch, PackedMicrobatch, TrainingSample
+
+
+def lay_out(samples: Sequence[TrainingSample], plan: Plan, *, step: int, policy_version: int) -> PackedBatch:
+    """Build every rank's micro-batches.
+
+    Raises ValueError if the plan is for another number of samples, or if a sample has fewer than two tokens, arrays of
+    different lengths, or a first token, which nothing precedes, that counts in the loss.
+    """
+    if len(plan.indices) != len(samples):
+        raise ValueError(f"a plan for {len(plan.indices)} samples and {len(samples)} samples")
+    for sample in samples:
+        _check(sample)
+    ranks = tuple(
+        tuple(_row([samples[i] for i in plan.row(rank, m)]) for m in range(plan.num_microbatches))
+        for rank in range(plan.num_ranks)
+    )
+    return PackedBatch(
+        step=step,
+        policy_version=policy_version,
+        ranks=ranks,
+        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples),
+        num_samples=len(samples),
+    )
+
+
+def unpack(batch: PackedBatch) -> list[PackedMicrobatch]:
+    """Return every segment as a row of its own, rank by rank, without the rows that only fill up."""
+    return [
+        _segment(row, int(start), int(end))
+        for rows in batch.ranks
+        for row in rows
+        if not _is_filler(row)
+        for start, end in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True)
+    ]
+
+
+def packing_fill(batch: PackedBatch, token_budget: int) -> float:
+    """Share of the budget of all rows that holds tokens of samples, 0–1."""
+    rows = [row for rows in batch.ranks for row in rows]
+    return sum(len(row.token_ids) for row in rows if not _is_filler(row)) / (len(rows) * token_budget)
+
+
+def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> float:
+    """Time of a batch whose ranks wait for each other at every micro-batch, over that of a perfectly even one; ≥ 1.
+
+    Σ_m max_r cost(r, m) · num_ranks / Σ cost, lengths [N] being those that were planned.
+    """
+    row_costs = plan.row_sums(cost(lengths))
+    return float(row_costs.max(axis=0).sum() * plan.num_ranks / row_costs.sum())
+
+
+def batch_slowdown(batch: PackedBatch, cost: FlopCost) -> float:
+    """lockstep_slowdown of a batch that is laid out already."""
+    row_costs = np.array([[cost(np.diff(row.cu_seqlens)).sum() for row in rows] for rows in batch.ranks])
+    return float(row_costs.max(axis=0).sum() * len(row_costs) / row_costs.sum())
+
+
+def _check(sample: TrainingSample) -> None:
+    arrays = (sample.loss_mask, sample.behaviour_logprobs, sample.advantages, sample.versions)
+    name = f"sample {sample.sample_index} of group {sample.group_id}"
+    if any(array.shape != sample.token_ids.shape for array in arrays):
+        raise ValueError(f"{name}: arrays of shapes {[a.shape for a in arrays]} for {sample.token_ids.shape} tokens")
+    if len(sample.token_ids) < 2:
+        raise ValueError(f"{name}: {len(sample.token_ids)} tokens; a prompt token and a completion token at least")
+    if sample.loss_mask[0]:
+        raise ValueError(f"{name}: its first token counts in the loss, but has no log-probability")
+
+
+def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
+    if not samples:
+        return _FILLER
+    lengths = np.array([len(sample.token_ids) for sample in samples])
+    borders = np.concatenate(([0], np.cumsum(lengths)))
+    loss_mask = np.concatenate([sample.loss_mask for sample in samples])
+    versions = np.concatenate([sample.versions for sample in samples])
+    return PackedMicrobatch(
+        token_ids=np.concatenate([sample.token_ids for sample in samples]),
+        position_ids=(np.arange(borders[-1]) - np.repeat(borders[:-1], lengths)).astype(np.int32),
+        cu_seqlens=borders.astype(np.int32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=np.concatenate([sample.behaviour_logprobs for sample in samples]),
+        advantages=np.concatenate([sample.advantages for sample in samples]),
+        versions=np.where(loss_mask, versions, np.int32(-1)),
+    )
+
+
+def _segment(row: PackedMicrobatch, start: int, end: int) -> PackedMicrobatch:
+    return PackedMicrobatch(
+        token_ids=row.token_ids[start:end],
+        position_ids=row.position_ids[start:end],
+        cu_seqlens=np.array([0, end - start], np.int32),
+        loss_mask=row.loss_mask[start:end],
+        behaviour_logprobs=row.behaviour_logprobs[start:end],
+        advantages=row.advantages[start:end],
+        versions=row.versions[start:end],
+    )
+
+
+def _is_filler(row: PackedMicrobatch) -> bool:
+    """A sample has a prompt token and a completion token at least, so a row of one token holds none."""
+    return len(row.token_ids) == 1
+
+
+# The row of a rank that has fewer samples than micro-batches: its forward and backward take part, its gradient is 0.
+_FILLER = PackedMicrobatch(
+    token_ids=np.zeros(1, np.int32),
+    position_ids=np.zeros(1, np.int32),
+    cu_seqlens=np.array([0, 1], np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+    behaviour_logprobs=np.zeros(1, np.float32),
+    advantages=np.zeros(1, np.float32),
+    versions=np.full(1, -1, np.int32),
+)

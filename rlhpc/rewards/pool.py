@@ -1,0 +1,183 @@
+"""Judge completions in processes that may hang or die without taking anything else along.
+
+Eats (task, completion, reference), makes Judgement.  Each worker has one completion in hand at a time, so that a
+verdict of verifier_error always falls on the one that earned it.  A hung worker is killed, a dead one is replaced;
+the others go on meanwhile.  A verifier's failure is never a reward of zero.
+
+    judge() ── takes an idle worker ── asks ── gives it back
+                                        └ lost: killed, replaced in the background, verdict verifier_error
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rlhpc.errors import RoleFailed
+from rlhpc.rewards.frames import Reply, Request, encode_frame
+from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
+from rlhpc.types import Verdict
+
+_MAX_FAILED_STARTS = 5  # in a row, after which something is wrong with the node
+_FIRST_BACKOFF_S = 0.1  # doubled with every failed start
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one completion was found worth; becomes part of a ScoredRollout."""
+
+    reward: float  # 0.0 and meaningless when the verdict is VERIFIER_ERROR
+    verdict: Verdict
+    parts: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+
+class RewardPool:
+    """A fixed number of worker processes.  Belongs to one event loop and to the thread that runs it."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        timeout_s: float,
+        *,
+        preload_tasks: Sequence[str] = (),
+        memory_limit_bytes: int = 0,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        """Start nothing yet.
+
+        timeout_s: for judging one completion, waiting for a free worker not included.
+        preload_tasks: reward functions that a worker imports before it takes its first completion.
+        memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
+        """
+        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self._preload_tasks = tuple(preload_tasks)
+        self._memory_limit_bytes, self._start_timeout_s = memory_limit_bytes, start_timeout_s
+        self._workers: set[WorkerProcess] = set()  # all that may be alive
+        self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: the pool has ended, pass it on
+        self._replacements: set[asyncio.Task[None]] = set()
+        self._end = ""  # why the pool takes no more work
+        self._num_restarts = 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that are alive or being started."""
+        return tuple(sorted(worker.pid for worker in self._workers))
+
+    @property
+    def num_restarts(self) -> int:
+        """Workers replaced since the start."""
+        return self._num_restarts
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are warm.
+
+        Raises RoleFailed if one does not come up (the user's module cannot be imported, for example); none is left.
+        """
+        starts = (self._add_worker() for _ in range(self._num_workers))
+        failures = [end for end in await asyncio.gather(*starts, return_exceptions=True) if end is not None]
+        if failures:
+            await self.close()
+            raise RoleFailed(f"reward pool: {failures[0]}") from failures[0]
+
+    async def judge(self, task: str, completion: str, reference: str) -> Judgement:
+        """Judge one completion.  Pure: may be asked again.
+
+        Returns verdict VERIFIER_ERROR if the function raised, returned no finite float, ran out of time or killed its
+        process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
+        """
+        try:
+            frame = encode_frame(Request(task, completion, reference))
+        except ValueError as error:  # a lone surrogate, or 64 MiB of text
+            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
+        worker = await self._take_idle()
+        is_whole = False
+        try:
+            reply = await worker.ask(frame, self._timeout_s)
+            is_whole = True
+        except WorkerLost as loss:
+            if self._end:
+                raise RoleFailed(f"reward pool: {self._end}") from loss
+            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+        finally:
+            # Also when this call was cancelled: a worker that may still answer the old question is of no use.
+            if is_whole:
+                self._idle.put_nowait(worker)
+            else:
+                self._replace_in_background(worker)
+        return _judgement(task, reply)
+
+    async def close(self) -> None:
+        """Kill every worker and wait until it is gone.  Calls of judge() in progress raise RoleFailed.  Idempotent."""
+        self._finish("closed")
+        for replacement in self._replacements:
+            replacement.cancel()
+        await asyncio.gather(*self._replacements, return_exceptions=True)
+        await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
+
+    async def _take_idle(self) -> WorkerProcess:
+        worker = await self._idle.get()
+        if worker is None or self._end:
+            self._idle.put_nowait(None)
+            raise RoleFailed(f"reward pool: {self._end}")
+        return worker
+
+    async def _add_worker(self) -> None:
+        worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes)
+        self._workers.add(worker)
+        try:
+            await worker.wait_until_ready(self._start_timeout_s)
+        except WorkerLost:
+            await self._discard(worker)
+            raise
+        self._idle.put_nowait(worker)
+
+    def _replace_in_background(self, worker: WorkerProcess) -> None:
+        if self._end:
+            return  # close() kills it
+        replacement = asyncio.create_task(self._replace(worker))
+        self._replacements.add(replacement)
+        replacement.add_done_callback(self._replacements.discard)
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        await self._discard(worker)
+        self._num_restarts += 1
+        why = ""
+        for num_failed in range(_MAX_FAILED_STARTS):
+            if num_failed > 0:
+                await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (num_failed - 1))
+            try:
+                await self._add_worker()
+            except (WorkerLost, OSError) as failure:
+                why = str(failure)
+            else:
+                return
+        self._finish(f"{_MAX_FAILED_STARTS} starts of a worker failed in a row, the last with: {why}")
+
+    async def _discard(self, worker: WorkerProcess) -> None:
+        await worker.kill()
+        self._workers.discard(worker)
+
+    def _finish(self, why: str) -> None:
+        if not self._end:
+            self._end = why
+            self._idle.put_nowait(None)
+
+
+def _judgement(task: str, reply: Reply) -> Judgement:
+    if reply.error:
+        return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {reply.error}")
+    verdict = Verdict.CORRECT if reply.is_correct else Verdict.WRONG
+    return Judgement(reply.reward, verdict, reply.parts, reply.detail)

@@ -1,0 +1,129 @@
+"""Judge completions one after the other, in a process of its own that may be killed at any moment.
+
+Eats Request frames from its standard input, makes Reply frames on what was its standard output.  Started by
+worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when the pipe closes
+or its parent dies.  Whatever a reward function raises becomes a Reply with an error; whatever it prints goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+from types import FrameType
+from typing import BinaryIO
+
+import msgspec
+
+from rlhpc.contracts import RewardFunction, RewardOutcome
+from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
+from rlhpc.rewards.registry import resolve
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LONGEST_DETAIL = 500  # characters
+
+
+def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
+    """Serve until the pipe closes.  Returns the exit status."""
+    _die_with(parent_pid)
+    _leave_signals_to_the_service()
+    _limit_memory(memory_limit_bytes)
+    requests, replies = _take_pipes()
+    functions: dict[str, RewardFunction] = {}
+    try:
+        for task in tasks:
+            functions[task] = resolve(task)
+    except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
+        _send(replies, Ready(error=_describe(error)))
+        return 1
+    _send(replies, Ready(error=""))
+    _serve(requests, replies, functions)
+    return 0
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction]) -> None:
+    decoder = msgspec.msgpack.Decoder(Request)
+    while header := requests.read(HEADER_BYTES):
+        request = decoder.decode(requests.read(body_length(header)))
+        _send(replies, _judge(request, functions))
+
+
+def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
+    try:
+        function = functions.get(request.task)
+        if function is None:
+            function = functions[request.task] = resolve(request.task)
+        outcome = function(request.completion, request.reference)
+    except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
+        return _error(_describe(error))
+    return _checked(outcome)
+
+
+def _checked(outcome: object) -> Reply:
+    """Turn an outcome into a reply; anything but a finite float for a reward is an error, never a number."""
+    if not isinstance(outcome, RewardOutcome):
+        return _error(f"a reward function returns a RewardOutcome, not {type(outcome).__name__}")
+    for name, value in {"reward": outcome.reward, **outcome.parts}.items():
+        if not isinstance(value, float) or not math.isfinite(value):
+            return _error(f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}")
+    parts = {str(name): float(value) for name, value in outcome.parts.items()}
+    detail = str(outcome.detail)[:_LONGEST_DETAIL]
+    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, error="")
+
+
+def _error(why: str) -> Reply:
+    return Reply(0.0, is_correct=False, parts={}, detail="", error=why[:_LONGEST_DETAIL] or "error without a message")
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _send(replies: BinaryIO, message: Ready | Reply) -> None:
+    replies.write(encode_frame(message))
+    replies.flush()
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux only, elsewhere the pipe closes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before we could ask
+        os._exit(1)
+
+
+def _leave_signals_to_the_service() -> None:
+    """Slurm signals every process of a step, but only the service knows when its workers may go.
+
+    A handler that does nothing, not SIG_IGN: that would be inherited by programs which a reward function starts.
+    """
+
+    def stay(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, stay)
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit_bytes > 0:
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes for frames; leave the reward function an empty input and the log as output."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,104 @@
+"""One worker process as its pool sees it: started, asked, killed.
+
+Eats Request, makes Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only kill()
+may be called.  One question at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, body_length
+
+_READY = msgspec.msgpack.Decoder(Ready)
+_REPLY = msgspec.msgpack.Decoder(Reply)
+_Message = TypeVar("_Message")
+_LAST_MOMENT_S = 0.5
+
+
+class WorkerLost(Exception):
+    """The process died, did not answer in time or answered nonsense; never leaves this package."""
+
+
+class WorkerProcess:
+    """A process that judges one completion at a time."""
+
+    def __init__(self, process: Process) -> None:
+        """Take over a process that spawn() started."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._requests, self._replies = process, process.stdin, process.stdout
+
+    @classmethod
+    async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int) -> WorkerProcess:
+        """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
+
+        It leads a process group of its own, so that what a reward function starts dies with it.  It is told to die
+        with the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
+        Raises OSError if no process can be started.
+        """
+        # The parent's import path, so that a reward function found when the configuration was checked is found there.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of its process group."""
+        return self._process.pid
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until it has imported its reward functions.  Raises WorkerLost."""
+        ready = await self._receive(_READY, timeout_s)
+        if ready.error:
+            raise WorkerLost(f"worker cannot start: {ready.error}")
+
+    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply:
+        """Send one encoded Request and return its Reply.  Raises WorkerLost, after `timeout_s` at the latest."""
+        self._requests.write(request_frame)
+        return await self._receive(_REPLY, timeout_s)
+
+    async def _receive(self, decoder: msgspec.msgpack.Decoder[_Message], timeout_s: float) -> _Message:
+        try:
+            async with asyncio.timeout(timeout_s):
+                header = await self._replies.readexactly(HEADER_BYTES)
+                body = await self._replies.readexactly(body_length(header))
+            return decoder.decode(body)
+        except TimeoutError:
+            raise WorkerLost(f"no answer within {timeout_s:g} s; killed") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise WorkerLost(f"worker died: {await self._how_it_ended()}") from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise WorkerLost(f"worker answered nonsense: {error}") from error
+
+    async def kill(self) -> None:
+        """End the process, and its whole group, now; wait until it is gone.  Idempotent."""
+        # Its own exit leaves what it started behind in the group, so the group is signalled even then.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._requests.close()
+        await self._process.wait()
+
+    async def _how_it_ended(self) -> str:
+        """Describe the end of a process that has closed its pipe, which it does a moment before it ends."""
+        try:
+            async with asyncio.timeout(_LAST_MOMENT_S):
+                status = await self._process.wait()
+        except TimeoutError:
+            return "closed its pipe"
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,31 @@
+"""Start one role: ``python -m rlhpc.roles ROLE --run-dir DIR``.  Heavy imports happen after the arguments are read."""
+
+from __future__ import annotations
+
+import sys
+
+from rlhpc.errors import ConfigError
+from rlhpc.roles.lifecycle import EXIT_CONFIG, parse_role, run_role
+
+
+def main() -> int:
+    """Read who we are, load that role alone, run it."""
+    try:
+        context = parse_role(sys.argv[1:])
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    match context.role:
+        case "controller":
+            from rlhpc.roles.controller import run
+        case "generator":
+            from rlhpc.roles.generator import run
+        case "reward":
+            from rlhpc.roles.reward import run
+        case _:
+            from rlhpc.roles.trainer import run
+    return run_role(context, run)
+
+
+if __name__ == "__main__":  # engine workers are spawned: they import this module again
+    sys.exit(main())

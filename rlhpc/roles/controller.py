@@ -1,0 +1,308 @@
+"""The controller: admits prompts, deals leases, gathers groups, feeds the trainer, brings weights round.
+
+    hear control ─▶ fleet, publication          who is there, who samples with which version
+    take leases  ─▶ intake ─▶ buffer            waits for rollouts; unblocks the train loop
+    granting     ─▶ leases out                  waits for slots and credit
+    train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
+    watch                                       what is overdue, silent, poisoned, due on disk
+
+All five run in one event loop and share the ledger; none of them awaits while it changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
+from typing import Any
+
+from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.buffer.assembly import GroupAssembler
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.contracts import ServerChannel
+from rlhpc.data.prompts import open_prompts
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ChannelError, CheckpointError, RoleFailed
+from rlhpc.messages import Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
+from rlhpc.metrics.meters import LoopLag
+from rlhpc.packing.cost import FlopCost
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.controller_checkpoint import CheckpointWriter, RunState, read_run_state, set_aside_later_segments
+from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.granting import Granting
+from rlhpc.roles.intake import Intake
+from rlhpc.roles.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.publication import Publication, PublicationLimits
+from rlhpc.roles.run_recorder import RunRecorder
+from rlhpc.roles.run_summary import summarise
+from rlhpc.roles.status_board import StatusBoard
+from rlhpc.roles.totals import Totals
+from rlhpc.roles.train_loop import TrainLoop
+from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.topology import BATCHES, CONTROL, LEASES
+from rlhpc.transport.open import open_server
+from rlhpc.types import SamplingParams, ScoredRollout
+from rlhpc.weights.membership import Membership
+
+log = logging.getLogger("rlhpc.controller")
+WATCH_INTERVAL_S = 0.5
+FAREWELL_S = 2.0  # for the others to hear that they should stop
+
+
+def run(context: RoleContext) -> None:
+    """Run to the last step, or until told to stop; then tell everybody else."""
+    asyncio.run(_control(context))
+
+
+async def _control(context: RoleContext) -> None:
+    stop = StopRequest()
+    async with AsyncExitStack() as stack:
+        channels: list[ServerChannel] = []
+        for spec in (CONTROL, LEASES, BATCHES):
+            channel = open_server(
+                spec,
+                layout=context.layout,
+                config=context.config.transport,
+                replica=context.replica,
+                incarnation=context.incarnation,
+            )
+            stack.push_async_callback(channel.close)
+            channels.append(channel)
+        controller = Controller(context, *channels)
+        stack.callback(controller.close)
+        try:
+            await controller.run(stop)
+        finally:
+            await controller.say_farewell()
+
+
+class Controller:
+    """Wires the parts together and lets them run."""
+
+    def __init__(
+        self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
+    ) -> None:
+        self._context, self._control, self._leases = context, control, leases
+        config, layout = context.config, context.layout
+        clock = asyncio.get_running_loop().time
+        saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
+
+        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, clock)
+        self._membership = Membership()
+        self._prompts = open_prompts(config)
+        self._ledger = self._open_ledger(saved)
+        self._segments = SegmentWriter(
+            layout.rollouts,
+            set_aside_later_segments(layout, saved, context.attempt),
+            run_name=config.run.name,
+            run_attempt=context.attempt,
+            max_groups=config.buffer.segment_groups,
+            max_s=config.buffer.segment_s,
+            compression=config.buffer.compression,
+            clock=clock,
+        )
+        self._buffer = RolloutBuffer(self._ledger, GroupAssembler(config.admission.group_size), self._segments)
+        self._totals = Totals(**saved.totals) if saved is not None else Totals()
+        if saved is not None and context.resume_step is not None:
+            self._buffer.load(layout.checkpoint(context.resume_step))
+            self._prompts.load_state(saved.prompts)
+            self._membership.load_state(saved.membership)
+
+        self._trainer = TrainerLink(batches)
+        self._publication = Publication(
+            control,
+            self._trainer,
+            self._membership,
+            limits=PublicationLimits(settle_s=config.weights.timeout_s),
+        )
+        self._intake = Intake(self._buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._granting = Granting(
+            leases,
+            self._ledger,
+            self._prompts,
+            generators=lambda: self._publication.ready_members,
+            capacity=self._fleet.capacity,
+            version=lambda: self._publication.live_version,
+        )
+        self._loop = TrainLoop(
+            config,
+            self._buffer,
+            self._trainer,
+            self._publication,
+            make_estimator(config.algorithm.advantage),
+            FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
+            step=saved.step if saved is not None else 0,
+            version=saved.policy_version if saved is not None else 0,
+            wake=self._granting.wake,
+        )
+        self._checkpoints = CheckpointWriter(
+            layout,
+            config.checkpoint.keep,
+            self._trainer,
+            self._buffer,
+            self._prompts,
+            self._membership,
+            lambda: asdict(self._totals),
+        )
+        self._board = StatusBoard(layout, config, self._fleet, self._ledger)
+        self._lag = LoopLag(clock)
+        self._recorder = RunRecorder(
+            context,
+            self._totals,
+            self._board.progress,
+            self._fleet,
+            self._ledger,
+            self._publication,
+            self._intake,
+            PromptTokenizer(config.model.path),
+            self._lag,
+        )
+
+    def _open_ledger(self, saved: RunState | None) -> AdmissionLedger:
+        config = self._context.config
+        admission, generation = config.admission, config.generation
+        settings: dict[str, Any] = {
+            "num_slots": admission.num_slots,
+            "window_groups": admission.window,
+            "groups_per_step": admission.groups_per_step,
+            "group_size": admission.group_size,
+            "sampling": SamplingParams(
+                max_tokens=generation.max_completion_tokens,
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                top_k=generation.top_k,
+                stop_token_ids=PromptTokenizer(config.model.path).eos_token_ids,
+            ),
+            "lease_deadline_s": admission.lease_deadline_s,
+            "max_attempts": admission.max_attempts,
+            "clock": asyncio.get_running_loop().time,
+        }
+        if saved is not None:
+            return AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
+        return AdmissionLedger(**settings)
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    async def run(self, stop: StopRequest) -> None:
+        """Do everything until the last step or `stop`; then close the books."""
+        async with asyncio.TaskGroup() as group:
+            loops = [
+                group.create_task(loop)
+                for loop in (self._hear(), self._take_in(), self._granting.run(), self._watch(), self._lag.run())
+            ]
+            training = group.create_task(self._train(stop.event))
+            stopped = group.create_task(stop.event.wait())
+            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():  # it ends by itself at the next step boundary, having saved
+                is_training = self._board.progress.phase == "training"
+                await asyncio.wait((training,), timeout=stop.patience_s if is_training else 0.0)
+            for task in (*loops, stopped, training):
+                task.cancel()
+        self._close_books()
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        ready = await self._trainer.ready()
+        if ready.policy_version != self._loop.version:
+            raise CheckpointError(
+                f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
+                "they restored different checkpoints"
+            )
+        self._publication.describe(ready.manifest, ready.weight_transport)
+        self._board.progress.phase = "waiting for generators"
+        await self._loop.begin()
+        self._recorder.training_begins()
+        await self._loop.run(stop, self._recorder.record, self._checkpoint)
+
+    async def _checkpoint(self) -> None:
+        await self._checkpoints.write(self._loop.step, self._loop.version)
+
+    async def _hear(self) -> None:
+        """Take what roles say about themselves."""
+        while True:
+            name, message = await self._control.receive()
+            if isinstance(message, Hello):
+                await self._greet(name, message)
+            elif isinstance(message, Heartbeat):
+                self._fleet.hear(name, message)
+                self._granting.wake()  # its credit may have grown
+            elif isinstance(message, WeightsLive):
+                await self._publication.acknowledge(name, message)
+
+    async def _greet(self, name: str, message: Hello) -> None:
+        known = self._fleet.member(name)
+        if known is not None and known.hello.incarnation != message.incarnation:
+            await self._lose(name)  # it died and came back before anybody noticed: what it held is lost
+        if not self._fleet.greet(name, message):
+            await self._control.send(name, StopRole("other settings than the run's"))
+        elif message.role == "generator":
+            await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
+
+    async def _take_in(self) -> None:
+        """Take what generators bring."""
+        while True:
+            name, message = await self._leases.receive()
+            if isinstance(message, ScoredRollout):
+                if not self._intake.take(name, message):
+                    continue
+            elif isinstance(message, LeaseReturn):
+                self._ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+            self._loop.groups_changed()
+            self._granting.wake()
+
+    async def _watch(self) -> None:
+        """Look for what does not announce itself: silence, lateness, poison, full segments."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            for name in self._fleet.silent():
+                await self._lose(name)
+            self._totals.leases_regranted += len(self._ledger.expire())
+            for group_id in self._ledger.poisoned():
+                log.warning("group %d dropped: every lease of one of its members was lost", group_id)
+                self._intake.drop(group_id, DropReason.POISON)
+            self._segments.tick()
+            self._granting.wake()
+            self._board.write()
+
+    async def _lose(self, name: str) -> None:
+        """A process is gone.  Generators are expendable; the others are not."""
+        member = self._fleet.member(name)
+        self._fleet.forget(name)
+        log.warning("%s is gone", name)
+        if member is not None and member.hello.role == "trainer":
+            raise RoleFailed(f"{name} is silent for {self._context.config.transport.dead_after_s:g} s")
+        if member is not None and member.hello.role == "generator":
+            self._totals.leases_regranted += len(self._ledger.forget_holder(name))
+            await self._publication.lost(name)
+            self._granting.wake()
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    def _close_books(self) -> None:
+        """Give up what is in flight, seal, and sum up a finished run; a stopped one has saved it for the resume."""
+        is_complete = self._loop.step >= self._context.config.run.num_steps
+        if is_complete:
+            for group in self._ledger.groups:
+                self._intake.drop(group.group_id, DropReason.CANCELLED)
+            self._segments.seal_all()
+            self._recorder.close_totals()
+            summarise(self._context.layout, self._totals, self._ledger.staleness_bound)
+        self._board.progress.phase = "complete" if is_complete else "stopped"
+
+    async def say_farewell(self) -> None:
+        """Tell every process that it may go."""
+        for name in self._fleet.names():
+            with suppress(ChannelError):  # it is gone already
+                if name == LEAD:
+                    await self._trainer.tell(StopRole("the run has ended"))
+                else:
+                    await self._control.send(name, StopRole("the run has ended"), timeout_s=FAREWELL_S)
+        self._board.write()
+
+    def close(self) -> None:
+        """Flush metrics."""
+        self._recorder.close()

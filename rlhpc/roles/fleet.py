@@ -1,0 +1,90 @@
+"""Who is there: every process of the run, as the controller last heard of it.
+
+Eats Hello and Heartbeat; says who has fallen silent.  Time is passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.contracts import Clock
+from rlhpc.messages import Heartbeat, Hello
+
+log = logging.getLogger("rlhpc.fleet")
+
+
+@dataclass(slots=True)
+class Member:
+    """One process, as last heard of."""
+
+    hello: Hello
+    beat: Heartbeat
+    heard_at: float
+
+
+class Fleet:
+    """Members by name; a newer incarnation of a name replaces the older one."""
+
+    def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
+        self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
+        self._members: dict[str, Member] = {}
+
+    def greet(self, name: str, hello: Hello) -> bool:
+        """Take a process in.  False, and it stays out, if it runs with other settings than ours."""
+        if hello.config_hash != self._config_hash:
+            log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
+            return False
+        self._members[name] = Member(hello, Heartbeat("starting", "", -1), self._clock())
+        log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
+        return True
+
+    def hear(self, name: str, beat: Heartbeat) -> None:
+        """Note a heartbeat; one from a stranger to this controller is ignored until it says hello."""
+        member = self._members.get(name)
+        if member is not None:
+            member.beat, member.heard_at = beat, self._clock()
+
+    def silent(self) -> list[str]:
+        """Names unheard of for dead_after_s."""
+        oldest = self._clock() - self._dead_after_s
+        return [name for name, member in self._members.items() if member.heard_at < oldest]
+
+    def forget(self, name: str) -> None:
+        """Strike a name off.  Idempotent."""
+        self._members.pop(name, None)
+
+    def names(self, role: str | None = None) -> list[str]:
+        """Names of all, or of those of one role."""
+        return [name for name, member in self._members.items() if role in (None, member.hello.role)]
+
+    def member(self, name: str) -> Member | None:
+        """One member, if it is there."""
+        return self._members.get(name)
+
+    def capacity(self, name: str) -> int:
+        """Samples this generator is willing to hold."""
+        member = self._members.get(name)
+        return member.beat.capacity_samples if member is not None else 0
+
+    def total(self, metric: str, role: str) -> float:
+        """Sum of one heartbeat metric over all members of a role."""
+        return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row a member, for status.json."""
+        now = self._clock()
+        return [
+            {
+                "name": name,
+                "state": member.beat.state,
+                "waits_for": member.beat.waits_for,
+                "version": member.beat.policy_version,
+                "silent_s": round(now - member.heard_at, 1),
+                "pid": member.hello.pid,
+                "host": member.hello.host,
+                "metrics": dict(member.beat.metrics),
+            }
+            for name, member in sorted(self._members.items())
+        ]

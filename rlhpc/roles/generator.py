@@ -1,0 +1,226 @@
+"""A generator: samples what it holds leases for, has it judged, hands it over, and takes new weights while it does.
+
+Eats Lease, makes ScoredRollout.  It holds nothing that matters: whatever it loses is granted again to another.
+It says how many samples it is willing to hold; the controller never gives it more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+
+from rlhpc.contracts import ClientChannel, GenerationEngine
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
+from rlhpc.generation.make import start_engine
+from rlhpc.messages import (
+    CancelGroup,
+    Heartbeat,
+    JoinGroup,
+    LeaseReturn,
+    ReceiveWeights,
+    RewardReply,
+    RewardRequest,
+    StopRole,
+    WeightsLive,
+)
+from rlhpc.metrics.meters import Rate
+from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event
+from rlhpc.roles.presence import CONNECT_TIMEOUT_S, announce, beat
+from rlhpc.topology import LEASES, REWARDS
+from rlhpc.transport.open import connect
+from rlhpc.transport.rpc import RpcClient
+from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
+
+log = logging.getLogger("rlhpc.generator")
+
+
+def run(context: RoleContext) -> None:
+    """Generate until told to stop."""
+    asyncio.run(_generate(context))
+
+
+async def _generate(context: RoleContext) -> None:
+    stop = stop_event()
+    config = context.config
+    async with AsyncExitStack() as stack:
+        engine = await start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        stack.push_async_callback(engine.close)
+        leases = await _connect(context, LEASES.name, 0)
+        stack.push_async_callback(leases.close)
+        services = [await _connect(context, REWARDS.name, replica) for replica in range(config.rewards.num_replicas)]
+        judges = await stack.enter_async_context(RpcClient(services, max_attempts=config.rewards.max_attempts))
+        control = await announce(context, engine.num_weight_ranks)
+        stack.push_async_callback(control.close)
+        generator = Generator(context, engine, leases, judges)
+        async with asyncio.TaskGroup() as sampling:
+            await run_until(
+                stop,
+                generator.take_leases(sampling),
+                generator.obey(control, stop),
+                beat(control, config.transport.heartbeat_s, generator.heartbeat),
+            )
+            await generator.hand_back()
+
+
+async def _connect(context: RoleContext, channel: str, server_replica: int) -> ClientChannel:
+    return await connect(
+        {LEASES.name: LEASES, REWARDS.name: REWARDS}[channel],
+        layout=context.layout,
+        config=context.config.transport,
+        role=context.role,
+        replica=context.replica,
+        incarnation=context.incarnation,
+        server_replica=server_replica,
+        timeout_s=CONNECT_TIMEOUT_S,
+    )
+
+
+class Generator:
+    """What a generator does, between an engine and its channels."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        engine: GenerationEngine,
+        leases: ClientChannel,
+        judges: RpcClient,
+    ) -> None:
+        self._context, self._engine, self._leases = context, engine, leases
+        self._tokenizer = PromptTokenizer(context.config.model.path)
+        self._judges = judges
+        self._sampling: dict[str, asyncio.Task[None]] = {}  # request id → task
+        self._now = asyncio.get_running_loop().time
+        self._rate = Rate(10.0, self._now())
+        self._is_draining = False
+
+    # ------------------------------------------------------------------------------------------------- leases in
+
+    async def take_leases(self, sampling: asyncio.TaskGroup) -> None:
+        """Start a task of `sampling` for every sample that is granted, for ever."""
+        while True:
+            message = await self._leases.receive()
+            if isinstance(message, CancelGroup):
+                await self._cancel(message.group_id)
+            else:
+                self._start(message, sampling)
+
+    def _start(self, lease: Lease, sampling: asyncio.TaskGroup) -> None:
+        prefixes: tuple[Prefix | None, ...] = lease.prefixes or (None,) * len(lease.sample_indices)
+        for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
+            request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
+            if request.request_id in self._sampling:
+                continue  # the lease ran out and came back to us: what we already sample is what is wanted
+            task = sampling.create_task(self._sample(request))
+            self._sampling[request.request_id] = task
+            task.add_done_callback(partial(self._forget, request.request_id))
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._sampling.pop(request_id, None)
+
+    async def _cancel(self, group_id: int) -> None:
+        for request_id in [r for r in self._sampling if r.startswith(f"{group_id}:")]:
+            await self._engine.abort(request_id)
+
+    async def _sample(self, request: RolloutRequest) -> None:
+        rollout = await self._engine.generate(request)
+        self._rate.add(self._now(), len(rollout.token_ids))
+        if rollout.finish_reason is FinishReason.ABORT:
+            if self._is_draining:
+                await self._return(request, rollout)
+            return
+        await self._leases.send(await self._judge(rollout))
+
+    async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
+        done = Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
+        prefix = done if len(done.token_ids) else None
+        await self._leases.send(LeaseReturn(request.group_id, (request.sample_index,), (prefix,), "leaving"))
+
+    # ---------------------------------------------------------------------------------------------- rewards between
+
+    async def _judge(self, rollout: Rollout) -> ScoredRollout:
+        """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
+        rewards = self._context.config.rewards
+        request = RewardRequest(
+            request_id=0,  # the RPC client numbers calls
+            task=rollout.prompt.task,
+            completion=self._completion_text(rollout),
+            reference=rollout.prompt.reference,
+        )
+        reply = RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, "not judged")
+        for _ in range(rewards.max_attempts):
+            try:
+                reply = await self._judges.call(request, timeout_s=2 * rewards.timeout_s + 5.0)
+            except ChannelTimeout as error:
+                reply = replace(reply, detail=str(error))
+            if reply.verdict != Verdict.VERIFIER_ERROR.value:
+                break
+        return ScoredRollout(rollout, reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
+
+    def _completion_text(self, rollout: Rollout) -> str:
+        """The completion without the token that ended it."""
+        ends = rollout.finish_reason is FinishReason.STOP
+        return self._tokenizer.decode(rollout.token_ids[:-1] if ends else rollout.token_ids)
+
+    # ------------------------------------------------------------------------------------------- weights and control
+
+    async def obey(self, control: ClientChannel, stop: asyncio.Event) -> None:
+        """Do what the controller says, one thing after the other."""
+        while True:
+            message = await control.receive()
+            if isinstance(message, JoinGroup):
+                await self._join(control, message)
+            elif isinstance(message, ReceiveWeights):
+                await control.send(await self._receive(message))
+            elif isinstance(message, StopRole):
+                log.info("told to stop: %s", message.reason)
+                stop.set()
+                return
+
+    async def _join(self, control: ClientChannel, message: JoinGroup) -> None:
+        group = message.group
+        try:
+            await self._engine.join_weights(group, self._context.name)
+        except GroupFailed as error:
+            await control.send(WeightsLive(group.epoch, -1, 0.0, 0.0, error=f"join: {error}"))
+
+    async def _receive(self, message: ReceiveWeights) -> WeightsLive:
+        manifest = message.manifest
+        try:
+            timing = await self._engine.receive_weights(manifest)
+        except (TornWeights, GroupFailed) as error:
+            log.warning("version %d not received: %s", manifest.policy_version, error)
+            return WeightsLive(manifest.epoch, manifest.policy_version, 0.0, 0.0, error=str(error))
+        return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s)
+
+    def heartbeat(self) -> Heartbeat:
+        """How much is being sampled, and how much more would be welcome."""
+        figures = self._engine.statistics()
+        return Heartbeat(
+            state="draining" if self._is_draining else "running",
+            waits_for="" if self._sampling else "leases",
+            policy_version=self._engine.policy_version,
+            capacity_samples=0 if self._is_draining else self._capacity(),
+            metrics={
+                "running": float(figures.num_running),
+                "waiting": float(figures.num_waiting),
+                "tokens": float(figures.tokens_generated),
+                "busy_s": figures.busy_s,
+                "kv_usage": figures.kv_usage,
+                "preemptions": float(figures.num_preemptions),
+                "tokens_per_s": self._rate.per_second(self._now()),
+            },
+        )
+
+    def _capacity(self) -> int:
+        """One group more than fits, so that a finished sequence is replaced within the same decoding step."""
+        return self._engine.capacity_samples + self._context.config.admission.group_size
+
+    async def hand_back(self) -> None:
+        """Stop sampling; each task gives its unfinished rollout back, as a prefix for another generator, and ends."""
+        self._is_draining = True
+        for request_id in list(self._sampling):
+            await self._engine.abort(request_id)

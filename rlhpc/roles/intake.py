@@ -1,0 +1,108 @@
+"""What happens to a rollout that comes back: its group, its verdict, its place in the buffer.
+
+Eats ScoredRollout, makes finished groups.  Active sampling (OlmoRL): a group without spread teaches nothing;
+it is dropped and its slot is free at once, so that batches are always full.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhpc.algorithms.advantages import has_spread
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import AdmissionConfig
+from rlhpc.errors import StarvedError
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.types import RolloutGroup, ScoredRollout, Verdict
+
+log = logging.getLogger("rlhpc.intake")
+
+
+@dataclass(slots=True)
+class Harvest:
+    """Groups that were finished since the last step was recorded, whatever became of them."""
+
+    groups: list[RolloutGroup] = field(default_factory=list)
+    num_without_spread: int = 0
+    num_dropped: dict[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
+class Intake:
+    """Takes scored rollouts in; synchronous, so that a rollout is never half taken."""
+
+    def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
+        self._buffer, self._gate, self._admission = buffer, gate, admission
+        self._num_without_spread_in_a_row = 0
+        self._last_rewards: list[float] = []
+        self.tokens_total = 0
+        self.harvest = Harvest()
+
+    def take(self, holder: str, scored: ScoredRollout) -> bool:
+        """Take one rollout in.  True: a slot came free or a group is finished.
+
+        Raises StarvedError when nothing with spread has come for too long, RoleFailed when verifiers fail too often.
+        """
+        num_tokens = len(scored.rollout.token_ids)
+        self.tokens_total += num_tokens
+        self.harvest.num_tokens += num_tokens
+        self._gate.count(scored.verdict, scored.detail)
+        self._gate.check()
+        group = self._buffer.deliver(holder, scored)
+        if scored.verdict is Verdict.VERIFIER_ERROR:
+            log.warning("group %d: verifier error: %s", scored.rollout.group_id, scored.detail)
+            self.drop(scored.rollout.group_id, DropReason.VERIFIER_ERROR)
+            return True
+        if group is None:
+            return False
+        self.harvest.groups.append(group)
+        self._judge_spread(group)
+        return True
+
+    @property
+    def verifier_error_share(self) -> float:
+        """Of the last verdicts, 0–1."""
+        return self._gate.error_share
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """Give a group up; its slot is free at once.  Nothing happens if it is resolved already."""
+        if self._buffer.ledger.is_open(group_id):
+            self._buffer.drop(group_id, reason)
+            self.harvest.num_dropped[reason.value] = self.harvest.num_dropped.get(reason.value, 0) + 1
+
+    def reap(self) -> Harvest:
+        """Return what has come in since the last call, and start anew."""
+        harvest, self.harvest = self.harvest, Harvest()
+        return harvest
+
+    def _judge_spread(self, group: RolloutGroup) -> None:
+        rewards = np.array([member.reward for member in group.members], dtype=np.float32)
+        if has_spread(rewards):
+            self._num_without_spread_in_a_row = 0
+            return
+        self.harvest.num_without_spread += 1
+        if not self._admission.active_sampling:
+            return
+        self._num_without_spread_in_a_row += 1
+        self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
+        self.drop(group.group_id, DropReason.NO_SPREAD)
+        if self._num_without_spread_in_a_row >= self._admission.max_groups_without_spread:
+            raise StarvedError(self._advice())
+
+    def _advice(self) -> str:
+        mean = float(np.mean(self._last_rewards))
+        remedy = (
+            "the tasks are too easy for this model: choose harder prompts"
+            if mean > 0.5
+            else "no answer is right: warm-start the model, choose easier prompts, check data.task and "
+            "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
+        )
+        return (
+            f"{self._num_without_spread_in_a_row} groups in a row had no spread in their rewards (the last ones "
+            f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
+            "trains regardless"
+        )

@@ -1,0 +1,161 @@
+"""How every process of a run starts, hears that it should stop, and ends.
+
+Eats the command line of one role, makes a RoleContext.  A role ends with exit status 0 when it was told to or
+its work is done, 2 when the settings are at fault, 3 when the world failed it, 70 when we did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.config import Config
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.run_layout import RunLayout
+
+EXIT_CONFIG, EXIT_FAULT, EXIT_BUG = 2, 3, 70
+_PR_SET_PDEATHSIG = 1
+STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """Who this process is, and in which run."""
+
+    role: str
+    replica: int
+    num_ranks: int  # processes that share this role's work; trainer only
+    attempt: int
+    resume_step: int | None  # checkpoint to continue from
+    incarnation: str
+    layout: RunLayout
+    config: Config
+    config_hash: str
+
+    @property
+    def name(self) -> str:
+        """Name on every channel."""
+        return f"{self.role}-{self.replica}"
+
+
+def parse_role(arguments: list[str]) -> RoleContext:
+    """Read the command line of a role process and the run directory it names.  Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.roles", description=__doc__)
+    parser.add_argument("role", choices=("controller", "generator", "reward", "trainer"))
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--resume-step", type=int, default=None)
+    options = parser.parse_args(arguments)
+    layout = RunLayout(options.run_dir.absolute())
+    config, digest = read_resolved(layout)
+    return RoleContext(
+        role=options.role,
+        replica=options.replica,
+        num_ranks=options.num_ranks,
+        attempt=options.attempt,
+        resume_step=options.resume_step,
+        incarnation=f"{options.attempt}-{uuid.uuid4().hex[:12]}",
+        layout=layout,
+        config=config,
+        config_hash=digest,
+    )
+
+
+def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
+    """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
+    _die_with_parent()
+    faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack: who waits where
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {context.name} %(name)s %(levelname)s %(message)s"
+    )
+    log = logging.getLogger("rlhpc.lifecycle")
+    log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
+    try:
+        work(context)
+    except ConfigError as error:
+        log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
+        return EXIT_CONFIG
+    except RlhpcError as error:
+        log.exception("%s", type(error).__name__)
+        return EXIT_FAULT
+    except KeyboardInterrupt:
+        return 0
+    except BaseExceptionGroup as group:
+        log.exception("failed")
+        first = first_leaf(group)
+        log.error("%s: %s", type(first).__name__, first)  # noqa: TRY400  said once more, as the last line
+        if isinstance(first, ConfigError):
+            return EXIT_CONFIG
+        return EXIT_FAULT if isinstance(first, RlhpcError) else EXIT_BUG
+    except Exception:  # survived: nothing; the process ends, but its log must say why
+        log.exception("bug")
+        return EXIT_BUG
+    log.info("ended")
+    return 0
+
+
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception of a task group that is not itself a group; our own kinds before others."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, RlhpcError)), leaves[0])
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set; call it inside the running loop."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+class StopRequest:
+    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to be gone within seconds."""
+
+    def __init__(self) -> None:
+        """Listen for both signals; call it inside the running loop."""
+        self.event = asyncio.Event()
+        self.patience_s = 0.0
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._request, STOP_PATIENCE_S)
+        loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
+
+    def _request(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.event.set()
+
+
+async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) -> None:
+    """Run endless loops side by side until `stop` is set; the first one that fails ends the others and is raised."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(loop) for loop in loops]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process with its launcher, so that a killed launcher leaves nothing behind."""
+    with suppress(OSError, AttributeError):  # not Linux: the launcher's own clean-up is all there is
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,54 @@
+"""Say hello to the controller and go on saying that one is alive.
+
+A role's presence is one connection on the control channel: Hello first, then a Heartbeat every heartbeat_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from rlhpc.contracts import ClientChannel
+from rlhpc.messages import Heartbeat, Hello
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.topology import CONTROL
+from rlhpc.transport.open import connect
+
+CONNECT_TIMEOUT_S = 120.0
+
+
+def hello(context: RoleContext, num_weight_ranks: int = 0) -> Hello:
+    """Return the first message of this process."""
+    return Hello(
+        role=context.role,
+        replica=context.replica,
+        incarnation=context.incarnation,
+        config_hash=context.config_hash,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        num_weight_ranks=num_weight_ranks,
+    )
+
+
+async def announce(context: RoleContext, num_weight_ranks: int = 0) -> ClientChannel:
+    """Connect to the controller and introduce this process.  Raises ChannelTimeout if no controller turns up."""
+    control = await connect(
+        CONTROL,
+        layout=context.layout,
+        config=context.config.transport,
+        role=context.role,
+        replica=context.replica,
+        incarnation=context.incarnation,
+        timeout_s=CONNECT_TIMEOUT_S,
+    )
+    await control.send(hello(context, num_weight_ranks))
+    return control
+
+
+async def beat(control: ClientChannel, interval_s: float, current: Callable[[], Heartbeat]) -> None:
+    """Send a heartbeat now and every `interval_s`, for ever.  Raises ChannelClosed, ChannelFull."""
+    while True:
+        await control.send(current())
+        await asyncio.sleep(interval_s)

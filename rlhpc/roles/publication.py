@@ -1,0 +1,174 @@
+"""Bring a new version of the weights to the generators, and leave behind those that cannot follow.
+
+A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
+forming a new epoch first when members came or went; it ends when the trainer is free again.  settle(): every member has
+acknowledged, or has been left out.  Only then is the version live and slots may be released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from rlhpc.contracts import ServerChannel
+from rlhpc.errors import PeerUnreachable, RoleFailed
+from rlhpc.messages import (
+    FormGroup,
+    GroupOpened,
+    JoinGroup,
+    PublishReport,
+    PublishWeights,
+    ReceiveWeights,
+    RollCall,
+    WeightsLive,
+)
+from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.membership import Membership
+
+log = logging.getLogger("rlhpc.publication")
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationLimits:
+    """How long to wait for generators."""
+
+    first_member_s: float = 900.0  # for any generator to be there: engines load for minutes
+    settle_s: float = 120.0  # for acknowledgements of one broadcast
+
+
+class Publication:
+    """Owns the membership epochs and the way of one version from trainer to generators."""
+
+    def __init__(
+        self,
+        control: ServerChannel,
+        trainer: TrainerLink,
+        membership: Membership,
+        *,
+        limits: PublicationLimits,
+    ) -> None:
+        self._control, self._trainer, self._membership = control, trainer, membership
+        self._limits = limits
+        self._transport = ""
+        self._manifest: WeightManifest | None = None
+        self._group: WeightGroup | None = None  # of the present epoch, while it is sound
+        self._changed = asyncio.Condition()
+        self.live_version = -1  # newest version that every remaining member samples with
+        self.publish_s = 0.0  # of the last broadcast, on the trainer
+        self.last_acks: dict[str, WeightsLive] = {}
+
+    def describe(self, manifest: WeightManifest, transport: str) -> None:
+        """Note what the trainer will broadcast, and how."""
+        self._manifest, self._transport = manifest, transport
+
+    # ---------------------------------------------------------------------------------------- what generators tell us
+
+    async def joined(self, name: str, num_ranks: int, incarnation: str) -> None:
+        """A generator is here; it takes part from the next epoch on."""
+        async with self._changed:
+            self._membership.hello(name, num_ranks, incarnation)
+            self._changed.notify_all()
+
+    async def lost(self, name: str) -> None:
+        """A generator is dead; it is left out from now on."""
+        async with self._changed:
+            self._membership.lost(name)
+            self._changed.notify_all()
+
+    async def acknowledge(self, name: str, ack: WeightsLive) -> None:
+        """A generator samples with this version, or says why it does not; then it tries again in the next epoch."""
+        async with self._changed:
+            self.last_acks[name] = ack
+            if ack.error:
+                log.warning("%s: epoch %d, version %d: %s", name, ack.epoch, ack.policy_version, ack.error)
+                self._membership.failed(name, ack.epoch)
+            else:
+                self._membership.acknowledged(name, ack.epoch, ack.policy_version)
+            self._changed.notify_all()
+
+    @property
+    def ready_members(self) -> frozenset[str]:
+        """Generators that sample with the live version and may be given leases."""
+        return self._membership.live_members(self.live_version) if self.live_version >= 0 else frozenset()
+
+    @property
+    def epoch(self) -> int:
+        """Current membership epoch; 0 before the first."""
+        return self._group.epoch if self._group is not None else 0
+
+    # ------------------------------------------------------------------------------------------------------ publishing
+
+    async def publish(self, version: int) -> None:
+        """Broadcast `version` until the trainer got it out to some group.
+
+        Raises RoleFailed when no generator is there for `first_member_s`.
+        """
+        if self._manifest is None:
+            raise RoleFailed("weights cannot be published before the trainer has described them")
+        while True:
+            group = await self._current_group()
+            manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
+            await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
+            report = await self._trainer.ask(PublishWeights(group.epoch, version), PublishReport)
+            self.publish_s = report.seconds
+            if not report.error:
+                return
+            log.warning("epoch %d dissolved: %s", group.epoch, report.error)
+            self._group = None
+
+    async def settle(self, version: int) -> bool:
+        """Wait for the acknowledgements.  True: the version is live on at least one generator.
+
+        Members that failed, died or stayed silent too long are left out of the next epoch; False: nobody is left, and
+        the caller publishes again.
+        """
+        try:
+            async with asyncio.timeout(self._limits.settle_s), self._changed:
+                await self._changed.wait_for(lambda: not self._membership.waiting_for(version))
+        except TimeoutError:
+            for name in self._membership.waiting_for(version):
+                log.warning("%s did not acknowledge version %d: left out", name, version)
+                await self.lost(name)
+        if not self._membership.live_members(version):
+            return False
+        self.live_version = version
+        return True
+
+    async def _current_group(self) -> WeightGroup:
+        if self._group is None or self._membership.needs_new_epoch:
+            self._group = await self._form()
+        return self._group
+
+    async def _form(self) -> WeightGroup:
+        """Open a new epoch with everyone who is alive.  Raises RoleFailed when nobody turns up."""
+        await self._somebody()
+        group = self._membership.next_group(self._transport)
+        opened = await self._trainer.ask(FormGroup(group), GroupOpened)
+        if opened.error:
+            raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
+        log.info("epoch %d: %s", group.epoch, ", ".join(group.members))
+        await asyncio.gather(*(self._tell(name, JoinGroup(opened.group)) for name in group.members))
+        return opened.group
+
+    async def _somebody(self) -> None:
+        """Wait until a generator that can be reached is there."""
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.first_member_s), self._changed:
+                    await self._changed.wait_for(lambda: bool(self._membership.candidates))
+            except TimeoutError:
+                raise RoleFailed(
+                    f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for what ended them"
+                ) from None
+            await asyncio.gather(*(self._tell(name, RollCall()) for name in self._membership.candidates))
+            if self._membership.candidates:
+                return
+
+    async def _tell(self, name: str, message: object) -> None:
+        try:
+            await self._control.send(name, message)
+        except PeerUnreachable:
+            log.warning("%s cannot be reached: left out", name)
+            await self.lost(name)

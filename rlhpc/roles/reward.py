@@ -1,0 +1,94 @@
+"""The reward service: judges completions in processes of its own.
+
+Eats RewardRequest from generators, makes RewardReply.  Calls are idempotent; nothing is kept between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlhpc.contracts import ClientChannel, ServerChannel
+from rlhpc.errors import PeerUnreachable
+from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event
+from rlhpc.roles.presence import announce, beat
+from rlhpc.topology import REWARDS
+from rlhpc.transport.open import open_server
+
+
+def run(context: RoleContext) -> None:
+    """Serve until told to stop."""
+    asyncio.run(_serve(context))
+
+
+async def _serve(context: RoleContext) -> None:
+    stop = stop_event()
+    rewards = context.config.rewards
+    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
+    await pool.start()
+    server = open_server(
+        REWARDS,
+        layout=context.layout,
+        config=context.config.transport,
+        replica=context.replica,
+        incarnation=context.incarnation,
+    )
+    control = await announce(context)
+    service = RewardService(server, pool)
+    interval_s = context.config.transport.heartbeat_s
+    try:
+        await run_until(stop, service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, stop))
+    finally:
+        await pool.close()
+        await server.close()
+        await control.close()
+
+
+async def _hear(control: ClientChannel, stop: asyncio.Event) -> None:
+    await control.receive()  # the only message a reward service gets on this channel is StopRole
+    stop.set()
+
+
+class RewardService:
+    """Answers each request as soon as its verdict is there, in any order."""
+
+    def __init__(self, server: ServerChannel, pool: RewardPool) -> None:
+        self._server, self._pool = server, pool
+        self._num_waiting = 0
+        self._num_judged = 0
+
+    async def serve(self) -> None:
+        """Take requests for ever."""
+        async with asyncio.TaskGroup() as judging:
+            while True:
+                peer, request = await self._server.receive()
+                judging.create_task(self._answer(peer, request))
+
+    def heartbeat(self) -> Heartbeat:
+        """How much is being judged."""
+        return Heartbeat(
+            state="running",
+            waits_for="" if self._num_waiting else "completions",
+            policy_version=-1,
+            metrics={"queued": float(self._num_waiting), "judged": float(self._num_judged)},
+        )
+
+    async def _answer(self, peer: str, request: RewardRequest) -> None:
+        self._num_waiting += 1
+        try:
+            judgement = await self._pool.judge(request.task, request.completion, request.reference)
+        finally:
+            self._num_waiting -= 1
+        self._num_judged += 1
+        reply = RewardReply(
+            request.request_id,
+            judgement.reward,
+            judgement.verdict.value,
+            judgement.parts,
+            judgement.detail,
+        )
+        try:
+            await self._server.send(peer, reply)
+        except PeerUnreachable:
+            return  # the generator died; its rollout is sampled again elsewhere

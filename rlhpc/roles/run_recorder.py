@@ -1,0 +1,182 @@
+"""Turns each step into totals, TensorBoard and the live line.
+
+Eats StepRecord.  Called between steps; what it measures it never decides on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlhpc.algorithms.diagnostics import staleness
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.metrics.meters import Eta, LoopLag, Rate
+from rlhpc.metrics.recorder import Recorder, Sample
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.packing.layout import packing_fill
+from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.generator_meter import GeneratorMeter
+from rlhpc.roles.intake import Harvest, Intake
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.publication import Publication
+from rlhpc.roles.status_board import Progress
+from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.totals import Totals
+from rlhpc.roles.train_loop import StepRecord
+from rlhpc.types import RolloutGroup
+
+RATE_WINDOW_S = 20.0
+
+
+class RunRecorder:
+    """Keeps the totals of a run and writes what people look at."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        totals: Totals,
+        progress: Progress,
+        fleet: Fleet,
+        ledger: AdmissionLedger,
+        publication: Publication,
+        intake: Intake,
+        tokenizer: PromptTokenizer,
+        lag: LoopLag,
+    ) -> None:
+        self._config, self._totals, self._progress = context.config, totals, progress
+        self._fleet, self._ledger, self._publication, self._intake = fleet, ledger, publication, intake
+        self._tokenizer, self._lag = tokenizer, lag
+        self._clock = asyncio.get_running_loop().time
+        self._recorder = Recorder(TensorBoardWriter(context.layout.tensorboard))
+        self._recorder.config(context.layout.config.read_text())
+        if context.resume_step is not None:
+            self._recorder.resumed(context.resume_step, context.attempt)
+        self._generators = GeneratorMeter(fleet)
+        self._eta = Eta(context.config.run.num_steps)
+        now = self._clock()
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._wall_from = now - totals.wall_s
+        self._last_step_at: float | None = None
+
+    def training_begins(self) -> None:
+        """The first weights are live: from now on time counts as training time."""
+        now = self._clock()
+        self._last_step_at = now
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._generators.look()
+        self._progress.phase = "training"
+
+    def record(self, record: StepRecord) -> None:
+        """Account for one step and write it."""
+        now, harvest = self._clock(), self._intake.reap()
+        step_s = now - (self._last_step_at if self._last_step_at is not None else now)
+        self._last_step_at = now
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(harvest)
+        figures |= self._account(record, harvest, step_s) | self._situation()
+        step, totals = record.report.step, self._totals
+        self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
+        metrics = self._config.metrics
+        if step % metrics.histograms_every_steps == 0:
+            for name, values in histograms(record).items():
+                self._recorder.histogram(name, step, values)
+        if step % metrics.samples_every_steps == 0:
+            self._recorder.samples(step, self._samples(record.groups))
+        self._show(record, figures, now)
+
+    def close_totals(self) -> None:
+        """Bring the clock of the totals up to now."""
+        self._totals.wall_s = self._clock() - self._wall_from
+
+    def close(self) -> None:
+        """Flush what is written."""
+        self._recorder.close()
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _account(self, record: StepRecord, harvest: Harvest, step_s: float) -> dict[str, float]:
+        """Add one step to the totals; return the figures that come of it."""
+        totals, now = self._totals, self._clock()
+        rollouts = [member.rollout for group in record.groups for member in group.members]
+        num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
+        idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
+        activity = self._generators.look()
+        self._trained.add(now, num_tokens)
+        self._generated.add(now, harvest.num_tokens)
+        totals.steps += 1
+        totals.skipped_steps += not record.report.applied
+        totals.rollouts_trained += len(rollouts)
+        totals.rollouts_spanning_update += sum(int(r.versions[0] != r.versions[-1]) for r in rollouts)
+        totals.staleness_max = max(totals.staleness_max, int(staleness(record.groups, record.trained_version).max()))
+        totals.tokens_generated += harvest.num_tokens
+        totals.tokens_trained += num_tokens
+        totals.groups_dropped += sum(harvest.num_dropped.values())
+        totals.groups_without_spread += harvest.num_without_spread
+        totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
+        totals.trainer_idle_s += min(idle_s, step_s)
+        totals.generator_idle_s += activity.idle_s
+        totals.generator_s += activity.seconds
+        totals.training_s += step_s
+        self.close_totals()
+        return {
+            "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
+            "generator/idle_ratio": activity.idle_s / activity.seconds if activity.seconds else 0.0,
+            "trainer/tokens_per_s": self._trained.per_second(now),
+            "generator/tokens_per_s": self._generated.per_second(now),
+            "trainer/skipped_steps": float(totals.skipped_steps),
+            "time/step_s": step_s,
+            "tokens/generated_total": float(totals.tokens_generated),
+            "tokens/trained_total": float(totals.tokens_trained),
+            "group/dropped_total": float(totals.groups_dropped),
+            "group/replaced_total": float(totals.groups_without_spread),
+            "group/regranted_total": float(totals.leases_regranted),
+            "wall_s": totals.wall_s,
+        }
+
+    def _situation(self) -> dict[str, float]:
+        """What things stand at now: queues, weights, engines."""
+        counts = self._ledger.counts()
+        acks = [ack for ack in self._publication.last_acks.values() if not ack.error]
+        num_generators = max(1, len(self._fleet.names("generator")))
+        return {
+            "staleness/bound": float(self._ledger.staleness_bound),
+            "queue/slots_free": float(counts["free_slots"]),
+            "queue/in_flight": float(counts["in_flight"]),
+            "queue/finished": float(counts["finished"]),
+            "queue/taken": float(counts["taken"]),
+            "weights/publish_s": self._publication.publish_s,
+            "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
+            "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
+            "weights/version": float(self._publication.live_version),
+            "weights/epoch": float(self._publication.epoch),
+            "weights/members": float(len(self._publication.ready_members)),
+            "generator/live": float(len(self._fleet.names("generator"))),
+            "generator/running": self._fleet.total("running", "generator"),
+            "generator/waiting": self._fleet.total("waiting", "generator"),
+            "generator/preemptions": self._fleet.total("preemptions", "generator"),
+            "generator/kv_usage": self._fleet.total("kv_usage", "generator") / num_generators,
+            "reward/verifier_error_share": self._intake.verifier_error_share,
+            "event_loop/lag_s": self._lag.take(),
+        }
+
+    def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
+        chosen = groups[: self._config.metrics.num_samples]
+        return [
+            Sample(
+                prompt=self._tokenizer.decode(group.prompt.token_ids),
+                completion=self._tokenizer.decode(group.members[0].rollout.token_ids),
+                reward=group.members[0].reward,
+                reference=group.prompt.reference,
+            )
+            for group in chosen
+        ]
+
+    def _show(self, record: StepRecord, figures: dict[str, float], now: float) -> None:
+        progress = self._progress
+        self._eta.step_done(record.report.step + 1, now)
+        progress.step, progress.version = record.report.step + 1, record.report.policy_version
+        progress.reward = figures.get("reward/mean", progress.reward)
+        progress.staleness_max = self._totals.staleness_max
+        progress.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
+        progress.generator_tokens_per_s = figures["generator/tokens_per_s"]
+        progress.eta_s = self._eta.remaining_s()

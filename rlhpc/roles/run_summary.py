@@ -1,0 +1,86 @@
+"""The figures of a whole run, written once at its end.
+
+Eats the counters and the sealed segments, makes summary.json.  The reward curve is read from the segments and nowhere
+else: a rollout counts for the version under which its group was admitted, whether it was trained on or had no spread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.buffer.segment_reader import read_columns, segment_paths
+from rlhpc.files import write_atomically
+from rlhpc.roles.totals import Totals
+from rlhpc.run_layout import RunLayout
+from rlhpc.types import Verdict
+
+_SCORED_REASONS = ("", "no_spread")  # consumed, or dropped after every member was judged
+
+
+def reward_by_version(rollouts: Path) -> dict[int, tuple[float, int]]:
+    """Return {admitted version: (mean reward, number of rollouts)} over all groups that were judged whole."""
+    sums: dict[int, float] = defaultdict(float)
+    counts: dict[int, int] = defaultdict(int)
+    for path in segment_paths(rollouts):
+        columns = read_columns(
+            path,
+            ("groups/group_id", "groups/admitted_version", "groups/consumed_step", "groups/drop_reason",
+             "rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
+        )  # fmt: skip
+        is_judged = np.isin(columns["groups/drop_reason"], _SCORED_REASONS)
+        version_of = dict(
+            zip(columns["groups/group_id"][is_judged], columns["groups/admitted_version"][is_judged], strict=True)
+        )
+        rows = zip(columns["rollouts/group_id"], columns["rollouts/reward"], columns["rollouts/verdict"], strict=True)
+        for group_id, reward, verdict in rows:
+            if group_id in version_of and verdict != Verdict.VERIFIER_ERROR.value:
+                sums[int(version_of[group_id])] += float(reward)
+                counts[int(version_of[group_id])] += 1
+    return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
+
+
+def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float, float]:
+    """Mean reward over the rollouts of the first and of the last tenth of versions; nan where there are none."""
+    tenth = max(1, num_steps // 10)
+    return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
+
+
+def summarise(layout: RunLayout, totals: Totals, staleness_bound: int) -> dict[str, Any]:
+    """Write summary.json and return what it says."""
+    curve = reward_by_version(layout.rollouts)
+    first, last = tenth_means(curve, totals.steps)
+    seconds = totals.training_s or 1.0
+    summary = {
+        "steps": totals.steps,
+        "skipped_steps": totals.skipped_steps,
+        "rollouts_trained": totals.rollouts_trained,
+        "reward_first_tenth": first,
+        "reward_last_tenth": last,
+        "staleness_max": totals.staleness_max,
+        "staleness_bound": staleness_bound,
+        "rollouts_spanning_update": totals.rollouts_spanning_update / max(1, totals.rollouts_trained),
+        "packing_fill": totals.packing_fill,
+        "generator_tokens_per_s": totals.tokens_generated / seconds,
+        "trainer_tokens_per_s": totals.tokens_trained / seconds,
+        "generator_idle_ratio": totals.generator_idle_ratio,
+        "trainer_idle_ratio": totals.trainer_idle_ratio,
+        "groups_without_spread": totals.groups_without_spread,
+        "groups_dropped": totals.groups_dropped,
+        "leases_regranted": totals.leases_regranted,
+        "training_s": totals.training_s,
+        "wall_s": totals.wall_s,
+        "reward_by_version": [[version, mean, count] for version, (mean, count) in curve.items()],
+    }
+    write_atomically(layout.summary, json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float:
+    inside = [(mean, count) for version, (mean, count) in curve.items() if start <= version < end]
+    total = sum(count for _, count in inside)
+    return sum(mean * count for mean, count in inside) / total if total else float("nan")

@@ -1,0 +1,55 @@
+"""What the run is doing now, in one file for people and the launcher: status.json, replaced about once a second."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.config import Config
+from rlhpc.files import write_atomically
+from rlhpc.roles.fleet import Fleet
+from rlhpc.run_layout import RunLayout
+
+log = logging.getLogger("rlhpc.status")
+
+
+@dataclass(slots=True)
+class Progress:
+    """The figures of the live line."""
+
+    phase: str = "starting"
+    step: int = 0
+    version: int = -1
+    reward: float = 0.0
+    staleness_max: int = 0
+    trainer_tokens_per_s: float = 0.0
+    generator_tokens_per_s: float = 0.0
+    eta_s: float | None = None
+
+
+class StatusBoard:
+    """Writes the file; a disk that does not take it costs a warning, not the run."""
+
+    def __init__(self, layout: RunLayout, config: Config, fleet: Fleet, ledger: AdmissionLedger) -> None:
+        self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
+        self.progress = Progress()
+
+    def write(self) -> None:
+        """Replace the file."""
+        progress = self.progress
+        document = {
+            "name": self._config.run.name,
+            "unix_time_s": time.time(),
+            "num_steps": self._config.run.num_steps,
+            "staleness_bound": self._ledger.staleness_bound,
+            "queue": self._ledger.counts(),
+            "roles": self._fleet.report(),
+            **{name: getattr(progress, name) for name in Progress.__slots__},
+        }
+        try:
+            write_atomically(self._path, json.dumps(document).encode())
+        except OSError as error:
+            log.warning("%s not written: %s", self._path, error)

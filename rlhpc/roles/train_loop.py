@@ -1,0 +1,189 @@
+"""The step: a full batch, an optimiser step, new weights, slots released.
+
+    full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
+                                       └──▶ settle ──▶ release  slots come free: new prompts start on the new weights
+
+Eats RolloutGroup, makes PackedBatch.  Slots are released only after the weights are live: releasing them earlier would
+let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rlhpc.algorithms.samples import to_samples
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import Config
+from rlhpc.contracts import AdvantageEstimator
+from rlhpc.errors import TrainingError
+from rlhpc.messages import StepReport
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.layout import batch_slowdown
+from rlhpc.packing.pack import pack
+from rlhpc.roles.publication import Publication
+from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
+
+log = logging.getLogger("rlhpc.train_loop")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """All there is to say about one step, for the recorder."""
+
+    report: StepReport
+    batch: PackedBatch
+    groups: tuple[RolloutGroup, ...]
+    trained_version: int  # the version that was trained: staleness is counted against it
+    lockstep_slowdown: float  # slowest rank's work over the mean rank's
+    wait_for_groups_s: float
+    pack_s: float
+
+
+class TrainLoop:
+    """Steps until the run is long enough or somebody says stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        trainer: TrainerLink,
+        publication: Publication,
+        estimator: AdvantageEstimator,
+        cost: FlopCost,
+        *,
+        step: int,
+        version: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """`step` and `version` are where to go on from; `wake` says that slots or groups have changed."""
+        self._config, self._buffer, self._trainer, self._publication = config, buffer, trainer, publication
+        self._estimator, self._cost, self._wake = estimator, cost, wake
+        self.step, self.version = step, version
+        self._ready = asyncio.Event()
+        self._settling: asyncio.Task[None] | None = None
+        self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
+        self._nobody_is_live = False
+        self._num_skipped_in_a_row = 0
+        self.num_skipped = 0
+
+    def groups_changed(self) -> None:
+        """A group is finished or gone: perhaps a batch is full."""
+        self._ready.set()
+
+    async def begin(self) -> None:
+        """Bring the version to start from to the generators, and wait until one samples with it."""
+        while self._publication.live_version != self.version:
+            await self._publish()
+            await self._settled()
+
+    async def run(
+        self,
+        stop: asyncio.Event,
+        record: Callable[[StepRecord], None],
+        checkpoint: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end."""
+        every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
+        saved = self.step
+        while self.step < last and not stop.is_set():
+            groups, waited_s = await self._full_batch(stop)
+            if groups is None:
+                break
+            record(await self._train(groups, waited_s))
+            if self.step % every == 0 and self.step < last:
+                await self._settled()
+                await checkpoint()
+                saved = self.step
+        await self._settled()
+        if self.step > saved:
+            await checkpoint()
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
+        """Wait for the groups of one batch; None when told to stop first."""
+        began = time.monotonic()
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            while True:
+                self._ready.clear()
+                groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
+                if groups is not None:
+                    return groups, time.monotonic() - began
+                if self._nobody_is_live:
+                    await self._publish()
+                ready = asyncio.ensure_future(self._ready.wait())
+                await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+                ready.cancel()
+                if stop.is_set():
+                    return None, time.monotonic() - began
+        finally:
+            stopped.cancel()
+
+    async def _train(self, groups: list[RolloutGroup], waited_s: float) -> StepRecord:
+        began = time.monotonic()
+        samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
+        batch = self._pack(samples)
+        packed_s = time.monotonic() - began
+        report = await self._trainer.ask(batch, StepReport)
+        trained, self.version = self.version, report.policy_version
+        self._count_skips(report)
+        self._buffer.consume(groups, self.step)
+        self._unreleased += [group.group_id for group in groups]
+        await self._settled()
+        await self._publish()
+        slowdown = batch_slowdown(batch, self._cost)
+        self.step += 1
+        return StepRecord(report, batch, tuple(groups), trained, slowdown, waited_s, packed_s)
+
+    def _pack(self, samples: list[TrainingSample]) -> PackedBatch:
+        trainer = self._config.trainer
+        return pack(
+            samples,
+            token_budget=trainer.token_budget,
+            num_ranks=trainer.num_ranks,
+            cost=self._cost,
+            step=self.step,
+            policy_version=self.version,
+        )
+
+    def _count_skips(self, report: StepReport) -> None:
+        if report.applied:
+            self._num_skipped_in_a_row = 0
+            return
+        self.num_skipped += 1
+        self._num_skipped_in_a_row += 1
+        log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
+        if self._num_skipped_in_a_row >= self._config.trainer.max_skipped_steps:
+            raise TrainingError(
+                f"{self._num_skipped_in_a_row} steps in a row were not finite (trainer.max_skipped_steps); lower "
+                f"trainer.learning_rate={self._config.trainer.learning_rate:g} or resume from an earlier checkpoint"
+            )
+
+    # ------------------------------------------------------------------------------------------------- after the step
+
+    async def _publish(self) -> None:
+        """Send the current version out, and go on while the generators load it."""
+        await self._publication.publish(self.version)
+        self._nobody_is_live = False
+        self._settling = asyncio.create_task(self._settle(self.version))
+
+    async def _settle(self, version: int) -> None:
+        if await self._publication.settle(version):
+            self._buffer.release(self._unreleased)
+            self._unreleased.clear()
+            self._wake()
+        else:  # every generator failed while it loaded: the loop publishes again, to whoever comes back
+            self._nobody_is_live = True
+            self._ready.set()
+
+    async def _settled(self) -> None:
+        """Wait until the version before is live and its slots are released."""
+        if self._settling is not None:
+            await self._settling
+            self._settling = None

@@ -1,0 +1,243 @@
+"""The trainer: one process per rank, doing what the controller's stream of commands says, in order.
+
+Eats PackedBatch, makes StepReport; on command forms weight groups, publishes weights, saves.  It never decides
+anything: which batch, when to publish and when to save is the controller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses import make_policy_loss
+from rlhpc.algorithms.proximal import current_share
+from rlhpc.algorithms.schedule import learning_rate
+from rlhpc.config import Config
+from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
+from rlhpc.errors import CheckpointError, WeightsError
+from rlhpc.messages import (
+    FormGroup,
+    GroupOpened,
+    PublishReport,
+    PublishWeights,
+    SaveCheckpoint,
+    SaveReport,
+    StepReport,
+    TrainerReady,
+)
+from rlhpc.roles.command_stream import CommandStream
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.presence import CONNECT_TIMEOUT_S
+from rlhpc.roles.trainer_presence import TrainerPresence
+from rlhpc.topology import BATCHES
+from rlhpc.training.make import open_backend
+from rlhpc.transport.open import connect_blocking
+from rlhpc.types import PackedBatch, PackedMicrobatch
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.make import make_publisher, resolve_transport
+
+log = logging.getLogger("rlhpc.trainer")
+TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
+
+
+def run(context: RoleContext) -> None:
+    """Obey until told to stop."""
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+        raise KeyboardInterrupt  # every blocking call here is left with the state it had
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ExitStack() as stack:
+        backend = open_backend(
+            context.config,
+            rank=context.replica,
+            world_size=context.num_ranks,
+            store_address=f"file://{context.layout.rendezvous}/trainer_{context.attempt}",
+        )
+        stack.callback(backend.close)
+        channel = _connect(context) if backend.is_lead else None
+        if channel is not None:
+            stack.callback(channel.close)
+        commands = CommandStream(channel, context.num_ranks)
+        presence = stack.enter_context(TrainerPresence(context))
+        trainer = Trainer(context, backend, channel, presence)
+        stack.callback(trainer.close)
+        trainer.begin()
+        while trainer.obey(commands.next(stopping.is_set)):
+            pass
+
+
+def _connect(context: RoleContext) -> BlockingClientChannel:
+    return connect_blocking(
+        BATCHES,
+        layout=context.layout,
+        config=context.config.transport,
+        role=context.role,
+        replica=context.replica,
+        incarnation=context.incarnation,
+        timeout_s=CONNECT_TIMEOUT_S,
+    )
+
+
+class Trainer:
+    """What one rank does.  The channel and the publisher exist on the lead only."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        backend: TrainerBackend,
+        channel: BlockingClientChannel | None,
+        presence: TrainerPresence,
+    ) -> None:
+        self._context, self._config = context, context.config
+        self._backend, self._channel, self._presence = backend, channel, presence
+        self._loss = make_policy_loss(self._config.algorithm)
+        self._version = 0  # optimiser steps applied
+        self._publisher: WeightPublisher | None = None
+        self._waiting_since = time.monotonic()
+
+    def begin(self) -> None:
+        """Load the checkpoint to resume from, if any, and tell the controller what will be broadcast."""
+        step = self._context.resume_step
+        if step is not None:
+            self._backend.load(self._context.layout.checkpoint(step) / TRAINER_DIRECTORY)
+            self._version = self._backend.num_steps_applied
+        if self._channel is None:
+            return
+        manifest = make_manifest(self._version, 0, self._backend.tensor_specs(), self._config.weights.bucket_bytes)
+        self._manifest = manifest
+        weights = self._config.weights
+        device, shares_gpu = self._backend.device, _shares_gpu(self._config)
+        transport = resolve_transport(weights.transport, device, shares_gpu)
+        self._publisher = make_publisher(
+            weights, directory=self._context.layout.weights, device=device, shares_gpu=shares_gpu
+        )
+        self._channel.send(TrainerReady(self._version, step or 0, manifest, transport))
+        self._presence.now("running", "batch", self._version)
+
+    def obey(self, command: object) -> bool:
+        """Do one thing.  Returns False when that was to stop."""
+        match command:
+            case PackedBatch():
+                self._train(command)
+            case FormGroup():
+                self._form(command)
+            case PublishWeights():
+                self._publish(command)
+            case SaveCheckpoint():
+                self._save(command)
+            case _:
+                log.info("told to stop")
+                return False
+        self._waiting_since = time.monotonic()
+        return True
+
+    def close(self) -> None:
+        """Leave the weight group."""
+        if self._publisher is not None:
+            self._publisher.dissolve()
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def _train(self, batch: PackedBatch) -> None:
+        waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
+        self._presence.now("training", "", self._version)
+        microbatches = batch.ranks[self._backend.dp_rank]
+        rate = learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
+        result = self._backend.step(
+            microbatches,
+            self._loss,
+            proximal=self._proximal(microbatches, batch.policy_version),
+            num_loss_tokens=batch.num_loss_tokens,
+            learning_rate=rate,
+            weight_decay=self._config.trainer.weight_decay,
+            max_grad_norm=self._config.trainer.max_grad_norm,
+        )
+        self._version += result.applied
+        self._presence.now("running", "batch", self._version)
+        if self._channel is not None:
+            figures = _figures(result, batch.num_loss_tokens)
+            figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
+            self._channel.send(StepReport(batch.step, self._version, result.applied, figures))
+
+    def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
+        """What the loss takes as the policy that the clipped ratio starts from (algorithm.proximal)."""
+        match self._config.algorithm.proximal:
+            case "behaviour":
+                return None
+            case "recompute":
+                return self._backend.logprobs(microbatches)
+            case _:
+                shares = (current_share(row.versions, version) for row in microbatches)
+                return [torch.from_numpy(share).to(self._backend.device) for share in shares]
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    def _form(self, command: FormGroup) -> None:
+        if self._publisher is None or self._channel is None:
+            return
+        try:
+            group = self._publisher.open(command.group)
+            self._channel.send(GroupOpened(group))
+            self._publisher.form()
+        except WeightsError as error:
+            log.warning("epoch %d not formed: %s", command.group.epoch, error)
+            self._publisher.dissolve()
+
+    def _publish(self, command: PublishWeights) -> None:
+        """Broadcast; on failure the epoch is dissolved and the controller forms another."""
+        began, error = time.monotonic(), ""
+        self._presence.now("publishing", "generators", self._version)
+        if self._publisher is None or self._channel is None:
+            for _ in self._backend.weights():
+                pass  # ranks besides the lead take part in the export
+            return
+        manifest = replace(self._manifest, policy_version=command.policy_version, epoch=command.epoch)
+        try:
+            self._publisher.publish(manifest, self._backend.weights())
+        except WeightsError as failure:
+            log.warning("version %d not published: %s", command.policy_version, failure)
+            error = str(failure)
+            self._publisher.dissolve()
+        seconds = time.monotonic() - began
+        self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
+        self._presence.now("running", "batch", self._version)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, command: SaveCheckpoint) -> None:
+        began, error, files = time.monotonic(), "", {}
+        self._presence.now("saving", "", self._version)
+        directory = Path(command.directory) / TRAINER_DIRECTORY
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            files = self._backend.save(directory)
+        except (CheckpointError, OSError) as failure:
+            error = str(failure)
+        if self._channel is not None:
+            self._channel.send(SaveReport(command.step, files, time.monotonic() - began, error))
+
+
+def _shares_gpu(config: Config) -> bool:
+    """True on a machine with fewer GPUs than trainer ranks and engine workers together."""
+    wanted = config.trainer.num_ranks + config.generation.num_replicas * config.generation.tensor_parallel
+    return 0 < torch.cuda.device_count() < wanted
+
+
+def _figures(result: StepResult, num_loss_tokens: int) -> dict[str, float]:
+    means = {name: value / num_loss_tokens for name, value in result.metrics.items()}
+    return means | {"grad_norm": result.grad_norm}

@@ -1,0 +1,153 @@
+"""The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
+
+Eats float32 master weights and Adam moments tensor by tensor under their HF names, makes safetensors shards and the
+manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out anything.
+
+    weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from rlhpc.errors import CheckpointError
+from rlhpc.files import write_atomically
+from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.safetensors_file import FileRecord, check_file, plan_shards, write_safetensors
+from rlhpc.types import TensorSpec
+
+STATE_FILE = "trainer.json"
+FORMAT_VERSION = 1
+SHARD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCheckpoint:
+    """A verified checkpoint, not yet read."""
+
+    directory: Path
+    num_steps_applied: int
+    rng: dict[str, str]  # rng.read_rng of the lead rank
+    specs: tuple[TensorSpec, ...]  # all float32
+    shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
+
+    def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Stream (kind, HF name, float32 tensor on CPU), of these kinds or of all.
+
+        Raises CheckpointError if a file that was sound a moment ago cannot be read any more.
+        """
+        for file_name, (kind, names) in self.shards.items():
+            if kinds and kind not in kinds:
+                continue
+            try:
+                with safe_open(self.directory / file_name, framework="pt") as file:
+                    for name in names:
+                        yield kind, name, file.get_tensor(name)
+            except OSError as error:
+                raise CheckpointError(f"{self.directory / file_name}: cannot be read: {error}") from error
+
+
+def write_checkpoint(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    tensors_of: Callable[[str], Iterator[Tensor]],
+    *,
+    num_steps_applied: int,
+    rng: dict[str, str],
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, int]:
+    """Write everything into `directory`, which is made; return {file name: bytes}.
+
+    specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of STATE_KINDS.
+    Every file appears whole or not at all, the manifest last.  Raises CheckpointError; files may remain.
+    """
+    masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / STATE_FILE).unlink(missing_ok=True)  # from here on an older state in this place counts no more
+        for kind in STATE_KINDS:
+            tensors = tensors_of(kind)
+            for number, shard in enumerate(plan_shards(masters, shard_bytes), start=1):
+                name = f"{kind}-{number:05d}.safetensors"
+                record = write_safetensors(directory / name, shard, tensors)
+                files[name] = {**asdict(record), "kind": kind, "tensors": [spec.name for spec in shard]}
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "num_steps_applied": num_steps_applied,
+            "fingerprint": fingerprint(specs),
+            "tensors": [[spec.name, list(spec.shape)] for spec in masters],
+            "files": files,
+            "rng": rng,
+        }
+        content = json.dumps({"crc32": _checksum(manifest), "manifest": manifest}, indent=1).encode()
+        write_atomically(directory / STATE_FILE, content)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error}") from error
+    return {name: entry["num_bytes"] for name, entry in files.items()} | {STATE_FILE: len(content)}
+
+
+def read_checkpoint(
+    directory: Path, specs: Sequence[TensorSpec] | None, *, verify_content: bool = True
+) -> TrainerCheckpoint:
+    """Verify a checkpoint and return what it holds.
+
+    specs: of the model that wants it, in any dtype and order; None takes it as it is.  verify_content=False checks
+    sizes but not checksums, for ranks beside one that does.  Raises CheckpointError naming the file and the reason.
+    """
+    manifest = _read_manifest(directory / STATE_FILE)
+    found = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
+    if specs is not None:
+        _refuse_other_model(directory / STATE_FILE, found, specs)
+    shards: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, entry in manifest["files"].items():
+        record = FileRecord(entry["num_bytes"], entry["crc32"])
+        check_file(directory / name, record, verify_content=verify_content)
+        shards[name] = (entry["kind"], tuple(entry["tensors"]))
+    return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], found, shards)
+
+
+def fingerprint(specs: Sequence[TensorSpec]) -> str:
+    """Name a model by its tensors' names and shapes, whatever their dtype and order."""
+    lines = sorted(f"{spec.name} {'x'.join(map(str, spec.shape))}" for spec in specs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        outer = json.loads(path.read_bytes())
+        manifest, checksum = outer["manifest"], outer["crc32"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not a trainer manifest: {error!r}") from error
+    if checksum != _checksum(manifest):
+        raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {manifest['format_version']}, known here: {FORMAT_VERSION}")
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _checksum(manifest: Any) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _refuse_other_model(path: Path, found: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:
+    if fingerprint(found) == fingerprint(wanted):
+        return
+    there, here = ({spec.name: spec.shape for spec in specs} for specs in (found, wanted))
+    name = min(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    raise CheckpointError(
+        f"{path}: belongs to another model: {name} is {there.get(name, 'absent')} there and "
+        f"{here.get(name, 'absent')} in the model"
+    )

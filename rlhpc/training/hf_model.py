@@ -1,0 +1,122 @@
+"""A causal language model from an HF checkpoint, cut in two: the trunk that makes hidden states, and the head.
+
+Eats a checkpoint directory, makes a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and the
+head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
+whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from rlhpc.errors import ConfigError
+from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.packed_attention import PACKED_ATTENTION, SegmentPlan
+from rlhpc.types import TensorSpec
+
+TRIAL_TOLERANCE = 1e-3  # float32 round-off is 1e-6; attending across samples shows as 1e-2 to 3
+TRIAL_LENGTHS = (5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLM:
+    """Trunk and head of one model; parameters by HF name in the model's own order, a tied head not listed twice."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
+    trunk: Callable[..., Any]
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
+        """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""
+        # use_cache: with a cache, HF believes that the row is one sequence.
+        output = self.trunk(
+            input_ids=token_ids[None], position_ids=position_ids[None], segments=segments, use_cache=False
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """Names, dtypes and shapes in the order of `parameters`."""
+        return tuple(
+            TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            for name, parameter in self.parameters.items()
+        )
+
+
+def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: bool = False) -> CausalLM:
+    """Load a checkpoint in float32 on `device`.
+
+    Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
+    """
+    disable_progress_bar()  # it draws into the log
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: no model that transformers can load: {error}") from error
+    layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
+    if layer_types != {"full_attention"}:
+        raise ConfigError(f"model.path={path}: layers of type {sorted(layer_types - {'full_attention'})} not supported")
+    model = _without_logits(module)
+    _refuse_unfaithful(model, path)
+    module.train()  # HF recomputes activations only in training mode
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0  # the policy that is sampled from has none
+    if recompute_activations:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module.to(device)
+    return model
+
+
+def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
+    """Bring parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies must stay float32."""
+    for parameter in model.parameters.values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _without_logits(module: Any) -> CausalLM:
+    return CausalLM(
+        module=module,
+        parameters=dict(module.named_parameters()),
+        head_weight=module.get_output_embeddings().weight,
+        trunk=module.base_model,
+    )
+
+
+@torch.no_grad()
+def _refuse_unfaithful(model: CausalLM, path: Path) -> None:
+    """Packed log-probabilities must be those of HF's own logits, segment by segment.
+
+    Catches layers that do not use the attention interface, and heads with a bias, a scale or a soft cap.
+    """
+    device, vocabulary = model.head_weight.device, model.head_weight.shape[0]
+    model.module.eval()
+    row = torch.arange(1, 1 + sum(TRIAL_LENGTHS), device=device) % vocabulary
+    expected = []
+    for segment in row.split_with_sizes(TRIAL_LENGTHS):
+        plan = SegmentPlan.of(np.array([0, len(segment)], dtype=np.int32), device)
+        positions = torch.arange(len(segment), device=device)[None]
+        output = model.module(input_ids=segment[None], position_ids=positions, segments=plan, use_cache=False)
+        expected.append(output.logits[0].float().log_softmax(-1))
+    borders = np.cumsum((0, *TRIAL_LENGTHS), dtype=np.int32)
+    positions = torch.cat([torch.arange(length, device=device) for length in TRIAL_LENGTHS])
+    hidden = model.hidden_states(row, positions, SegmentPlan.of(borders, device))
+    found, _ = chunked_logprobs(hidden, model.head_weight, row, temperature=1.0, chunk_tokens=len(row))
+    difference = (found - torch.cat(expected).gather(1, row[:, None])[:, 0]).abs().max().item()
+    if not difference <= TRIAL_TOLERANCE:
+        raise ConfigError(
+            f"model.path={path}: {type(model.module).__name__} gives packed log-probabilities that differ by "
+            f"{difference:.2g} from its own logits; it ignores the attention interface or transforms its logits"
+        )

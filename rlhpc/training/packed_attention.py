@@ -1,0 +1,210 @@
+"""Causal attention inside each segment of a packed row, for any HF model that honours the attention interface.
+
+Eats the borders of a row's segments, makes a SegmentPlan that travels to every layer through the model's keyword
+arguments.  Importing this module registers the implementation under the name PACKED_ATTENTION.
+Promises: no token ever attends across a border, and no [T, T] mask is ever made.
+
+On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
+are padded on the right into a dense [B, heads, L, head size] batch: causal attention never looks to the right, so that
+padding cannot change a result, and one call serves many segments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+PACKED_ATTENTION = "rlhpc_packed"
+MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
+SHORT_TOKENS = 16  # segments up to this length share a bucket whatever their fill
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # they change between versions of torch
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Where the segments of one packed row lie, and how they are padded together.  Made once, used in every layer."""
+
+    cu_seqlens: Tensor  # int32 [S + 1], on the device
+    max_tokens: int  # of the longest segment
+    buckets: tuple[tuple[int, int], ...]  # (segments, padded length) of each dense batch, in order
+    _gather: NDArray[np.int64]  # [P] row index of each padded position; padding repeats a token of its own segment
+    _scatter: NDArray[np.int64]  # [T] padded position of each row index
+
+    @classmethod
+    def of(cls, cu_seqlens: NDArray[np.int32], device: torch.device) -> SegmentPlan:
+        """Plan a row with these borders (from 0 to T, each segment at least one token)."""
+        lengths = np.diff(cu_seqlens)
+        members = _buckets_of(lengths)
+        gather, scatter = _padding_of(cu_seqlens, members)
+        return cls(
+            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
+            max_tokens=int(lengths.max()),
+            buckets=tuple((len(bucket), int(lengths[bucket[0]])) for bucket in members),
+            _gather=gather,
+            _scatter=scatter,
+        )
+
+    @property
+    def is_one_segment(self) -> bool:
+        """True where the row needs no padding and no border."""
+        return self.buckets[0] == (1, len(self._scatter))
+
+    # On the device only when the padded path is taken: the flash kernel does not need them.
+    @cached_property
+    def gather(self) -> Tensor:
+        """int64 [P] on the device."""
+        return torch.from_numpy(self._gather).to(self.cu_seqlens.device)
+
+    @cached_property
+    def scatter(self) -> Tensor:
+        """int64 [T] on the device."""
+        return torch.from_numpy(self._scatter).to(self.cu_seqlens.device)
+
+
+def _buckets_of(lengths: NDArray[np.integer[Any]]) -> list[list[int]]:
+    """Segment indices, longest first, cut where the next is too short to be padded to the bucket's longest."""
+    buckets: list[list[int]] = []
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        longest = lengths[buckets[-1][0]] if buckets else 0
+        if buckets and (longest <= SHORT_TOKENS or lengths[index] >= MIN_FILL * longest):
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+    return buckets
+
+
+def _padding_of(
+    cu_seqlens: NDArray[np.int32], buckets: Sequence[Sequence[int]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (gather [P], scatter [T]) for these buckets."""
+    starts, ends = cu_seqlens[:-1].astype(np.int64), cu_seqlens[1:].astype(np.int64)
+    gathers: list[NDArray[np.int64]] = []
+    scatter = np.empty(int(cu_seqlens[-1]), dtype=np.int64)
+    num_padded = 0
+    for bucket in buckets:
+        padded_length = int(ends[bucket[0]] - starts[bucket[0]])
+        rows = starts[list(bucket), None] + np.arange(padded_length)
+        is_token = rows < ends[list(bucket), None]
+        scatter[rows[is_token]] = num_padded + np.flatnonzero(is_token)
+        gathers.append(np.where(is_token, rows, starts[list(bucket), None]).ravel())
+        num_padded += rows.size
+    return np.concatenate(gathers), scatter
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: SegmentPlan,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function HF layers call: query [1, heads, T, D], key and value [1, key heads, T, D] → [1, T, heads, D].
+
+    `segments` has no default, so that a call that lost it fails instead of attending across samples.
+    Dropout is ignored: log-probabilities must be those of the policy that is sampled from.
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, segments, scaling)[None], None
+    if segments.is_one_segment:
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    return _padded(query, key, value, segments, scaling)[None], None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+    )
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None) -> Tensor:
+    """[T, heads, D] by one dense call per bucket."""
+    sizes = [count * length for count, length in segments.buckets]
+    padded = [_pad(_by_token(tensor), segments).split_with_sizes(sizes) for tensor in (query, key, value)]
+    outputs = []
+    for (count, length), *dense in zip(segments.buckets, *padded, strict=True):
+        q, k, v = (tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in dense)
+        outputs.append(_causal(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+    return _unpad(torch.cat(outputs), segments)
+
+
+def _pad(tensor: Tensor, segments: SegmentPlan) -> Tensor:
+    padded: Tensor = _Pad.apply(tensor, segments)  # type: ignore[no-untyped-call]
+    return padded
+
+
+def _unpad(padded: Tensor, segments: SegmentPlan) -> Tensor:
+    tensor: Tensor = _Unpad.apply(padded, segments)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class _Pad(torch.autograd.Function):
+    """[T, …] → [P, …].  The gradient of padding is exactly zero, so that backward is a gather too, not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, segments: SegmentPlan) -> Tensor:
+        ctx.segments = segments
+        return tensor.index_select(0, segments.gather)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.segments.scatter), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[P, …] → [T, …]; backward leaves zeros on the padding."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, segments: SegmentPlan) -> Tensor:
+        ctx.segments = segments
+        return padded.index_select(0, segments.scatter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        padded = gradient.new_zeros(len(ctx.segments.gather), *gradient.shape[1:])
+        return padded.index_copy_(0, ctx.segments.scatter, gradient), None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None) -> Tensor:
+    """[T, heads, D] by the flash kernel; causality is a window open to the left, `is_causal` in older versions."""
+    q, k, v = _by_token(query), _by_token(key), _by_token(value)
+    options: dict[str, Any] = {"scale": scaling}
+    options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in _VARLEN_PARAMETERS:
+            options["enable_gqa"] = True
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    borders, longest = segments.cu_seqlens, segments.max_tokens
+    output = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    assert isinstance(output, Tensor)  # a pair only where auxiliary results are asked for
+    return output
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, heads, T, D] → [T, heads, D]."""
+    return tensor[0].transpose(0, 1)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The plan says it all: HF must not build a [T, T] mask."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -1,0 +1,296 @@
+"""The trainer contract in plain PyTorch: every rank holds the whole model, gradients are summed over ranks.
+
+Eats packed micro-batches, makes optimiser steps.  The measure that other backends are held to, and the trainer for
+models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of float32 master
+weights; log-probabilities, loss, gradient sums and moments are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.config import Config
+from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.errors import CheckpointError
+from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint, write_checkpoint
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.optimizer import FlatAdamW
+from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.types import PackedMicrobatch, TensorSpec
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for the lead to write a checkpoint
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSettings:
+    """What stays the same from step to step."""
+
+    dtype: torch.dtype
+    temperature: float
+    chunk_tokens: int
+    betas: tuple[float, float]
+    eps: float
+
+
+class ReferenceBackend(TrainerBackend):
+    """Data parallelism by one all-reduce of one flat float32 gradient."""
+
+    def __init__(self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int) -> None:
+        """Take over a float32 model; with more than one rank the default process group must be up."""
+        self._model, self._settings = model, settings
+        self._rank, self._world_size = rank, world_size
+        self._device = model.head_weight.device
+        self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
+        if settings.dtype != torch.float32:
+            cast_parameters(model, settings.dtype)
+
+    @classmethod
+    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> ReferenceBackend:
+        """Load config.model on this rank's device and meet the other ranks at store_address.
+
+        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; unused by one rank.
+        Raises ConfigError for a model that cannot be trained here.
+        """
+        device = _device_of(config.trainer.device, rank)
+        torch.manual_seed(config.run.seed)
+        model = load_causal_lm(
+            config.model.path, device=device, recompute_activations=config.trainer.recompute_activations
+        )
+        if world_size > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=store_address,
+                rank=rank,
+                world_size=world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+            # All wait for all: a rank that closes before another has finished connecting would make that one fail.
+            all_ranks_agree(True, device)
+        settings = ReferenceSettings(
+            dtype=DTYPES[config.model.dtype],
+            temperature=config.generation.temperature,
+            chunk_tokens=config.trainer.logprob_chunk_tokens,
+            betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
+            eps=config.trainer.adam_eps,
+        )
+        return cls(model, settings, rank=rank, world_size=world_size)
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank: data parallelism is all there is."""
+        return self._rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of processes."""
+        return self._world_size
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device.type
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._optimizer.num_steps_applied
+
+    @property
+    def is_lead(self) -> bool:
+        """True on rank 0."""
+        return self._rank == 0
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+        """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
+        results = []
+        for microbatch in microbatches:
+            wanted = np.ones(len(microbatch.token_ids), dtype=bool)
+            wanted[microbatch.cu_seqlens[:-1]] = False
+            results.append(self._token_logprobs(microbatch, wanted)[0])
+        return results
+
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> StepResult:
+        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
+        self._optimizer.zero_gradients()
+        sums = _MetricSums()
+        for index, microbatch in enumerate(microbatches):
+            start = None if proximal is None else proximal[index]
+            sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
+        metrics = sums.over_ranks(self._device)
+        self._sum_gradients()
+        grad_norm = self._optimizer.gradient_norm()
+        is_finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
+        applied = all_ranks_agree(is_finite, self._device)
+        if applied:
+            self._optimizer.clip(grad_norm, max_grad_norm)
+            self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
+        return StepResult(applied=applied, grad_norm=grad_norm if applied else math.nan, metrics=metrics)
+
+    def _accumulate(
+        self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
+        current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
+        loss_mask = self._on_device(microbatch.loss_mask)
+        behaviour = self._on_device(microbatch.behaviour_logprobs)
+        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+        start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(self._device), 0.0)
+        loss_sum, metrics = loss(
+            current,
+            behaviour=behaviour,
+            proximal=start,
+            advantages=self._on_device(microbatch.advantages),
+            loss_mask=loss_mask,
+        )
+        if loss_sum.requires_grad:  # not so for a row without loss tokens
+            (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
+        return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
+
+    def _token_logprobs(
+        self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], *, want_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
+
+        Only wanted tokens pass through the head, which costs as much as many layers where the vocabulary is large.
+        """
+        result = torch.zeros(len(microbatch.token_ids), device=self._device)
+        positions = np.flatnonzero(wanted)
+        if not len(positions):
+            return result, result.new_zeros(())
+        token_ids = self._on_device(microbatch.token_ids.astype(np.int64))
+        hidden = self._model.hidden_states(
+            token_ids,
+            self._on_device(microbatch.position_ids.astype(np.int64)),
+            SegmentPlan.of(microbatch.cu_seqlens, self._device),
+        )
+        tokens = self._on_device(positions)
+        logprobs, entropy = chunked_logprobs(
+            hidden.index_select(0, tokens - 1),  # the state before a token predicts it
+            self._model.head_weight,
+            token_ids.index_select(0, tokens),
+            temperature=self._settings.temperature,
+            chunk_tokens=self._settings.chunk_tokens,
+            want_entropy=want_entropy,
+        )
+        return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
+
+    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
+        # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
+        return torch.from_numpy(array.copy()).to(self._device)
+
+    def _sum_gradients(self) -> None:
+        if self._world_size > 1:
+            dist.all_reduce(self._optimizer.gradients)
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return self._model.tensor_specs()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend; the parameters themselves, no copies: not to be written to."""
+        if self.is_lead:
+            for name, parameter in self._model.parameters.items():
+                yield name, parameter.detach()
+
+    def save(self, directory: Path) -> dict[str, int]:
+        """See TrainerBackend; the lead writes while the others wait."""
+        files: dict[str, int] = {}
+        error: CheckpointError | None = None
+        if self.is_lead:
+            try:
+                files = write_checkpoint(
+                    directory,
+                    self.tensor_specs(),
+                    lambda kind: iter(self._optimizer.state(kind)[name] for name in self._model.parameters),
+                    num_steps_applied=self._optimizer.num_steps_applied,
+                    rng=read_rng(self._device),
+                )
+            except CheckpointError as failure:
+                error = failure
+        self._raise_together(error, directory)
+        return files
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """See TrainerBackend; every rank reads for itself, the lead verifies.
+
+        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        """
+        error: CheckpointError | None = None
+        try:
+            # The lead reads every byte; the others trust its verdict and read only what they load.
+            checkpoint = read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        except CheckpointError as failure:
+            error = failure
+        self._raise_together(error, directory)
+        for kind, name, tensor in checkpoint.tensors():
+            self._optimizer.state(kind)[name].copy_(tensor)
+        self._optimizer.num_steps_applied = checkpoint.num_steps_applied
+        self._optimizer.publish()
+        write_rng(checkpoint.rng, self._device)
+
+    def _raise_together(self, error: CheckpointError | None, directory: Path) -> None:
+        """Raise on every rank if any rank has an error, so that none waits for the others for ever."""
+        everyone_succeeded = all_ranks_agree(error is None, self._device)
+        if error is not None:
+            raise error
+        if not everyone_succeeded:
+            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+
+    def close(self) -> None:
+        """Leave the process group.  Idempotent."""
+        if self._world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _MetricSums:
+    """Sums of per-token sums over micro-batches, then over ranks, in float64."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Tensor]] = []
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        self._rows.append(metrics)
+
+    def over_ranks(self, device: torch.device) -> dict[str, float]:
+        """A collective; every rank has at least one micro-batch, a dummy if need be, and so the same names."""
+        names = sorted(self._rows[0])
+        table = torch.stack([torch.stack([row[name].detach().double() for name in names]) for row in self._rows])
+        totals = table.sum(0).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        return dict(zip(names, totals.tolist(), strict=True))
+
+
+def _device_of(wish: str, rank: int) -> torch.device:
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    # A launcher that shows each rank one GPU gives device 0; one that shows all of a node gives one to each rank.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

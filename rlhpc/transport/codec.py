@@ -1,0 +1,338 @@
+"""Turn messages into frames and back, strictly: what is not exactly right is refused, never guessed at.
+
+Eats any frozen dataclass of types.py or messages.py; makes frames for a socket.  Never pickles.
+
+A message is one *head*, then the large arrays.  Little-endian:
+
+    head    crc32 u32 │ schema u16 │ flags u8 │ 0 u8 │ type tag u32 │ header bytes u32 │ sequence u64 │ head bytes u64
+            header: the dataclass as msgpack, each array in it replaced by [dtype, *shape]; padded to 8 bytes
+            small arrays in field order, each padded to 8 bytes
+    arrays  those of 4 KiB and more, in field order, each in frames of its own
+
+A message below 64 KiB is all head (flag 1): one frame is then cheaper than several.  No frame exceeds 4 MiB, because
+fresh pages for a larger one cost more than the copy; longer parts are cut at multiples of it.
+The checksum covers all that follows it, header and frames alike; lengths of all frames follow from the header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import struct
+import types
+import typing
+import zlib
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.errors import ProtocolError
+
+SCHEMA = 1
+SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
+SMALL_ARRAY_BYTES = 4 << 10  # below this an array travels in the head in any case
+MAX_FRAME_BYTES = 4 << 20
+MAX_DIMENSIONS = 4
+DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
+
+Frame: TypeAlias = bytes | memoryview
+Array: TypeAlias = NDArray[Any]
+
+_PREFIX = struct.Struct("<IHBxIIQQ")
+_CRC = struct.Struct("<I")
+_NO_PREFIX = bytes(_PREFIX.size)
+_ALL_INLINE = 1
+_PADDING = tuple(bytes(n) for n in range(8))
+_DTYPES = {
+    np.dtype(kind).str: np.dtype(kind)
+    for kind in (np.bool_, np.uint8, np.int8, np.int32, np.int64, np.float16, np.float32, np.float64)
+}
+_SCALARS = (int, float, str, bool, types.NoneType)
+_CONTAINERS = (tuple, dict, types.UnionType, typing.Union)
+_WHERE = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?$", re.DOTALL)
+
+
+class Codec:
+    """Encodes and decodes the message types it was made for, and no other.
+
+    One thread uses it.  Arrays that decode returns share memory with the frames where alignment allows, and may be
+    read-only.  A sender that lacks the newest fields, which stand last and have defaults, is understood.
+    """
+
+    def __init__(self, message_types: Iterable[type], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        """Compile one plan per type.  Raises TypeError for a field that cannot travel."""
+        self._max_message_bytes = max_message_bytes
+        self._arrays: list[Array] = []  # of the message that is being encoded
+        self._source = _Source(b"", (), 0, False)  # of the message that is being decoded
+        self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
+        plans = [self._compile(message_type) for message_type in message_types]
+        self._by_type = {plan.message_type: plan for plan in plans}
+        self._by_tag = {plan.tag: plan for plan in plans}
+        if len(self._by_tag) != len(self._by_type):
+            raise TypeError("two message types share a tag; rename one")
+
+    def encode(self, message: object, sequence: int) -> list[Frame]:
+        """Return the frames of one message.  The frames may share memory with its arrays.
+
+        Raises ProtocolError(peer "") if the type is not one of ours, a field does not hold what its annotation says,
+        or the whole is longer than allowed.
+        """
+        plan = self._by_type.get(type(message))
+        if plan is None:
+            raise ProtocolError("", "type", f"{type(message).__name__} is not one of {self._names()}")
+        try:
+            header = self._encoder.encode(message)
+            plan.checker.decode(header)  # a wrong field is the sender's error, not a riddle for the receiver
+            arrays = self._arrays
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _explain("", plan, error) from error
+        finally:
+            self._arrays = []
+        return self._lay_out(plan, header, arrays, sequence)
+
+    def decode(self, frames: Sequence[Frame], peer: str) -> tuple[int, Any]:
+        """Return (sequence number, message).  Raises ProtocolError and nothing else."""
+        head, rest, tag, header_bytes, flags, sequence = self._open(frames, peer)
+        plan = self._by_tag.get(tag)
+        if plan is None:
+            raise ProtocolError(peer, "type", f"tag {tag:#010x} is not one of {self._names()}")
+        end = _PREFIX.size + header_bytes
+        self._source = source = _Source(head, rest, end, flags == _ALL_INLINE)
+        try:
+            source.skip_padding()
+            message = plan.decoder.decode(memoryview(head)[_PREFIX.size : end])
+            source.finish()
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _explain(peer, plan, error) from error
+        return sequence, message
+
+    # ------------------------------------------------------------------------------------------------- encoding
+
+    def _lay_out(self, plan: _Plan, header: bytes, arrays: list[Array], sequence: int) -> list[Frame]:
+        total = _padded(_PREFIX.size + len(header)) + sum([_padded(array.nbytes) for array in arrays])
+        if total > self._max_message_bytes:
+            raise ProtocolError("", plan.name, f"{total} bytes, more than the limit of {self._max_message_bytes}")
+        is_small = total < SMALL_MESSAGE_BYTES
+        parts: list[Any] = [_NO_PREFIX, header, _PADDING[-len(header) % 8]]  # the prefix is a multiple of 8
+        own_frames: list[Frame] = []
+        for array in arrays:
+            if is_small or array.nbytes < SMALL_ARRAY_BYTES:
+                parts += (array, _PADDING[-array.nbytes % 8])
+            else:
+                own_frames += _cut(array.data.cast("B"))
+        head = bytearray().join(parts)
+        flags = _ALL_INLINE if is_small else 0
+        _PREFIX.pack_into(head, 0, 0, SCHEMA, flags, plan.tag, len(header), sequence, len(head))
+        view = memoryview(head)
+        crc = zlib.crc32(view[_CRC.size :])
+        for frame in own_frames:
+            crc = zlib.crc32(frame, crc)
+        _CRC.pack_into(head, 0, crc)
+        return [view, *own_frames] if len(head) <= MAX_FRAME_BYTES else [*_cut(view), *own_frames]
+
+    def _detach(self, value: object) -> object:
+        """Take an array out of the header; what remains is [dtype, *shape]."""
+        if isinstance(value, np.ndarray):
+            if value.dtype.str not in _DTYPES:
+                raise ValueError(f"arrays of {value.dtype} do not travel")
+            if value.ndim == 0:  # ascontiguousarray would make it one-dimensional
+                raise ValueError("arrays without a dimension do not travel")
+            self._arrays.append(value if value.flags.c_contiguous else np.ascontiguousarray(value))
+            return (value.dtype.str, *value.shape)
+        if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
+            return value.item()
+        raise TypeError(f"{type(value).__name__} does not travel")
+
+    # ------------------------------------------------------------------------------------------------- decoding
+
+    def _open(self, frames: Sequence[Frame], peer: str) -> tuple[Frame, Sequence[Frame], int, int, int, int]:
+        """Check schema, lengths and checksum; return head, later frames, tag, header length, flags, sequence."""
+        if not frames or len(frames[0]) < _PREFIX.size:
+            raise ProtocolError(peer, "head", "shorter than its fixed part")
+        first = frames[0]
+        crc, schema, flags, tag, header_bytes, sequence, head_bytes = _PREFIX.unpack_from(first)
+        if schema != SCHEMA:
+            raise ProtocolError(peer, "schema", f"{schema}, this end speaks {SCHEMA}")
+        if sum(map(len, frames)) > self._max_message_bytes:
+            raise ProtocolError(peer, "head", f"more than {self._max_message_bytes} bytes")
+        actual = zlib.crc32(memoryview(first)[_CRC.size :])
+        for frame in frames[1:]:
+            actual = zlib.crc32(frame, actual)
+        if actual != crc or first[7]:
+            raise ProtocolError(peer, "crc32", "the message was altered")
+        if flags & ~_ALL_INLINE or _padded(_PREFIX.size + header_bytes) > head_bytes:
+            raise ProtocolError(peer, "head", "flags or lengths are impossible")
+        count = max(1, -(-head_bytes // MAX_FRAME_BYTES))
+        _expect_lengths(frames[:count], head_bytes, peer)
+        head = first if count == 1 else b"".join(frames[:count])
+        return head, frames[count:], tag, header_bytes, flags, sequence
+
+    def _attach(self, annotation: Any, wire: object) -> Array:
+        """Put an array back in place of [dtype, *shape]."""
+        dtype = self._dtypes[annotation]
+        return self._source.take(dtype, _read_array_form(dtype, wire))
+
+    def _check(self, annotation: Any, wire: object) -> Array:
+        """Like _attach, without the data: used on what we are about to send."""
+        _read_array_form(self._dtypes[annotation], wire)
+        return _NO_DATA
+
+    # ------------------------------------------------------------------------------------------------- compiling
+
+    def _compile(self, message_type: type) -> _Plan:
+        if not dataclasses.is_dataclass(message_type):
+            raise TypeError(f"{message_type.__name__} is not a dataclass")
+        self._dtypes.update(_array_annotations(message_type))
+        return _Plan(
+            message_type,
+            zlib.crc32(message_type.__name__.encode()),
+            msgspec.msgpack.Decoder(message_type, dec_hook=self._attach),
+            msgspec.msgpack.Decoder(message_type, dec_hook=self._check),
+        )
+
+    def _names(self) -> str:
+        return ", ".join(sorted(plan.name for plan in self._by_tag.values())) or "none"
+
+
+_NO_DATA: Array = np.empty(0, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one message type travels."""
+
+    message_type: type
+    tag: int  # crc32 of the type's name: does not depend on the order of tables
+    decoder: msgspec.msgpack.Decoder[Any]
+    checker: msgspec.msgpack.Decoder[Any]
+
+    @property
+    def name(self) -> str:
+        return self.message_type.__name__
+
+
+class _Source:
+    """Hands out the arrays of one message in field order."""
+
+    def __init__(self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool) -> None:
+        self._head, self._frames, self._cursor, self._all_inline = head, frames, cursor, all_inline
+        self._next_frame = 0
+
+    def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return the next array.  Raises ValueError if the bytes are not there."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._all_inline or nbytes < SMALL_ARRAY_BYTES:
+            flat = self._from_head(dtype, nbytes)
+        else:
+            flat = self._from_frames(dtype, nbytes)
+        if dtype.kind == "b" and nbytes and flat.view(np.uint8).max() > 1:
+            raise ValueError("a boolean that is neither 0 nor 1")
+        return flat if len(shape) == 1 else flat.reshape(shape)
+
+    def finish(self) -> None:
+        """Raise ValueError if anything was not used."""
+        if self._cursor != len(self._head) or self._next_frame != len(self._frames):
+            raise ValueError("bytes are left over")
+
+    def skip_padding(self) -> None:
+        """Go to the next multiple of 8.  Raises ValueError if there is anything but zeros before it."""
+        start, self._cursor = self._cursor, _padded(self._cursor)
+        if self._head[start : self._cursor] != _PADDING[self._cursor - start]:
+            raise ValueError("bytes between arrays that belong to none")
+
+    def _from_head(self, dtype: np.dtype[Any], nbytes: int) -> Array:
+        start = self._cursor
+        self._cursor = start + nbytes
+        if self._cursor > len(self._head):
+            raise ValueError(f"{nbytes} bytes wanted, {len(self._head) - start} left in the head")
+        if nbytes & 7:
+            self.skip_padding()
+        if nbytes == 0:  # numpy.frombuffer refuses to make an empty array
+            return np.empty(0, dtype)
+        return _aligned(np.frombuffer(self._head, dtype, nbytes // dtype.itemsize, start))
+
+    def _from_frames(self, dtype: np.dtype[Any], nbytes: int) -> Array:
+        count = -(-nbytes // MAX_FRAME_BYTES)
+        frames = self._frames[self._next_frame : self._next_frame + count]
+        self._next_frame += count
+        _expect_lengths(frames, nbytes, "")
+        if count == 1:
+            return _aligned(np.frombuffer(frames[0], dtype))
+        return np.frombuffer(b"".join(frames), dtype)
+
+
+def _read_array_form(wanted: np.dtype[Any], wire: object) -> tuple[int, ...]:
+    """Return the shape in [dtype, *shape].  Raises ValueError unless it is exactly that."""
+    if type(wire) is not list or not 2 <= len(wire) <= 1 + MAX_DIMENSIONS:
+        raise ValueError("not [dtype, *shape]")
+    code, *shape = wire
+    if code != wanted.str:
+        raise ValueError(f"dtype {code!r} where {wanted.str!r} is due")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"impossible shape {shape}")
+    return tuple(shape)
+
+
+def _expect_lengths(frames: Sequence[Frame], nbytes: int, peer: str) -> None:
+    """Raise unless the frames are `nbytes` cut at multiples of MAX_FRAME_BYTES."""
+    for frame in frames:
+        if len(frame) != min(nbytes, MAX_FRAME_BYTES):
+            raise ProtocolError(
+                peer, "frames", f"one of {len(frame)} bytes where {min(nbytes, MAX_FRAME_BYTES)} are due"
+            )
+        nbytes -= len(frame)
+    if nbytes:
+        raise ProtocolError(peer, "frames", f"{nbytes} bytes are missing")
+
+
+def _aligned(array: Array) -> Array:
+    return array if array.flags.aligned else array.copy()
+
+
+def _cut(whole: memoryview) -> list[Frame]:
+    return [whole[start : start + MAX_FRAME_BYTES] for start in range(0, len(whole), MAX_FRAME_BYTES)]
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + 7 & -8
+
+
+def _explain(peer: str, plan: _Plan, error: Exception) -> ProtocolError:
+    """Name the field: msgspec appends its path to the message."""
+    if isinstance(error, ProtocolError):
+        return ProtocolError(peer, f"{plan.name}.{error.field}", error.why)
+    parts = _WHERE.match(str(error))
+    field, why = (parts["field"], parts["why"]) if parts else (None, str(error))
+    return ProtocolError(peer, f"{plan.name}.{field}" if field else plan.name, why or type(error).__name__)
+
+
+def _is_string_enum(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, StrEnum)
+
+
+def _array_annotations(annotation: Any) -> dict[Any, np.dtype[Any]]:
+    """Return every array annotation below this one with its dtype.  Raises TypeError for one that cannot travel."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is np.ndarray:
+        (kind,) = typing.get_args(arguments[1]) or (None,)
+        if kind is None or isinstance(kind, typing.TypeVar) or np.dtype(kind).str not in _DTYPES:
+            raise TypeError(f"arrays of {kind} do not travel")
+        return {annotation: np.dtype(kind)}
+    if annotation is np.ndarray:
+        raise TypeError("an array annotation must name its dtype")
+    found: dict[Any, np.dtype[Any]] = {}
+    if dataclasses.is_dataclass(annotation):
+        arguments = tuple(typing.get_type_hints(annotation).values())
+    elif origin not in _CONTAINERS and annotation not in _SCALARS and not _is_string_enum(annotation):
+        raise TypeError(f"{annotation} does not travel")
+    for argument in arguments:
+        if argument is not ...:
+            found |= _array_annotations(argument)
+    return found

@@ -1,0 +1,124 @@
+"""Mint, store and read one CURVE key pair per role instance of a run.
+
+Eats names like ``generator-1``; makes ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a directory
+of 0700.  Promises: a secret is never readable by others, not even for a moment and under any umask; a key that exists
+is never replaced, so names can be added while a run is up; loosened permissions are an error, not a warning.
+
+Not zmq.auth.create_certificates: it writes the secret with the umask's permissions, 0644 as a rule.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+import zmq
+
+from rlhpc.errors import RunDirectoryError
+from rlhpc.transport.sessions import checked_name
+
+_KEY_CHARACTERS = 40  # Z85 of 32 bytes
+_SECRET, _PUBLIC = ".secret", ".pub"
+
+
+def mint_run_keys(secrets: Path, names: Iterable[str]) -> None:
+    """Give every name a key pair, if it has none.
+
+    Raises RunDirectoryError if what is there is open to others, ValueError for a name that is none.
+    """
+    secrets.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (secrets, secrets / "public"):
+        _make_private_directory(directory)
+    for name in names:
+        secret_file = secrets / f"{checked_name(name)}{_SECRET}"
+        public, secret = zmq.curve_keypair()
+        if not _create(secret_file, secret):
+            public = zmq.curve_public(load_secret(secrets, name))
+        _create(_public_file(secrets, name), public)
+
+
+def load_secret(secrets: Path, name: str) -> bytes:
+    """Return the secret key of a role instance, Z85.
+
+    Raises RunDirectoryError if it is missing, damaged, another user's, or open to others.
+    """
+    file = secrets / f"{checked_name(name)}{_SECRET}"
+    _refuse_loose(secrets)
+    return _read_key(file, is_secret=True)
+
+
+def public_key(secrets: Path, name: str) -> bytes:
+    """Return the public key of a role instance, Z85.  Raises RunDirectoryError if it is missing or damaged."""
+    return _read_key(_public_file(secrets, checked_name(name)), is_secret=False)
+
+
+def allowed_keys(secrets: Path) -> dict[bytes, str]:
+    """Return whom each public key belongs to.  Raises RunDirectoryError if others could have put a key there."""
+    _refuse_loose(secrets)
+    _refuse_loose(secrets / "public")
+    names = [file.name.removesuffix(_PUBLIC) for file in (secrets / "public").glob(f"*{_PUBLIC}")]
+    return {public_key(secrets, name): name for name in names}
+
+
+def _public_file(secrets: Path, name: str) -> Path:
+    return secrets / "public" / f"{name}{_PUBLIC}"
+
+
+def _make_private_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+        directory.chmod(0o700)  # mkdir's mode passes through the umask
+    except FileExistsError:
+        _refuse_loose(directory)
+
+
+def _create(file: Path, key: bytes) -> bool:
+    """Make the file in one piece, or return False if it is there.  Two launchers may do it at once."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)  # a umask of 0777 would take even our own right to read
+        os.write(descriptor, key + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    try:
+        file.hardlink_to(temporary)  # unlike rename it fails if the name is taken
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _read_key(file: Path, *, is_secret: bool) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            if is_secret:
+                _refuse_loose_status(file, os.fstat(stream.fileno()))
+            key = stream.read(_KEY_CHARACTERS + 2).removesuffix(b"\n")
+    except OSError as error:
+        raise RunDirectoryError(f"key file {file}: {error.strerror}; mint_run_keys makes it") from error
+    if len(key) != _KEY_CHARACTERS:
+        raise RunDirectoryError(f"key file {file} holds {len(key)} characters, not {_KEY_CHARACTERS}")
+    return key
+
+
+def _refuse_loose(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise RunDirectoryError(f"secrets {path}: {error.strerror}; mint_run_keys makes them") from error
+    _refuse_loose_status(path, status)
+
+
+def _refuse_loose_status(path: Path, status: os.stat_result) -> None:
+    """An access control list shows here too: its mask stands in the group bits."""
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        wanted = 0o700 if stat.S_ISDIR(status.st_mode) else 0o600
+        raise RunDirectoryError(f"{path} has mode {mode:04o}, others can reach it; legal: {wanted:04o}")
+    if status.st_uid != os.geteuid():
+        raise RunDirectoryError(f"{path} belongs to user {status.st_uid}, not to us ({os.geteuid()})")

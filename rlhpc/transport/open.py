@@ -1,0 +1,167 @@
+"""The doors that roles use: open the server end of a channel, or connect to one.
+
+Eats a ChannelSpec, the run's layout and its [transport] settings; makes channels that are published, found, encrypted
+and admitted.  Promises that a client is returned only after the server has admitted it: an address that a dead server
+has left behind is read again until the server is back or the time is over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from rlhpc.config import TransportConfig
+from rlhpc.contracts import BlockingClientChannel, ClientChannel, ServerChannel
+from rlhpc.errors import ChannelTimeout, ConfigError
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import ChannelSpec
+from rlhpc.transport.rendezvous import (
+    Endpoint,
+    await_endpoint,
+    await_endpoint_blocking,
+    publish,
+    withdraw,
+)
+from rlhpc.transport.sessions import peer_name
+from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
+from rlhpc.transport.zmq_server import ZmqServer
+
+ATTEMPT_S = 2.0  # wait so long for a handshake before looking whether the address has changed
+
+
+class PublishedServer(ZmqServer):
+    """A ZmqServer whose address stands in the rendezvous directory while it is open."""
+
+    def __init__(self, spec: ChannelSpec, layout: RunLayout, endpoint: dict[str, Any], **options: Any) -> None:
+        """Bind, then publish.  options: those of ZmqServer."""
+        super().__init__(spec, **options)
+        self._directory = layout.rendezvous
+        self.endpoint = Endpoint(address=self.address, **endpoint)
+        publish(self._directory, self.endpoint)
+
+    async def close(self) -> None:
+        """Withdraw the address, then close."""
+        withdraw(self._directory, self.endpoint)
+        await super().close()
+
+
+def open_server(
+    spec: ChannelSpec,
+    *,
+    layout: RunLayout,
+    config: TransportConfig,
+    replica: int,
+    incarnation: str,
+    interface: str | None = None,
+) -> ServerChannel:
+    """Bind as ``{spec.server}-{replica}`` and publish the address.  Call it in the loop that will use the channel.
+
+    interface: IPv4 address to listen at under tcp; None: the address of this host's name.
+    Raises RunDirectoryError for keys, ConfigError for an address that cannot be bound.
+    """
+    endpoint = {
+        "channel": spec.name,
+        "role": spec.server,
+        "replica": replica,
+        "incarnation": incarnation,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    name = peer_name(spec.server, replica)
+    return PublishedServer(
+        spec,
+        layout,
+        endpoint,
+        name=name,
+        config=config,
+        secrets=layout.secrets,
+        clock=time.monotonic,
+        interface=interface,
+    )
+
+
+async def connect(
+    spec: ChannelSpec,
+    *,
+    layout: RunLayout,
+    config: TransportConfig,
+    role: str,
+    replica: int,
+    incarnation: str,
+    server_replica: int = 0,
+    timeout_s: float,
+) -> ClientChannel:
+    """Find the server, connect as ``{role}-{replica}`` and wait until it has admitted us.
+
+    Raises ChannelTimeout that says who is missing or why it does not answer, RunDirectoryError for keys, ConfigError
+    for an address that cannot be reached from this host.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        endpoint = await await_endpoint(layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=left)
+        identity = _identity(layout, config, role, replica, incarnation, endpoint)
+        client = ZmqClient(spec, endpoint.address, **identity)
+        try:
+            why = await client.admission(min(ATTEMPT_S, left))
+        except BaseException:  # a cancelled connect must not leave a socket behind
+            await client.close()
+            raise
+        if not why:
+            return client
+        await client.close()
+        _raise_if_late(deadline, timeout_s, endpoint, why)
+
+
+def connect_blocking(
+    spec: ChannelSpec,
+    *,
+    layout: RunLayout,
+    config: TransportConfig,
+    role: str,
+    replica: int,
+    incarnation: str,
+    server_replica: int = 0,
+    timeout_s: float,
+) -> BlockingClientChannel:
+    """Like connect, for a role without an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        endpoint = await_endpoint_blocking(layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=left)
+        identity = _identity(layout, config, role, replica, incarnation, endpoint)
+        client = ZmqBlockingClient(spec, endpoint.address, **identity)
+        why = client.admission(min(ATTEMPT_S, left))
+        if not why:
+            return client
+        client.close()
+        _raise_if_late(deadline, timeout_s, endpoint, why)
+
+
+def _identity(
+    layout: RunLayout, config: TransportConfig, role: str, replica: int, incarnation: str, endpoint: Endpoint
+) -> dict[str, Any]:
+    """Keywords of both clients.  Raises ConfigError if the address cannot be reached from here."""
+    is_local_only = endpoint.address.startswith(("ipc:", "tcp://127."))
+    if is_local_only and endpoint.host != socket.gethostname():
+        raise ConfigError(
+            f"{endpoint.name} listens at {endpoint.address} on {endpoint.host}, which {socket.gethostname()} cannot "
+            "reach; transport.kind must be 'tcp', with an address that other hosts know"
+        )
+    return {
+        "name": peer_name(role, replica),
+        "incarnation": incarnation,
+        "server_name": endpoint.name,
+        "config": config,
+        "secrets": layout.secrets,
+    }
+
+
+def _raise_if_late(deadline: float, timeout_s: float, endpoint: Endpoint, why: str) -> None:
+    if time.monotonic() >= deadline:
+        raise ChannelTimeout(
+            f"{endpoint.name} (process {endpoint.pid} on {endpoint.host}, incarnation {endpoint.incarnation}) does not "
+            f"let us into channel {endpoint.channel!r} after {timeout_s:g} s: {why} at {endpoint.address}"
+        )

@@ -1,0 +1,115 @@
+"""How roles find each other: one small file per bound socket in the run directory.
+
+A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a
+hint: it may outlive its server, so who connects waits for the handshake and reads again (open.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rlhpc.errors import ChannelTimeout, ProtocolError
+from rlhpc.transport.sessions import peer_name
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server end listens."""
+
+    channel: str
+    role: str
+    replica: int
+    address: str
+    incarnation: str
+    pid: int
+    host: str
+
+    @property
+    def name(self) -> str:
+        """Name of the role instance."""
+        return peer_name(self.role, self.replica)
+
+
+def publish(directory: Path, endpoint: Endpoint) -> None:
+    """Make the endpoint known, in place of an older incarnation's.  Makes the directory, 0700, if need be."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = _file(directory, endpoint.channel, endpoint.replica)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, msgspec.json.encode(endpoint))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.replace(file)
+    _sync_directory(directory)
+
+
+def withdraw(directory: Path, endpoint: Endpoint) -> None:
+    """Take the endpoint back.  Leaves a newer incarnation's alone.  Idempotent."""
+    if find(directory, endpoint.channel, endpoint.replica) == endpoint:
+        _file(directory, endpoint.channel, endpoint.replica).unlink(missing_ok=True)
+
+
+def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
+    """Return the endpoint of a server replica, or None.  Raises ProtocolError for a file that holds something else."""
+    file = _file(directory, channel, replica)
+    try:
+        # Listing first makes an NFS client look again: it may remember for half a minute that a file is not there.
+        if file.name not in os.listdir(directory):  # noqa: PTH208 - names are enough
+            return None
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(content, type=Endpoint)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(str(file), "endpoint", str(error)) from error
+
+
+async def await_endpoint(directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float) -> Endpoint:
+    """Return the endpoint as soon as it is there.  Raises ChannelTimeout that says who is missing."""
+    deadline = time.monotonic() + timeout_s
+    while (endpoint := find(directory, channel, replica)) is None:
+        _raise_if_late(deadline, directory, channel, peer_name(role, replica), timeout_s)
+        await asyncio.sleep(POLL_S)
+    return endpoint
+
+
+def await_endpoint_blocking(
+    directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float
+) -> Endpoint:
+    """Like await_endpoint, without an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while (endpoint := find(directory, channel, replica)) is None:
+        _raise_if_late(deadline, directory, channel, peer_name(role, replica), timeout_s)
+        time.sleep(POLL_S)
+    return endpoint
+
+
+def _raise_if_late(deadline: float, directory: Path, channel: str, name: str, timeout_s: float) -> None:
+    if time.monotonic() >= deadline:
+        raise ChannelTimeout(
+            f"{name} has not opened channel {channel!r} after {timeout_s:g} s: "
+            f"{_file(directory, channel, 0).parent} names no address of it; see its log"
+        )
+
+
+def _file(directory: Path, channel: str, replica: int) -> Path:
+    return directory / f"{channel}-{replica}.json"
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""Ask one of several replicas and get its answer, though some of them may be slow or dead.
+
+Eats requests and makes replies: frozen dataclasses with a `request_id`, over any ClientChannel.  A request that is not
+answered in time goes to another replica, so it must be idempotent.  Every attempt has a number of its own; an answer
+that comes after its attempt was given up is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self
+
+from rlhpc.contracts import ClientChannel
+from rlhpc.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolError
+
+
+@dataclasses.dataclass(slots=True)
+class _Replica:
+    """One channel and what is known of it."""
+
+    channel: ClientChannel
+    index: int
+    outstanding: int = 0
+    timeouts_in_a_row: int = 0  # a replica that hangs has little outstanding, and would else look the least busy
+    is_open: bool = True
+
+
+class RpcClient:
+    """Calls over channels that nobody else receives from.  Use as ``async with``, which closes the channels."""
+
+    def __init__(self, channels: Sequence[ClientChannel], *, max_attempts: int = 3) -> None:
+        """Nothing is received before __aenter__."""
+        self.num_late_replies = 0
+        self.num_retries = 0
+        self.num_rejected = 0  # replies that did not decode
+        self._max_attempts = max_attempts
+        self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
+        self._waiting: dict[int, tuple[_Replica, asyncio.Future[Any]]] = {}
+        self._next_id = itertools.count(1)
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Begin to receive."""
+        self._readers = [asyncio.create_task(self._read(replica)) for replica in self._replicas]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Same as close."""
+        await self.close()
+
+    def add(self, channel: ClientChannel) -> None:
+        """Take in another replica, for one that came back elsewhere.  Call it after __aenter__."""
+        replica = _Replica(channel, len(self._replicas))
+        self._replicas.append(replica)
+        self._readers.append(asyncio.create_task(self._read(replica)))
+
+    async def call(self, request: Any, timeout_s: float) -> Any:
+        """Return the reply, under the request's own id.
+
+        timeout_s: of one attempt.  The replica with the fewest requests outstanding is asked, after a failure another.
+        Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
+        not be sent.
+        """
+        tried: set[int] = set()
+        for attempt in range(self._max_attempts):
+            self.num_retries += attempt > 0
+            replica = self._choose(tried)
+            tried.add(replica.index)
+            try:
+                reply = await self._attempt(replica, request, timeout_s)
+            except ChannelClosed:
+                replica.is_open = False
+            except (ChannelError, TimeoutError):
+                replica.timeouts_in_a_row += 1
+            else:
+                return dataclasses.replace(reply, request_id=request.request_id)
+        raise ChannelTimeout(
+            f"{type(request).__name__} {request.request_id}: no reply from {len(tried)} replicas in "
+            f"{self._max_attempts} attempts of {timeout_s:g} s"
+        )
+
+    async def close(self) -> None:
+        """End all calls with ChannelClosed and close the channels.  Idempotent."""
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for replica in self._replicas:
+            replica.is_open = False
+            await replica.channel.close()
+            self._give_up(replica)
+
+    def _choose(self, tried: set[int]) -> _Replica:
+        candidates = [replica for replica in self._replicas if replica.is_open]
+        if not candidates:
+            raise ChannelClosed("no replica is left")
+        return min(candidates, key=lambda r: (r.index in tried, r.timeouts_in_a_row, r.outstanding, r.index))
+
+    async def _attempt(self, replica: _Replica, request: Any, timeout_s: float) -> Any:
+        request_id = next(self._next_id)
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = replica, waiter
+        replica.outstanding += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.channel.send(dataclasses.replace(request, request_id=request_id), timeout_s)
+                return await waiter
+        finally:
+            replica.outstanding -= 1
+            del self._waiting[request_id]
+
+    async def _read(self, replica: _Replica) -> None:
+        """Hand replies to who waits for them, until the channel is closed."""
+        while True:
+            try:
+                reply = await replica.channel.receive()
+            except ProtocolError:  # its request runs into its timeout and is asked again
+                self.num_rejected += 1
+                continue
+            except ChannelClosed:
+                replica.is_open = False
+                self._give_up(replica)
+                return
+            replica.timeouts_in_a_row = 0
+            asked, waiter = self._waiting.get(reply.request_id, (None, None))
+            if asked is not replica or waiter is None or waiter.done():
+                self.num_late_replies += 1
+            else:
+                waiter.set_result(reply)
+
+    def _give_up(self, replica: _Replica) -> None:
+        """Fail the attempts that wait for a channel that was closed."""
+        for asked, waiter in self._waiting.values():
+            if asked is replica and not waiter.done():
+                waiter.set_exception(ChannelClosed("the channel was closed before the reply came"))

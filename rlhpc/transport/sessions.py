@@ -1,0 +1,191 @@
+"""Who is speaking, whether it may, and whether a message is missing.
+
+A *session* is one opened client channel: peer name, incarnation of its process, a random number.  Its text is the
+ROUTER's routing id, so every message says which session it is of.  The random number keeps others from taking a
+session over (routing ids are claimed, not proved) and makes a channel that is opened again start from sequence 0.
+
+Promises: a peer's newest session is the only one that is heard; an incarnation that was followed by another is fenced
+for ever; per session and direction sequence numbers count from 0, so that a loss is counted and a copy refused.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from rlhpc.contracts import ChannelStatistics
+from rlhpc.errors import PeerUnreachable, ProtocolError
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}-[0-9]{1,9}")
+_SESSION = re.compile(rb"([a-z][a-z0-9_]{0,40}-[0-9]{1,9})/([!-.0-~]{1,120})/([0-9a-f]{16})")
+
+
+def peer_name(role: str, replica: int) -> str:
+    """Name of a role instance, e.g. ``generator-1``.  Raises ValueError for one that cannot be a name."""
+    return checked_name(f"{role}-{replica}")
+
+
+def checked_name(name: str) -> str:
+    """Return the name.  Raises ValueError unless it is ``role-replica``; it becomes part of file names."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a role instance; legal: like 'generator-0'")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """First message of every session: tells the server that the peer is there.  Never delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One opened client channel."""
+
+    name: str
+    incarnation: str
+    nonce: str
+
+    @classmethod
+    def open(cls, name: str, incarnation: str) -> Session:
+        """Make a new one.  Raises ValueError for a name or an incarnation that cannot travel."""
+        session = cls(checked_name(name), incarnation, secrets.token_hex(8))
+        if not _SESSION.fullmatch(session.routing_id):
+            raise ValueError(f"incarnation {incarnation!r} is not 1 to 120 printable ASCII characters without '/'")
+        return session
+
+    @classmethod
+    def parse(cls, routing_id: bytes) -> Session:
+        """Read a routing id.  Raises ProtocolError."""
+        parts = _SESSION.fullmatch(routing_id)
+        if parts is None:
+            raise ProtocolError("", "routing id", f"{routing_id[:60]!r} is no session")
+        return cls(*(part.decode() for part in parts.groups()))
+
+    @property
+    def routing_id(self) -> bytes:
+        """What the socket calls this session."""
+        return f"{self.name}/{self.incarnation}/{self.nonce}".encode()
+
+
+@dataclass(slots=True)
+class SequenceCheck:
+    """Watches the numbers of one direction of one session."""
+
+    expected: int = 0
+    lost: int = 0
+
+    def accept(self, sequence: int, peer: str) -> None:
+        """Count what is missing before this number.  Raises ProtocolError if it was here before, or comes late."""
+        if sequence < self.expected:
+            raise ProtocolError(peer, "sequence", f"{sequence} came again or late; {self.expected} is next")
+        self.lost += sequence - self.expected
+        self.expected = sequence + 1
+
+
+@dataclass(slots=True)
+class Peer:
+    """A peer's current session, as the server sees it."""
+
+    session: Session
+    routing_id: bytes
+    received: SequenceCheck = field(default_factory=SequenceCheck)
+    next_sent: int = 0
+
+
+class PeerBook:
+    """All peers of one server."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Peer] = {}
+        self._by_routing_id: dict[bytes, Peer] = {}
+        self._fenced: set[tuple[str, str]] = set()  # (name, incarnation)
+        self._over: set[bytes] = set()  # routing ids of sessions that were followed by another
+        self._lost_before = 0
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every peer ever heard."""
+        return frozenset(self._by_name)
+
+    @property
+    def lost(self) -> int:
+        """Messages that were sent to us and never arrived."""
+        return self._lost_before + sum(peer.received.lost for peer in self._by_name.values())
+
+    def find(self, name: str) -> Peer:
+        """Return the peer.  Raises PeerUnreachable."""
+        peer = self._by_name.get(name)
+        if peer is None:
+            known = ", ".join(sorted(self._by_name)) or "nobody"
+            raise PeerUnreachable(f"{name} is not connected; {known} is")
+        return peer
+
+    def name_of(self, routing_id: bytes, user_id: str | None) -> str:
+        """Return the name this session speaks for.
+
+        user_id: whom its key belongs to, None without CURVE.  Raises ProtocolError if it claims another's name or
+        was fenced.
+        """
+        known = self._by_routing_id.get(routing_id)
+        session = known.session if known is not None else Session.parse(routing_id)
+        if user_id is not None and user_id != session.name:
+            raise ProtocolError(user_id, "routing id", f"claims to be {session.name}")
+        if routing_id in self._over or (session.name, session.incarnation) in self._fenced:
+            raise ProtocolError(session.name, "session", "a newer one has taken its place")
+        return session.name
+
+    def accept(self, routing_id: bytes, sequence: int) -> None:
+        """Take note of a message that decoded.  A session not seen before replaces the peer's older one.
+
+        Raises ProtocolError if the message was here before.
+        """
+        peer = self._by_routing_id.get(routing_id)
+        if peer is None:
+            peer = self._begin(Session.parse(routing_id), routing_id)
+        peer.received.accept(sequence, peer.session.name)
+
+    def _begin(self, session: Session, routing_id: bytes) -> Peer:
+        older = self._by_name.get(session.name)
+        if older is not None:
+            self._lost_before += older.received.lost
+            self._over.add(older.routing_id)
+            del self._by_routing_id[older.routing_id]
+            if older.session.incarnation != session.incarnation:
+                self._fenced.add((session.name, older.session.incarnation))
+        peer = Peer(session, routing_id)
+        self._by_name[session.name] = self._by_routing_id[routing_id] = peer
+        return peer
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a channel end counts while it is open."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_rejected: int = 0
+
+    def sent(self, nbytes: int) -> None:
+        """One message went out."""
+        self.messages_sent += 1
+        self.bytes_sent += nbytes
+
+    def received(self, nbytes: int) -> None:
+        """One message was accepted."""
+        self.messages_received += 1
+        self.bytes_received += nbytes
+
+    def snapshot(self, *, sending: int, received: int) -> ChannelStatistics:
+        """Freeze them, with the depths of the queues."""
+        return ChannelStatistics(
+            self.messages_sent,
+            self.messages_received,
+            self.bytes_sent,
+            self.bytes_received,
+            self.messages_rejected,
+            send_queue_depth=sending,
+            receive_queue_depth=received,
+        )

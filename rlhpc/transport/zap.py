@@ -1,0 +1,83 @@
+"""Admit only this run's keys: the ZAP handler of one ZeroMQ context (RFC 27).
+
+Eats handshake requests at inproc://zeromq.zap.01; answers with the name of the role instance whose key it is, which
+ZeroMQ then attaches to every message of that connection as its User-Id.
+
+CURVE without a handler admits everyone who knows the server's public key, and pyzmq's ThreadAuthenticator with domain
+"*" matches no domain that has a name; hence our own.  A thread, because a handshake must not wait for a busy loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from rlhpc.contracts import Clock
+from rlhpc.errors import RunDirectoryError
+from rlhpc.transport.keys import allowed_keys
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"rlhpc"
+REREAD_AFTER_S = 0.5  # a stranger who tries keys must not make us read a shared file system for each
+
+
+class AllowList:
+    """Public keys of the run, read again when an unknown one turns up: names may be minted while the run is up."""
+
+    def __init__(self, read: Callable[[], dict[bytes, str]], clock: Clock) -> None:
+        """`read` returns name by public key (Z85)."""
+        self._read, self._clock = read, clock
+        self._names = read()
+        self._read_at = clock()
+
+    def name_of(self, key: bytes) -> str | None:
+        """Return whose key this is, or None."""
+        if key not in self._names and self._clock() - self._read_at >= REREAD_AFTER_S:
+            self._read_at = self._clock()
+            try:
+                self._names = self._read()
+            except RunDirectoryError:  # loosened or removed while we run: whom we know may stay, nobody joins
+                return None
+        return self._names.get(key)
+
+
+class ZapHandler:
+    """Answers until its context ends.  Bind before the server socket does."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Path, clock: Clock) -> None:
+        """Bind and start.  Raises RunDirectoryError if the keys cannot be read."""
+        self.num_admitted = 0
+        self.num_denied = 0
+        self._allowed = AllowList(lambda: allowed_keys(secrets), clock)
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ADDRESS)
+        self._thread = threading.Thread(target=self._answer_all, name="zap", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, which terminating the context brings about."""
+        self._thread.join()
+
+    def _answer_all(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """Request: version, request id, domain, address, routing id, mechanism, credentials."""
+        version, request_id, domain, _, _, mechanism, *credentials = request
+        name = None
+        if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1:
+            name = self._allowed.name_of(z85.encode(credentials[0]))
+        if name is None:
+            self.num_denied += 1
+            return [b"1.0", request_id, b"400", b"not a key of this run", b"", b""]
+        self.num_admitted += 1
+        return [b"1.0", request_id, b"200", b"OK", name.encode(), b""]

@@ -1,0 +1,249 @@
+"""The connecting end of a channel over ZeroMQ: a DEALER, for roles with an event loop and for roles without.
+
+Eats the server's messages of a ChannelSpec, sends the clients'.  A message that does not decode, or that was here
+before, raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because
+the connection broke and came back, is counted in messages_lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from rlhpc.config import TransportConfig
+from rlhpc.contracts import BlockingClientChannel, ChannelStatistics, ClientChannel
+from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, ProtocolError
+from rlhpc.topology import ChannelSpec
+from rlhpc.transport.codec import Codec, Frame
+from rlhpc.transport.inbox import Inbox
+from rlhpc.transport.pump import SocketPump
+from rlhpc.transport.sessions import Counters, Greeting, SequenceCheck, Session
+from rlhpc.transport.sockets import contents, make_socket, pull, push, receive_queue, secure_client
+
+HANDSHAKE_POLL_S = 0.005
+_REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+
+
+class _Dealer:
+    """What both flavours share: the socket, the session and its numbers.  Never waits."""
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        address: str,
+        *,
+        name: str,
+        incarnation: str,
+        server_name: str,
+        config: TransportConfig,
+        secrets: Path,
+    ) -> None:
+        self.server_name = server_name
+        self.title = f"channel {spec.name} of {name} to {server_name}"
+        self.counters = Counters()
+        self.received = SequenceCheck()
+        self.is_open = True
+        self._incoming = Codec(spec.to_client, config.max_message_bytes)
+        self._outgoing = Codec((*spec.to_server, Greeting), config.max_message_bytes)
+        self._next_sent = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = make_socket(self._context, zmq.DEALER, spec, config)
+        self.socket.routing_id = Session.open(name, incarnation).routing_id
+        if config.curve:
+            secure_client(self.socket, secrets, name, server_name)
+        self._monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket()
+        self.socket.connect(address)
+        self.try_send(Greeting(), self._push_now)
+        self.counters = Counters()  # the greeting is no message of the application
+
+    def try_send(self, message: object, transmit: Callable[[list[Frame]], bool]) -> bool:
+        """Hand one message to `transmit`; its number is used up only if it went."""
+        if not self.is_open:
+            raise ChannelClosed(f"{self.title} is closed")
+        frames = self._outgoing.encode(message, self._next_sent)
+        if not transmit(frames):
+            return False
+        self._next_sent += 1
+        self.counters.sent(sum(map(len, frames)))
+        return True
+
+    def read(self, parts: list[Any]) -> Any:
+        """Return the message.  Raises ProtocolError and counts it."""
+        frames = contents(parts)
+        try:
+            sequence, message = self._incoming.decode(frames, self.server_name)
+            self.received.accept(sequence, self.server_name)
+        except ProtocolError:
+            self.counters.messages_rejected += 1
+            raise
+        self.counters.received(sum(map(len, frames)))
+        return message
+
+    def handshake_result(self) -> str | None:
+        """Return "" once the server has admitted us, why it has not, or None if nothing has happened yet."""
+        result: str | None = None
+        while self._monitor is not None and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stop_monitor()
+                return ""
+            if event in _REFUSED:
+                result = "the server refuses our key"
+        return "" if self._monitor is None else result
+
+    def close(self) -> None:
+        """Flush for at most LINGER_MS.  Waits."""
+        self._stop_monitor()
+        self.socket.close()
+        self._context.term()
+
+    def _push_now(self, frames: list[Frame]) -> bool:
+        return push(self.socket, frames)
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor = None
+
+
+class ZmqClient(ClientChannel):
+    """A DEALER socket in an asyncio role.  Made inside a running loop, used by it alone."""
+
+    def __init__(self, spec: ChannelSpec, address: str, **identity: Any) -> None:
+        """Begin to connect; messages may be sent at once.  Keywords: those of _Dealer.
+
+        Raises RunDirectoryError for keys.
+        """
+        self._dealer = _Dealer(spec, address, **identity)
+        self._inbox: Inbox[Any] = Inbox(receive_queue(spec), self._dealer.title, self._drain)
+        self._pump = SocketPump(self._dealer.socket, self._deliver, lambda: self._inbox.has_room)
+
+    @property
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening; queue depths as in ZmqServer."""
+        return self._dealer.counters.snapshot(sending=self._pump.num_waiting_senders, received=len(self._inbox))
+
+    @property
+    def messages_lost(self) -> int:
+        """Messages that the server sent and that never came."""
+        return self._dealer.received.lost
+
+    async def admission(self, timeout_s: float) -> str:
+        """Wait for the handshake; return "" if the server has admitted us, else why not."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        why = "nobody answers"
+        while True:
+            result = self._dealer.handshake_result()
+            if result == "":
+                return ""
+            why = result or why
+            if loop.time() >= deadline:
+                return why
+            await asyncio.sleep(HANDSHAKE_POLL_S)
+
+    async def send(self, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._dealer.try_send(message, self._pump.try_send):
+            if loop.time() >= deadline:
+                raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
+            await self._pump.room(deadline)
+
+    async def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message."""
+        item = await self._inbox.take(timeout_s)
+        if isinstance(item, ProtocolError):
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """Flush what was queued for at most a second."""
+        if self._inbox.is_closed:
+            return
+        self._inbox.close()
+        self._dealer.is_open = False
+        self._pump.stop()
+        await asyncio.to_thread(self._dealer.close)
+
+    def _drain(self) -> None:
+        self._pump.drain()
+
+    def _deliver(self, parts: list[Any]) -> None:
+        try:
+            self._inbox.put(self._dealer.read(parts))
+        except ProtocolError as error:
+            self._inbox.put(error)  # raised by receive, in its turn
+
+
+class ZmqBlockingClient(BlockingClientChannel):
+    """A DEALER socket in a role without an event loop.  One thread uses it."""
+
+    def __init__(self, spec: ChannelSpec, address: str, **identity: Any) -> None:
+        """Begin to connect; messages may be sent at once.  Keywords: those of _Dealer.
+
+        Raises RunDirectoryError for keys.
+        """
+        self._dealer = _Dealer(spec, address, **identity)
+
+    @property
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening; both depths are 0, since nothing waits outside ZeroMQ."""
+        return self._dealer.counters.snapshot(sending=0, received=0)
+
+    @property
+    def messages_lost(self) -> int:
+        """Messages that the server sent and that never came."""
+        return self._dealer.received.lost
+
+    def admission(self, timeout_s: float) -> str:
+        """Wait for the handshake; return "" if the server has admitted us, else why not."""
+        deadline = time.monotonic() + timeout_s
+        why = "nobody answers"
+        while True:
+            result = self._dealer.handshake_result()
+            if result == "":
+                return ""
+            why = result or why
+            if time.monotonic() >= deadline:
+                return why
+            time.sleep(HANDSHAKE_POLL_S)
+
+    def send(self, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
+        deadline = time.monotonic() + timeout_s
+        while not self._dealer.try_send(message, lambda frames: push(self._dealer.socket, frames)):
+            if not self._wait_for(zmq.POLLOUT, deadline):
+                raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if not self._dealer.is_open:
+                raise ChannelClosed(f"{self._dealer.title} is closed")
+            parts = pull(self._dealer.socket)
+            if parts is not None:
+                return self._dealer.read(parts)
+            if not self._wait_for(zmq.POLLIN, deadline):
+                raise ChannelTimeout(f"{self._dealer.title}: no message within {timeout_s or 0:g} s")
+
+    def close(self) -> None:
+        """Flush what was queued for at most a second."""
+        if self._dealer.is_open:
+            self._dealer.is_open = False
+            self._dealer.close()
+
+    def _wait_for(self, event: int, deadline: float | None) -> bool:
+        """Return False once the deadline has passed without the event."""
+        if deadline is None:
+            return bool(self._dealer.socket.poll(None, event))
+        return bool(self._dealer.socket.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3)), event))

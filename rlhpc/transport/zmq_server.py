@@ -1,0 +1,156 @@
+"""The binding end of a channel over ZeroMQ: a ROUTER that knows its peers by name.
+
+Eats the clients' messages of a ChannelSpec, sends the server's.  Keeps the promises of ServerChannel:
+
+* order, and no copies: sequence numbers per session (sessions.py); what is missing is counted in messages_lost;
+* nothing foreign: with CURVE only keys of this run are admitted, and each may speak only under its own name;
+* no silent drop: ROUTER_MANDATORY turns an unknown peer into PeerUnreachable and a full queue into ChannelFull.
+
+Differs from the usual recipe: the routing id is ``name/incarnation/random``, not the bare name.  With bare names a
+stopped process that comes back takes the connection over from its successor, and the two go on doing so for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from rlhpc.config import TransportConfig
+from rlhpc.contracts import ChannelStatistics, Clock, ServerChannel
+from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
+from rlhpc.topology import ChannelSpec
+from rlhpc.transport.codec import Codec
+from rlhpc.transport.inbox import Inbox
+from rlhpc.transport.pump import SocketPump
+from rlhpc.transport.sessions import Counters, Greeting, Peer, PeerBook, checked_name
+from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, secure_server
+from rlhpc.transport.zap import ZapHandler
+
+
+class ZmqServer(ServerChannel):
+    """A ROUTER socket, with a context and a ZAP handler of its own.  Made inside a running loop, used by it alone."""
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        name: str,
+        config: TransportConfig,
+        secrets: Path,
+        clock: Clock,
+        interface: str | None = None,
+    ) -> None:
+        """Bind.
+
+        name: of this role instance.  secrets: see keys.py; not read without CURVE.  interface: see sockets.bind.
+        Raises RunDirectoryError for keys, ConfigError for an address.
+        """
+        self.name = checked_name(name)
+        self._title = f"channel {spec.name} of {name}"
+        self._incoming = Codec((*spec.to_server, Greeting), config.max_message_bytes)
+        self._outgoing = Codec(spec.to_client, config.max_message_bytes)
+        self._peers = PeerBook()
+        self._counters = Counters()
+        self._inbox: Inbox[tuple[str, Any]] = Inbox(receive_queue(spec), self._title, self._drain)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zap = ZapHandler(self._context, secrets, clock) if config.curve else None
+        self._socket = make_socket(self._context, zmq.ROUTER, spec, config)
+        self._socket.router_mandatory = 1
+        self._socket.router_handover = 1  # a session that reconnects before we notice that it was gone
+        if config.curve:
+            secure_server(self._socket, secrets, name)
+        self._binding = bind(self._socket, config.kind, interface)
+        self._pump = SocketPump(self._socket, self._deliver, lambda: self._inbox.has_room)
+
+    @property
+    def address(self) -> str:
+        """Where clients connect."""
+        return self._binding.address
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Names that have greeted us, which opening a channel does; they may have died since."""
+        return self._peers.names
+
+    @property
+    def messages_lost(self) -> int:
+        """Messages that peers sent and that never came: their connections broke."""
+        return self._peers.lost
+
+    @property
+    def statistics(self) -> ChannelStatistics:
+        """Counters since opening.
+
+        ZeroMQ does not tell what it holds: send_queue_depth counts the sends that wait for room, receive_queue_depth
+        what was taken from ZeroMQ and not yet by receive.
+        """
+        return self._counters.snapshot(sending=self._pump.num_waiting_senders, received=len(self._inbox))
+
+    async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:
+        """Return (peer name, message)."""
+        return await self._inbox.take(timeout_s)
+
+    async def send(self, peer: str, message: object, timeout_s: float = 10.0) -> None:
+        """Queue one message to one peer.  Also raises ProtocolError for a message that may not go to clients."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._try_send(peer, message):
+            if loop.time() >= deadline:
+                raise ChannelFull(f"{self._title}: {peer} took nothing for {timeout_s:g} s")
+            await self._pump.room(deadline)
+
+    async def close(self) -> None:
+        """Flush what was queued for at most a second; then remove the address."""
+        if self._inbox.is_closed:
+            return
+        self._inbox.close()
+        self._pump.stop()
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)  # waits for the flush, and ends the ZAP handler
+        if self._zap is not None:
+            self._zap.join()
+        self._binding.remove()
+
+    def _try_send(self, name: str, message: object) -> bool:
+        """Encode anew at every attempt: another task may have used the number meanwhile."""
+        if self._inbox.is_closed:
+            raise ChannelClosed(f"{self._title} is closed")
+        peer = self._find_peer(name)
+        frames = self._outgoing.encode(message, peer.next_sent)
+        try:
+            if not self._pump.try_send([peer.routing_id, *frames]):
+                return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerUnreachable(f"{self._title}: {name} was connected and is gone") from error
+        peer.next_sent += 1
+        self._counters.sent(sum(map(len, frames)))
+        return True
+
+    def _find_peer(self, name: str) -> Peer:
+        if name not in self._peers.names:
+            self._pump.drain()  # its greeting may have come this very moment
+        return self._peers.find(name)
+
+    def _drain(self) -> None:
+        self._pump.drain()
+
+    def _deliver(self, parts: list[Any]) -> None:
+        """Put one message into the inbox, or count it as rejected."""
+        identity, *rest = parts
+        try:
+            routing_id = identity.bytes
+            peer = self._peers.name_of(routing_id, identity.get("User-Id") if self._zap else None)
+            frames = contents(rest)
+            sequence, message = self._incoming.decode(frames, peer)
+            self._peers.accept(routing_id, sequence)
+        except ProtocolError:
+            self._counters.messages_rejected += 1
+            return
+        if not isinstance(message, Greeting):
+            self._counters.received(sum(map(len, frames)))
+            self._inbox.put((peer, message))

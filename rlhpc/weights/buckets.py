@@ -1,0 +1,89 @@
+"""Say which bytes of which bucket hold which tensor.
+
+Eats TensorSpec, makes WeightManifest.  Pure: publisher and receivers compute the same layout from the same manifest.
+Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.types import TensorSpec, WeightManifest
+
+ALIGNMENT_BYTES = 16
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of tensors that travels as one block of bytes."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]  # bytes from the start of the block, one per tensor
+    num_bytes: int  # of the block, a multiple of 16
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Bytes of a contiguous tensor.  Raises ValueError for a dtype that does not travel."""
+    if spec.dtype not in DTYPE_BYTES:
+        raise ValueError(f"{spec.name}: dtype {spec.dtype!r} does not travel; legal: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[spec.dtype] * math.prod(spec.shape)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[int, ...]:
+    """Return the index after the last tensor of every bucket.
+
+    A bucket is filled in order up to `bucket_bytes`; a tensor larger than that has a bucket to itself.
+    """
+    ends: list[int] = []
+    filled = 0
+    for index, spec in enumerate(specs):
+        size = _aligned(tensor_bytes(spec))
+        if filled and filled + size > bucket_bytes:
+            ends.append(index)
+            filled = 0
+        filled += size
+    if specs:
+        ends.append(len(specs))
+    return tuple(ends)
+
+
+def make_manifest(policy_version: int, epoch: int, specs: Sequence[TensorSpec], bucket_bytes: int) -> WeightManifest:
+    """Describe a broadcast of all `specs`, in their order."""
+    return WeightManifest(policy_version, epoch, tuple(specs), plan_buckets(specs, bucket_bytes))
+
+
+def buckets_of(manifest: WeightManifest) -> tuple[Bucket, ...]:
+    """Lay out every bucket of a manifest.  Raises ValueError if its bucket ends do not cover its tensors."""
+    ends = manifest.bucket_ends
+    if tuple(sorted(set(ends))) != ends or (ends[-1] if ends else 0) != len(manifest.tensors) or 0 in ends:
+        raise ValueError(f"bucket ends {ends} do not divide {len(manifest.tensors)} tensors")
+    starts = (0, *ends[:-1])
+    return tuple(_lay_out(manifest.tensors[start:end]) for start, end in zip(starts, ends, strict=True))
+
+
+def manifest_bytes(manifest: WeightManifest) -> int:
+    """Bytes of all blocks together."""
+    return sum(bucket.num_bytes for bucket in buckets_of(manifest))
+
+
+def layout_digest(manifest: WeightManifest) -> int:
+    """63 bits that differ when names, dtypes, shapes, order or buckets differ; the version does not count."""
+    text = repr([(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]) + repr(manifest.bucket_ends)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _lay_out(tensors: tuple[TensorSpec, ...]) -> Bucket:
+    offsets: list[int] = []
+    position = 0
+    for spec in tensors:
+        offsets.append(position)
+        position += _aligned(tensor_bytes(spec))
+    return Bucket(tensors, tuple(offsets), position)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,49 @@
+"""A 64-bit checksum of a block of bytes, the same on CPU and CUDA.
+
+Eats a flat uint8 tensor, makes an int.  Guards against broken transfers and files, not against forgery.
+65,536 lanes of 64-bit words, in each lane Horner's rule with an odd factor, then the lanes are mixed with their number
+and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage do but for chance (2^-64),
+save that two flips of the highest bit in the same lane cancel.  One fused pass per 512 KiB: about the speed of memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NUM_LANES = 1 << 16
+MASK = (1 << 64) - 1
+
+# Signed, as torch has no arithmetic on uint64; it wraps as two's complement does.
+HORNER_FACTOR = 0xD1342543DE82EF95 - (1 << 64)  # odd: multiplication loses nothing
+LANE_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio
+
+
+def checksum64(data: Tensor) -> int:
+    """Checksum of uint8 [n] (contiguous); its length counts.  Returns an int in [0, 2^64)."""
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise ValueError(f"a checksum is taken of contiguous flat bytes, not of {data.dtype} {tuple(data.shape)}")
+    lanes = torch.zeros(NUM_LANES, dtype=torch.int64, device=data.device)
+    for row in torch.split(_as_words(data), NUM_LANES):
+        head = lanes[: row.numel()]
+        torch.add(row, head, alpha=HORNER_FACTOR, out=head)
+    lanes += torch.arange(NUM_LANES, dtype=torch.int64, device=data.device) * LANE_STEP
+    total = int(_mix(lanes).sum().item())
+    return (total ^ (data.numel() * 0xBF58476D1CE4E5B9)) & MASK
+
+
+def _as_words(data: Tensor) -> Tensor:
+    """int64 [ceil(n / 8)], zeros appended; a view where address and length allow."""
+    if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
+        return data.view(torch.int64)
+    padded = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
+    padded[: data.numel()] = data
+    return padded.view(torch.int64)
+
+
+def _mix(lanes: Tensor) -> Tensor:
+    """A bijection of 64-bit words that carries high bits down and low bits up (finaliser of MurmurHash3)."""
+    for factor in (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64)):
+        lanes = lanes ^ ((lanes >> 33) & 0x7FFFFFFF)  # masked: torch shifts the sign in
+        lanes = lanes * factor
+    return lanes ^ ((lanes >> 33) & 0x7FFFFFFF)

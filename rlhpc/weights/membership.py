@@ -1,0 +1,162 @@
+"""Know who takes part in weight broadcasts, and who answers with which version.
+
+Eats what the controller hears (Hello, WeightsLive, silence), makes WeightGroup.  Pure: no clock, no sockets, no torch.
+
+Rules:
+1. A membership epoch is a fixed roster.  Whoever comes, goes or restarts makes a new epoch necessary; nobody joins or
+   leaves an epoch that exists.
+2. A member that is lost, leaves or fails is waited for no longer and makes the epoch broken.  One that failed is in the
+   next epoch; one that was lost or left is in the next epoch after it has said hello again.  A late joiner enters the
+   next epoch.
+3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
+4. An acknowledgement counts if it is of the present epoch and of a member of it; a version counts for good until the
+   member is lost or restarts, so that nobody has to acknowledge again in a new epoch what it already serves.
+   A trainer that restarts behind its generators begins a new timeline: forget_versions().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhpc.errors import CheckpointError
+from rlhpc.types import WeightGroup
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A generator that is alive."""
+
+    num_ranks: int
+    incarnation: str
+    policy_version: int = NO_VERSION  # the newest it has acknowledged
+
+
+class Membership:
+    """The roster of live generators and the epoch made of it."""
+
+    def __init__(self) -> None:
+        """Nobody is here, no epoch was formed."""
+        self._members: dict[str, Member] = {}
+        self._last_epoch = 0
+        self._group: WeightGroup | None = None
+        self._roster: dict[str, str] = {}  # of the present epoch: name → incarnation
+
+    # ------------------------------------------------------------------------------------------- who is here
+
+    def hello(self, name: str, num_ranks: int, incarnation: str) -> None:
+        """A generator is up.  Said twice by the same incarnation it changes nothing; a new one starts from no version.
+
+        Raises ValueError if it has no rank to receive with.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"{name}: num_weight_ranks={num_ranks}; legal: 1 or more")
+        known = self._members.get(name)
+        if known is None or known.incarnation != incarnation or known.num_ranks != num_ranks:
+            self._members[name] = Member(num_ranks, incarnation)
+            self._roster.pop(name, None)  # so that an epoch of the old incarnation is never taken for whole
+
+    def lost(self, name: str) -> None:
+        """A generator died or fell silent.  Unknown names are ignored."""
+        self._members.pop(name, None)
+        self._roster.pop(name, None)  # so that it is a stranger to this epoch even if it comes back at once
+
+    def left(self, name: str) -> None:
+        """A generator went in good order.  The same as lost: what it served, it serves no more."""
+        self.lost(name)
+
+    def failed(self, name: str, epoch: int) -> None:
+        """A generator could not join this epoch or receive in it, but lives: it tries again in the next one.
+
+        It still serves what it served.  Ignored if it is of another epoch.
+        """
+        if self._group is not None and self._group.epoch == epoch:
+            self._roster.pop(name, None)
+
+    # ---------------------------------------------------------------------------------------------- epochs
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Everyone alive: the members of the next epoch."""
+        return frozenset(self._members)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every member of the present epoch is alive: only then can a broadcast succeed."""
+        return self._group is not None and all(
+            name in self._members and self._roster.get(name) == self._members[name].incarnation
+            for name in self._group.members
+        )
+
+    @property
+    def needs_new_epoch(self) -> bool:
+        """True if somebody is alive and the present epoch's roster is not exactly those alive."""
+        if not self._members:
+            return False
+        return not self.is_whole or self._roster != {name: m.incarnation for name, m in self._members.items()}
+
+    def next_group(self, transport: str, address: str = "") -> WeightGroup:
+        """Form a new epoch of all who are alive, by name, and make it the present one.
+
+        Raises ValueError if nobody is.
+        """
+        if not self._members:
+            raise ValueError("no generator is alive: there is nobody to form a group with")
+        self._last_epoch += 1
+        names = tuple(sorted(self._members))
+        ranks = tuple(self._members[name].num_ranks for name in names)
+        self._group = WeightGroup(self._last_epoch, transport, address, names, ranks)
+        self._roster = {name: self._members[name].incarnation for name in names}
+        return self._group
+
+    # -------------------------------------------------------------------------------------------- versions
+
+    def acknowledged(self, name: str, epoch: int, policy_version: int) -> bool:
+        """A member serves this version.  Returns False, without effect, if rule 4 does not count it."""
+        member = self._members.get(name)
+        is_present = self._group is not None and self._group.epoch == epoch
+        if member is None or not is_present or self._roster.get(name) != member.incarnation:
+            return False
+        self._members[name] = replace(member, policy_version=policy_version)
+        return True
+
+    def waiting_for(self, policy_version: int) -> frozenset[str]:
+        """Live members of the present epoch that do not serve this version or a newer one yet."""
+        return frozenset(
+            name for name in self._roster if name in self._members and not self._serves(name, policy_version)
+        )
+
+    def everyone_on(self, policy_version: int) -> bool:
+        """True if nobody is waited for, also when nobody is alive: who joins later is leased nothing before that."""
+        return not self.waiting_for(policy_version)
+
+    def live_members(self, policy_version: int) -> frozenset[str]:
+        """Live generators that serve this version or a newer one, whatever epoch brought it: these may get leases."""
+        return frozenset(name for name in self._members if self._serves(name, policy_version))
+
+    def policy_version(self, name: str) -> int:
+        """What a generator serves; −1 if it is unknown or has acknowledged nothing."""
+        member = self._members.get(name)
+        return member.policy_version if member else NO_VERSION
+
+    def forget_versions(self) -> None:
+        """The trainer went back to an older version: nobody serves anything of the new timeline yet."""
+        self._members = {name: replace(m, policy_version=NO_VERSION) for name, m in self._members.items()}
+
+    # ----------------------------------------------------------------------------------------------- restart
+
+    def state(self) -> dict[str, Any]:
+        """JSON for the checkpoint.  The living say hello again; only the counter has to survive."""
+        return {"last_epoch": self._last_epoch}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue counting epochs.  Raises CheckpointError if there is no count in it."""
+        last_epoch = state.get("last_epoch")
+        if not isinstance(last_epoch, int) or last_epoch < 0:
+            raise CheckpointError(f"membership: last_epoch={last_epoch!r} is not a count of epochs")
+        self._last_epoch = max(self._last_epoch, last_epoch)
+
+    def _serves(self, name: str, policy_version: int) -> bool:
+        return self._members[name].policy_version >= policy_version

@@ -1,0 +1,138 @@
+"""A process group of our own, beside torch's global one.
+
+Eats an address, a rank and a world size; offers broadcast from rank 0 and a sum.  The trainer's and vLLM's own process
+groups live in torch's global state and are neither seen nor touched.  Whatever goes wrong is a GroupFailed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhpc.errors import GroupFailed
+
+c10d: Any = dist  # stores and group classes come from C++ and have no stubs
+
+
+class SideGroup:
+    """One rank's end of a gloo or NCCL group.  Blocking; used by one thread at a time."""
+
+    def __init__(self, backend: str, store: Any, rank: int, world_size: int, timeout_s: float, is_local: bool) -> None:
+        """Meet all ranks.  Raises GroupFailed if they are not all there within `timeout_s`."""
+        self.world_size = world_size
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store = store
+        with _failures_named(f"rank {rank} of {world_size} could not meet the others within {timeout_s:g} s"):
+            if backend == "gloo":
+                self._group: Any = _gloo_group(store, rank, world_size, self._timeout, is_local)
+            else:
+                self._group = _nccl_group(store, rank, world_size, self._timeout)
+            # Gloo connects lazily on some builds and NCCL always: the first collective is the meeting.
+            self.total(1)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self._timeout
+        with _failures_named("a broadcast did not complete"):
+            self._group.broadcast([tensor], options).wait(self._timeout)
+
+    def total(self, value: int) -> int:
+        """Sum of `value` over all ranks; returns once all have given theirs.  Raises GroupFailed."""
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.SUM
+        options.timeout = self._timeout
+        with _failures_named("a sum over all ranks did not complete"):
+            self._group.allreduce([tensor], options).wait(self._timeout)
+        return int(tensor.item())
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of a collective must live."""
+        if isinstance(self._group, c10d.ProcessGroupGloo):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def close(self) -> None:
+        """Cut the connections; ranks that still wait for this one fail at once.  Idempotent."""
+        if self._group is not None and not isinstance(self._group, c10d.ProcessGroupGloo):
+            self._group.abort()
+        self._group = None
+        self._store = None
+
+
+def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s: float) -> tuple[Any, str]:
+    """Rank 0: open a meeting place; a file in `directory`, or a TCP port if a `host` name is given.
+
+    Returns (store, address).  Raises GroupFailed if neither file nor port can be had.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    with _failures_named("the meeting place could not be opened"):
+        if host:
+            store = c10d.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+            return store, f"tcp://{host}:{store.port}"
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{name}.store"
+        path.unlink(missing_ok=True)  # of an earlier attempt of the run that used the same epoch number
+        file_store = c10d.FileStore(str(path), world_size)
+        file_store.set_timeout(timeout)
+        return file_store, f"file://{path}"
+
+
+def find_store(address: str, world_size: int, timeout_s: float) -> Any:
+    """Other ranks: connect to what open_store returned.  Raises GroupFailed."""
+    parts = urlsplit(address)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    with _failures_named(f"no meeting place at {address!r}"):
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return c10d.TCPStore(
+                parts.hostname, parts.port, world_size, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        if parts.scheme == "file" and Path(parts.path).parent.is_dir():
+            store = c10d.FileStore(parts.path, world_size)
+            store.set_timeout(timeout)
+            return store
+    raise GroupFailed(f"no meeting place at {address!r}: not tcp://host:port, nor a file in an existing directory")
+
+
+def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta, is_local: bool) -> Any:
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # On one machine the loopback interface always works; its host name need not resolve.
+    options._devices = [
+        c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if is_local
+        else c10d.ProcessGroupGloo.create_default_device()
+    ]
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("weights/", store), rank, world_size, options)
+
+
+def _nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    if not (c10d.is_nccl_available() and torch.cuda.is_available()):
+        raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
+    options = c10d.ProcessGroupNCCL.Options()
+    # Longer than the time-out of a single wait: our wait raises before NCCL's watchdog ends the whole process.
+    options._timeout = timeout * 3
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
+
+
+@contextmanager
+def _failures_named(what: str) -> Iterator[None]:
+    """torch.distributed raises RuntimeError and its subclasses for every network failure."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        raise GroupFailed(f"{what}: {str(error).splitlines()[0] if str(error) else error!r}") from error

@@ -1,0 +1,149 @@
+"""Engines under test, each with weights to send it and the log-probabilities it should then report."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhpc.config import Config
+from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
+from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.generation.vllm_engine import VllmEngine
+from rlhpc.types import (
+    Float32,
+    Int32,
+    Prefix,
+    Prompt,
+    Rollout,
+    RolloutRequest,
+    SamplingParams,
+    TensorSpec,
+    WeightGroup,
+    WeightManifest,
+)
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.make import make_publisher, make_receiver
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import make_tiny_checkpoint
+
+LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # more than a block of KV cache
+MAX_TOKENS = 600
+
+
+def tiny_config(model: Path, **generation: object) -> Config:
+    tables: dict[str, object] = {
+        "run": {"name": "test", "num_steps": 1},
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"path": model, "task": "math"},
+        "generation": {
+            "max_prompt_tokens": 192, "max_completion_tokens": MAX_TOKENS, "max_num_seqs": 16,
+            "kv_cache_bytes": 64 << 20, **generation,
+        },
+        "admission": {"groups_per_step": 2, "group_size": 2},
+        "trainer": {"token_budget": 1024},
+        "weights": {"timeout_s": 10.0, "transport": "gloo"},
+    }  # fmt: skip
+    return Config.model_validate(tables)
+
+
+def request_of(
+    group_id: int,
+    *,
+    max_tokens: int = 16,
+    stop_token_ids: tuple[int, ...] = (),
+    prompt: Int32 | None = None,
+    prefix: Prefix | None = None,
+) -> RolloutRequest:
+    tokens = np.arange(4, 12, dtype=np.int32) + group_id % 50 if prompt is None else prompt
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    return RolloutRequest(group_id, 0, Prompt(group_id, "math", tokens, "42"), sampling, prefix)
+
+
+class Subject(ABC):
+    """An engine and the trainer's end of its weights."""
+
+    engine: GenerationEngine
+    stop_token_id = 2
+
+    def __init__(self, publisher: WeightPublisher) -> None:
+        self.publisher = publisher
+        self.epoch = 0
+
+    @abstractmethod
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]: ...
+
+    @abstractmethod
+    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32: ...
+
+    async def join(self) -> None:
+        self.epoch += 1
+        group = self.publisher.open(WeightGroup(self.epoch, "gloo", "", ("generator-0",), (1,)))
+        await asyncio.gather(self.engine.join_weights(group, "generator-0"), asyncio.to_thread(self.publisher.form))
+
+    def manifest(self, version: int) -> WeightManifest:
+        specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.weights(version)]
+        return make_manifest(version, self.epoch, specs, 1 << 18)
+
+    async def update(self, version: int) -> WeightTiming:
+        manifest = self.manifest(version)
+        weights: Iterator[tuple[str, torch.Tensor]] = iter(self.weights(version))
+        receiving = asyncio.create_task(self.engine.receive_weights(manifest))
+        publishing = asyncio.create_task(asyncio.to_thread(self.publisher.publish, manifest, weights))
+        await asyncio.wait([receiving, publishing])
+        if receiving.exception() is None:
+            await publishing
+        publishing.exception()
+        return await receiving
+
+
+class ScriptedSubject(Subject):
+    def __init__(self, publisher: WeightPublisher) -> None:
+        super().__init__(publisher)
+        script = Script(seed=3, stop_probability=0.001, token_s=0.0005, max_num_seqs=16)
+        self.engine: ScriptedEngine = ScriptedEngine(
+            script, make_receiver=partial(make_receiver, device="cpu", timeout_s=10.0)
+        )
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        return [("w", torch.full((3,), float(version)))]
+
+    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
+        return self.engine.logprob_table(version)[rollout.token_ids]
+
+
+class VllmSubject(Subject):
+    def __init__(self, publisher: WeightPublisher, model: Path) -> None:
+        super().__init__(publisher)
+        self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._base = {name: tensor.detach().clone() for name, tensor in self._reference.named_parameters()}
+
+    @classmethod
+    async def start(cls, directory: Path, family: str, tied: bool, **generation: object) -> VllmSubject:
+        model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
+        config = tiny_config(model, **generation)
+        subject = cls(make_publisher(config.weights, directory=directory / "weights", device="cpu"), model)
+        subject.engine = await VllmEngine.start(config, seed=0)
+        return subject
+
+    def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(version)
+        return [(n, t + 0.05 * torch.randn(t.shape, generator=generator)) for n, t in self._base.items()]
+
+    def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
+        with torch.no_grad():
+            for (_, weight), parameter in zip(self.weights(version), self._reference.parameters(), strict=True):
+                parameter.copy_(weight)
+            prompt = rollout.prompt.token_ids
+            tokens = torch.from_numpy(np.concatenate([prompt, rollout.token_ids])).long()
+            logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
+            picked = torch.log_softmax(logits.float(), -1).gather(1, tokens[len(prompt) :, None])
+        return picked[:, 0].numpy()

@@ -1,0 +1,434 @@
+"""Every channel keeps the promises of contracts.ServerChannel, ClientChannel and BlockingClientChannel.
+
+Runs against the in-memory channel and against ZeroMQ over unix sockets and TCP.  A channel of your own: add a Wiring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhpc import messages as m
+from rlhpc.config import TransportConfig
+from rlhpc.contracts import BlockingClientChannel, ClientChannel, ServerChannel
+from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, PeerUnreachable, ProtocolError
+from rlhpc.topology import ChannelSpec
+from rlhpc.transport.keys import mint_run_keys
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
+from rlhpc.transport.zmq_server import ZmqServer
+from rlhpc.types import Lease, PackedBatch, PackedMicrobatch, Prompt, SamplingParams
+
+NUM_NAMES = 12
+SOON_S = 5.0  # a limit for what takes milliseconds
+CAPACITY = 8
+
+SPEC = ChannelSpec(
+    "test", "controller", ("generator",),
+    (m.Heartbeat, m.StepReport, PackedBatch),
+    (Lease, m.StopRole, PackedBatch),
+    CAPACITY,
+)  # fmt: skip
+
+
+class Wiring(ABC):
+    """How a kind of channel is opened."""
+
+    @abstractmethod
+    def serve(self) -> ServerChannel: ...
+
+    @abstractmethod
+    def join(self, server: ServerChannel, name: str) -> ClientChannel: ...
+
+    @abstractmethod
+    def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel: ...
+
+
+class MemoryWiring(Wiring):
+    def serve(self) -> ServerChannel:
+        return MemoryServer(SPEC)
+
+    def join(self, server: ServerChannel, name: str) -> ClientChannel:
+        assert isinstance(server, MemoryServer)
+        return server.connect(name)
+
+    def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel:
+        assert isinstance(server, MemoryServer)
+        return server.connect_blocking(name)
+
+
+class ZmqWiring(Wiring):
+    def __init__(self, config: TransportConfig, secrets: Path) -> None:
+        self.config, self.secrets = config, secrets
+
+    def serve(self) -> ServerChannel:
+        return ZmqServer(
+            SPEC,
+            name="controller-0",
+            config=self.config,
+            secrets=self.secrets,
+            clock=time.monotonic,
+            interface="127.0.0.1",
+        )
+
+    def identity(self, name: str) -> dict[str, object]:
+        return {
+            "name": name,
+            "incarnation": "first",
+            "server_name": "controller-0",
+            "config": self.config,
+            "secrets": self.secrets,
+        }
+
+    def join(self, server: ServerChannel, name: str) -> ClientChannel:
+        return ZmqClient(SPEC, server.address, **self.identity(name))
+
+    def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel:
+        return ZmqBlockingClient(SPEC, server.address, **self.identity(name))
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run") / "secrets"
+    mint_run_keys(directory, ["controller-0", *(f"generator-{i}" for i in range(NUM_NAMES))])
+    return directory
+
+
+@pytest.fixture(params=["memory", "ipc-curve", "ipc-plain", "tcp-curve"])
+def wiring(request: pytest.FixtureRequest, secrets: Path) -> Wiring:
+    if request.param == "memory":
+        return MemoryWiring()
+    kind, security = request.param.split("-")
+    return ZmqWiring(TransportConfig(kind=kind, curve=security == "curve"), secrets)
+
+
+@pytest.fixture
+async def server(wiring: Wiring) -> AsyncIterator[ServerChannel]:
+    channel = wiring.serve()
+    yield channel
+    await channel.close()
+
+
+@pytest.fixture
+async def client(wiring: Wiring, server: ServerChannel) -> AsyncIterator[ClientChannel]:
+    channel = wiring.join(server, "generator-0")
+    yield channel
+    await channel.close()
+
+
+def beat(number: int) -> m.Heartbeat:
+    return m.Heartbeat("running", "", number)
+
+
+def lease(number: int) -> Lease:
+    prompt = Prompt(number, "math", np.arange(number % 7, dtype=np.int32), "")
+    return Lease(number, 0, prompt, 1, (0,), SamplingParams(8), 0, 1.0)
+
+
+def big_batch(num_tokens: int) -> PackedBatch:
+    ints = np.arange(num_tokens, dtype=np.int32)
+    floats = ints.astype(np.float32)
+    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints)
+    return PackedBatch(0, 0, ((row,),), num_tokens - 1, 1)
+
+
+async def greet(server: ServerChannel, client: ClientChannel) -> None:
+    """Make sure the server knows the client."""
+    await client.send(beat(-1))
+    await server.receive(SOON_S)
+
+
+# ----------------------------------------------------------------------------------------------- order and wholeness
+
+
+async def test_messages_arrive_once_and_in_order_both_ways(server: ServerChannel, client: ClientChannel):
+    async def send_all() -> None:
+        for number in range(300):
+            await client.send(beat(number))
+
+    async def answer_all() -> None:
+        for number in range(300):
+            name, message = await server.receive(SOON_S)
+            assert (name, message) == ("generator-0", beat(number))
+            await server.send(name, lease(number))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_all())
+        tasks.create_task(answer_all())
+        for number in range(300):
+            assert (await client.receive(SOON_S)).group_id == number
+    with pytest.raises(ChannelTimeout):
+        await server.receive(0.01)
+
+
+async def test_a_message_of_16_mib_arrives_bit_for_bit(server: ServerChannel, client: ClientChannel):
+    batch = big_batch(1 << 22)  # six arrays, five of 16 MiB
+    await client.send(batch)
+    _, received = await server.receive(20)
+    await server.send("generator-0", received)
+    returned = await client.receive(20)
+    for message in (received, returned):
+        row, expected = message.ranks[0][0], batch.ranks[0][0]
+        for name in ("token_ids", "cu_seqlens", "loss_mask", "advantages"):
+            assert np.array_equal(getattr(row, name), getattr(expected, name))
+            assert getattr(row, name).dtype == getattr(expected, name).dtype
+
+
+async def test_many_peers_are_told_apart_and_answered_by_name(wiring: Wiring, server: ServerChannel):
+    clients = {f"generator-{index}": wiring.join(server, f"generator-{index}") for index in range(NUM_NAMES)}
+    for number in range(5):
+        for index, channel in enumerate(clients.values()):
+            await channel.send(beat(100 * index + number))
+    next_number = dict.fromkeys(clients, 0)
+    for _ in range(5 * NUM_NAMES):
+        name, message = await server.receive(SOON_S)
+        index = int(name.split("-")[1])
+        assert message.policy_version == 100 * index + next_number[name]
+        next_number[name] += 1
+    assert server.peers == frozenset(clients)
+    for index, name in enumerate(clients):
+        await server.send(name, lease(index))
+    for index, channel in enumerate(clients.values()):
+        assert (await channel.receive(SOON_S)).group_id == index
+        with pytest.raises(ChannelTimeout):
+            await channel.receive(0)
+    for channel in clients.values():
+        await channel.close()
+
+
+async def test_a_client_that_has_connected_can_be_addressed_before_it_speaks(
+    server: ServerChannel, client: ClientChannel
+):
+    async with asyncio.timeout(SOON_S):
+        while "generator-0" not in server.peers:
+            await asyncio.sleep(0.005)
+    await server.send("generator-0", lease(3))
+    assert (await client.receive(SOON_S)).group_id == 3
+
+
+async def test_a_peer_that_opens_its_channel_again_is_the_one_that_is_answered(wiring: Wiring, server: ServerChannel):
+    for number in range(3):
+        client = wiring.join(server, "generator-0")
+        await client.send(beat(number))
+        assert await server.receive(SOON_S) == ("generator-0", beat(number))
+        await server.send("generator-0", lease(number))
+        assert (await client.receive(SOON_S)).group_id == number
+        await client.close()
+
+
+# ------------------------------------------------------------------------------------------------------ backpressure
+
+
+async def test_a_full_channel_refuses_and_what_it_took_arrives_whole(server: ServerChannel, client: ClientChannel):
+    report = m.StepReport(0, 0, True, {"x" * 200_000: 0.0})  # soon fills the kernel's buffers
+    sent = 0
+    with pytest.raises(ChannelFull):
+        while sent < 1_000:
+            await client.send(report, timeout_s=0.05)
+            sent += 1
+    assert sent >= CAPACITY
+    for _ in range(sent):
+        assert (await server.receive(SOON_S))[1] == report
+    with pytest.raises(ChannelTimeout):  # the refused one left nothing behind
+        await server.receive(0.05)
+    await client.send(beat(1))
+    assert (await server.receive(SOON_S))[1] == beat(1)
+    assert server.statistics.messages_received == client.statistics.messages_sent == sent + 1
+
+
+async def test_a_peer_that_takes_nothing_does_not_hold_up_another(wiring: Wiring, server: ServerChannel):
+    slow, quick = wiring.join(server, "generator-0"), wiring.join(server, "generator-1")
+    await greet(server, slow)
+    await greet(server, quick)
+    order = m.StopRole("x" * 200_000)
+    sent = 0
+    with pytest.raises(ChannelFull):
+        while sent < 1_000:
+            await server.send("generator-0", order, timeout_s=0.05)
+            sent += 1
+    await server.send("generator-1", lease(1), timeout_s=0.5)
+    assert (await quick.receive(SOON_S)).group_id == 1
+    for _ in range(sent):
+        assert await slow.receive(SOON_S) == order
+    await server.send("generator-0", lease(2))
+    assert (await slow.receive(SOON_S)).group_id == 2
+    await slow.close()
+    await quick.close()
+
+
+async def test_a_send_that_waits_goes_on_once_there_is_room(server: ServerChannel, client: ClientChannel):
+    report = m.StepReport(0, 0, True, {"x" * 200_000: 0.0})
+
+    async def send_all() -> None:
+        for _ in range(100):
+            await client.send(report, timeout_s=SOON_S)
+
+    sending = asyncio.create_task(send_all())
+    await asyncio.sleep(0.03)
+    assert not sending.done()
+    for _ in range(100):
+        await server.receive(SOON_S)
+    await sending
+
+
+# ---------------------------------------------------------------------------------------------- timeouts and closing
+
+
+async def test_a_timeout_takes_nothing(server: ServerChannel, client: ClientChannel):
+    for timeout_s in (0, 0.01):
+        with pytest.raises(ChannelTimeout):
+            await server.receive(timeout_s)
+        with pytest.raises(ChannelTimeout):
+            await client.receive(timeout_s)
+    await client.send(beat(1))
+    assert (await server.receive(SOON_S))[1] == beat(1)
+
+
+async def test_a_cancelled_receive_takes_nothing(server: ServerChannel, client: ClientChannel):
+    for number in range(30):
+        waiting = asyncio.create_task(server.receive())
+        await asyncio.sleep(0)
+        sending = asyncio.create_task(client.send(beat(number)))
+        await asyncio.sleep(0.0005 * (number % 4))
+        waiting.cancel()
+        await sending
+        try:
+            _, message = await waiting
+        except asyncio.CancelledError:
+            _, message = await server.receive(SOON_S)
+        assert message == beat(number)
+
+
+async def test_closing_wakes_who_waits_and_refuses_further_calls(
+    wiring: Wiring, server: ServerChannel, client: ClientChannel
+):
+    await greet(server, client)
+    waiting = [asyncio.create_task(server.receive()), asyncio.create_task(client.receive())]
+    await asyncio.sleep(0.01)
+    await client.close()
+    await server.close()
+    for task in waiting:
+        with pytest.raises(ChannelClosed):
+            await task
+    with pytest.raises(ChannelClosed):
+        await server.receive(0.1)
+    with pytest.raises(ChannelClosed):
+        await client.receive(0.1)
+    with pytest.raises(ChannelClosed):
+        await client.send(beat(1))
+    with pytest.raises(ChannelClosed):
+        await server.send("generator-0", lease(1))
+    await client.close()
+    await server.close()
+
+
+async def test_what_was_sent_before_closing_arrives(wiring: Wiring, server: ServerChannel):
+    client = wiring.join(server, "generator-0")
+    for number in range(5):
+        await client.send(beat(number))
+    await client.close()
+    assert [(await server.receive(SOON_S))[1].policy_version for _ in range(5)] == list(range(5))
+
+
+async def test_a_send_to_nobody_says_so(server: ServerChannel, client: ClientChannel):
+    with pytest.raises(PeerUnreachable, match="generator-7"):
+        await server.send("generator-7", lease(1))
+    await greet(server, client)
+    await client.close()
+    with pytest.raises(PeerUnreachable):
+        async with asyncio.timeout(SOON_S):
+            while True:
+                await server.send("generator-0", lease(1))
+                await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------------------------------------- types and statistics
+
+
+async def test_a_message_the_table_does_not_allow_goes_nowhere(server: ServerChannel, client: ClientChannel):
+    await greet(server, client)
+    with pytest.raises(ProtocolError, match="Lease"):
+        await client.send(lease(1))
+    with pytest.raises(ProtocolError, match="Heartbeat"):
+        await server.send("generator-0", beat(1))
+    await client.send(beat(2))
+    assert (await server.receive(SOON_S))[1] == beat(2)
+    assert server.statistics.messages_rejected == client.statistics.messages_rejected == 0
+
+
+async def test_statistics_count_what_went_through(server: ServerChannel, client: ClientChannel):
+    for number in range(3):
+        await client.send(beat(number))
+    for _ in range(3):
+        await server.receive(SOON_S)
+    await server.send("generator-0", lease(1))
+    await client.receive(SOON_S)
+    ours, theirs = server.statistics, client.statistics
+    assert (theirs.messages_sent, ours.messages_received) == (3, 3)
+    assert (ours.messages_sent, theirs.messages_received) == (1, 1)
+    assert theirs.bytes_sent == ours.bytes_received > 0
+    assert ours.bytes_sent == theirs.bytes_received > 0
+    assert ours.messages_rejected == theirs.messages_rejected == ours.receive_queue_depth == 0
+
+
+async def test_the_server_binds_to_an_address_of_its_own(wiring: Wiring, server: ServerChannel):
+    assert "://" in server.address
+    assert "0.0.0.0" not in server.address
+    assert "*" not in server.address
+
+
+# ----------------------------------------------------------------------------------------------- without an event loop
+
+
+async def test_a_blocking_client_keeps_the_same_promises(wiring: Wiring, server: ServerChannel):
+    client = wiring.join_blocking(server, "generator-0")
+
+    def role() -> list[int]:
+        for number in range(100):
+            client.send(beat(number), timeout_s=SOON_S)
+        with pytest.raises(ProtocolError):
+            client.send(lease(1))
+        got = [client.receive(SOON_S).group_id for _ in range(100)]
+        with pytest.raises(ChannelTimeout):
+            client.receive(0.01)
+        return got
+
+    running = asyncio.create_task(asyncio.to_thread(role))
+    for number in range(100):
+        assert await server.receive(SOON_S) == ("generator-0", beat(number))
+        await server.send("generator-0", lease(number))
+    assert await running == list(range(100))
+    assert client.statistics.messages_sent == client.statistics.messages_received == 100
+    for _ in range(2):
+        await asyncio.to_thread(client.close)
+    with pytest.raises(ChannelClosed):
+        await asyncio.to_thread(client.send, beat(1))
+    with pytest.raises(ChannelClosed):
+        await asyncio.to_thread(client.receive, 0.1)
+
+
+async def test_a_blocking_client_says_when_the_channel_is_full(wiring: Wiring, server: ServerChannel):
+    client = wiring.join_blocking(server, "generator-0")
+    report = m.StepReport(0, 0, True, {"x" * 200_000: 0.0})
+
+    def fill() -> int:
+        for sent in range(1_000):
+            try:
+                client.send(report, timeout_s=0.05)
+            except ChannelFull:
+                return sent
+        return 1_000
+
+    sent = await asyncio.to_thread(fill)
+    assert CAPACITY <= sent < 1_000
+    for _ in range(sent):
+        await server.receive(SOON_S)
+    with pytest.raises(ChannelTimeout):
+        await server.receive(0.02)
+    await asyncio.to_thread(client.close)

@@ -1,0 +1,288 @@
+"""What every generation engine promises.  One engine of each kind for the whole module."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+from engine_subjects import LONG_PROMPT, MAX_TOKENS, ScriptedSubject, Subject, VllmSubject, request_of
+
+from rlhpc.config import WeightsConfig
+from rlhpc.contracts import WeightTiming
+from rlhpc.errors import EngineError, TornWeights
+from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
+from rlhpc.weights.make import make_publisher
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOLERANCE = 1e-4  # float32, another order of sums
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
+async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    directory: Path = tmp_path_factory.mktemp("engine")
+    if request.param == "scripted":
+        config = WeightsConfig(transport="gloo", timeout_s=10.0)
+        made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
+    else:
+        made = await VllmSubject.start(directory, family="qwen2", tied=True)
+    await made.join()
+    await made.update(0)
+    yield made
+    await made.engine.close()
+    made.publisher.dissolve()
+
+
+def assert_well_formed(rollout: Rollout) -> None:
+    length = len(rollout.token_ids)
+    assert len(rollout.behaviour_logprobs) == len(rollout.versions) == len(rollout.loss_mask) == length
+    assert np.all(np.diff(rollout.versions) >= 0)
+    assert np.all(rollout.behaviour_logprobs <= 0)
+    assert rollout.loss_mask.all()
+
+
+def assert_sampled_by(subject: Subject, version: int, rollout: Rollout) -> None:
+    assert_well_formed(rollout)
+    assert np.all(rollout.versions == version)
+    expected = subject.expected_logprobs(version, rollout)
+    np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=TOLERANCE)
+
+
+async def until_sampling() -> None:
+    """Long enough for requests to be under way; a long one takes several times as long."""
+    await asyncio.sleep(0.05)
+
+
+async def test_log_probabilities_are_those_of_the_policy(subject: Subject) -> None:
+    rollouts = await asyncio.gather(*(subject.engine.generate(request_of(index)) for index in range(8)))
+    for index, rollout in enumerate(rollouts):
+        assert (rollout.group_id, rollout.sample_index) == (index, 0)
+        assert_sampled_by(subject, subject.engine.policy_version, rollout)
+
+
+async def test_a_completion_ends_at_a_stop_token_or_at_its_length(subject: Subject) -> None:
+    stops = tuple(range(4, 60))
+    early = await asyncio.gather(
+        *(subject.engine.generate(request_of(index, max_tokens=200, stop_token_ids=stops)) for index in range(4))
+    )
+    for rollout in early:
+        assert rollout.finish_reason is FinishReason.STOP
+        assert rollout.token_ids[-1] in {*stops, subject.stop_token_id}
+        assert not set(rollout.token_ids[:-1]) & set(stops)
+    whole = await asyncio.gather(*(subject.engine.generate(request_of(index, max_tokens=3)) for index in range(8)))
+    assert any(rollout.finish_reason is FinishReason.LENGTH for rollout in whole)
+    for rollout in whole:
+        ended_early = len(rollout.token_ids) < 3 or rollout.token_ids[-1] == subject.stop_token_id
+        assert rollout.finish_reason is (FinishReason.STOP if ended_early else FinishReason.LENGTH)
+
+
+async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> None:
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
+    await until_sampling()
+    for index in range(4):
+        await subject.engine.abort(_long(index).request_id)
+    rollouts = await asyncio.wait_for(asyncio.gather(*running), 5)
+    assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.ABORT, FinishReason.STOP}
+    aborted = [rollout for rollout in rollouts if rollout.finish_reason is FinishReason.ABORT]
+    assert aborted
+    for rollout in aborted:
+        assert 0 < len(rollout.token_ids) < MAX_TOKENS
+        assert_sampled_by(subject, subject.engine.policy_version, rollout)
+
+
+async def test_an_unknown_request_is_aborted_without_effect(subject: Subject) -> None:
+    await subject.engine.abort("999:9")
+
+
+async def test_an_abort_right_after_the_request_is_not_lost(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.generate(_long(1)))
+    await asyncio.sleep(0)
+    await subject.engine.abort(_long(1).request_id)
+    rollout = await asyncio.wait_for(running, 5)
+    assert len(rollout.token_ids) < MAX_TOKENS
+
+
+async def test_a_cancelled_request_is_gone(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.generate(_long(2)))
+    await until_sampling()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    statistics = subject.engine.statistics()
+    assert statistics.num_running == statistics.num_waiting == 0
+
+
+async def test_a_prefix_is_kept_and_continued(subject: Subject) -> None:
+    prefix = Prefix(
+        np.asarray([20, 21, 22, 23], np.int32), np.full(4, -1.5, np.float32), np.asarray([-1, -1, 0, 0], np.int32)
+    )
+    rollout = await subject.engine.generate(request_of(5, max_tokens=10, prefix=prefix))
+    assert_well_formed(rollout)
+    assert 4 < len(rollout.token_ids) <= 10
+    np.testing.assert_array_equal(rollout.token_ids[:4], prefix.token_ids)
+    np.testing.assert_array_equal(rollout.behaviour_logprobs[:4], prefix.behaviour_logprobs)
+    np.testing.assert_array_equal(rollout.versions[:4], prefix.versions)
+    expected = subject.expected_logprobs(subject.engine.policy_version, rollout)
+    np.testing.assert_allclose(rollout.behaviour_logprobs[4:], expected[4:], atol=TOLERANCE)
+
+
+async def test_a_prefix_of_full_length_is_a_whole_completion(subject: Subject) -> None:
+    prefix = Prefix(np.full(6, 30, np.int32), np.full(6, -1, np.float32), np.zeros(6, np.int32))
+    rollout = await subject.engine.generate(request_of(5, max_tokens=6, prefix=prefix))
+    assert rollout.finish_reason is FinishReason.LENGTH
+    assert len(rollout.token_ids) == 6
+
+
+async def test_a_pause_keeps_requests(subject: Subject) -> None:
+    running = [asyncio.create_task(subject.engine.generate(_long(index, 100))) for index in range(4)]
+    await asyncio.sleep(0.01)
+    await subject.engine.pause()
+    await subject.engine.pause()
+    busy_s = subject.engine.statistics().busy_s
+    _, pending = await asyncio.wait(running, timeout=0.3)
+    assert pending
+    assert subject.engine.statistics().busy_s == busy_s
+    await subject.engine.resume()
+    await subject.engine.resume()
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), 10):
+        assert_sampled_by(subject, subject.engine.policy_version, rollout)
+        assert rollout.finish_reason is not FinishReason.ABORT
+
+
+async def test_requests_go_on_while_weights_change(subject: Subject) -> None:
+    old, new = subject.engine.policy_version, subject.engine.policy_version + 1
+    before = await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
+    assert_sampled_by(subject, old, before)
+
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(8)]
+    await until_sampling()
+    timing = await subject.update(new)
+    assert isinstance(timing, WeightTiming)
+    assert subject.engine.policy_version == new
+    rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
+
+    crossing = [rollout for rollout in rollouts if set(rollout.versions) == {old, new}]
+    assert crossing
+    for rollout in crossing:
+        assert_well_formed(rollout)
+        border = int(np.argmax(rollout.versions == new))
+        by_old = subject.expected_logprobs(old, rollout)
+        # Up to the border nothing but the old weights was at work; with the first token after it, something else.
+        np.testing.assert_allclose(rollout.behaviour_logprobs[:border], by_old[:border], atol=TOLERANCE)
+        assert abs(rollout.behaviour_logprobs[border] - by_old[border]) > 10 * TOLERANCE
+
+    # The same prompt again: a cache of old keys and values would show.
+    after = await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
+    assert_sampled_by(subject, new, after)
+
+
+async def test_many_updates_leave_versions_in_order(subject: Subject) -> None:
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(6)]
+    for _ in range(4):
+        await asyncio.sleep(0.03)
+        await subject.update(subject.engine.policy_version + 1)
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), 30):
+        assert_well_formed(rollout)
+
+
+async def test_an_engine_that_is_paused_stays_paused_over_an_update(subject: Subject) -> None:
+    await subject.engine.pause()
+    running = asyncio.create_task(subject.engine.generate(request_of(3)))
+    await subject.update(subject.engine.policy_version + 1)
+    _, pending = await asyncio.wait([running], timeout=0.1)
+    assert pending
+    await subject.engine.resume()
+    assert_sampled_by(subject, subject.engine.policy_version, await running)
+
+
+async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = subject.engine.policy_version
+    with monkeypatch.context() as damage:
+        damage.setattr("rlhpc.weights.group_publisher.checksum64", lambda block: 12345)
+        with pytest.raises(TornWeights):
+            await subject.update(old + 1)
+    assert subject.engine.policy_version == old
+    assert_sampled_by(subject, old, await subject.engine.generate(request_of(4)))
+    await subject.join()
+    await subject.update(old + 1)
+    assert_sampled_by(subject, old + 1, await subject.engine.generate(request_of(4)))
+
+
+async def test_an_engine_outside_a_group_receives_nothing(subject: Subject) -> None:
+    await subject.engine.leave_weights()
+    await subject.engine.leave_weights()
+    with pytest.raises(TornWeights):
+        await subject.engine.receive_weights(subject.manifest(subject.engine.policy_version + 1))
+    await subject.join()
+
+
+async def test_statistics_count(subject: Subject) -> None:
+    before = subject.engine.statistics()
+    rollout = await subject.engine.generate(request_of(6))
+    after = subject.engine.statistics()
+    assert after.tokens_generated - before.tokens_generated == len(rollout.token_ids)
+    assert after.busy_s > before.busy_s
+    assert 1 <= subject.engine.capacity_samples <= 16
+    assert subject.engine.num_weight_ranks == 1
+
+
+async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(subject: Subject) -> None:
+    """Last: the engine does not come back."""
+    running = asyncio.create_task(subject.engine.generate(_long(1)))
+    await until_sampling()
+    if isinstance(subject, VllmSubject):
+        for process in _children():
+            process.kill()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(running, 10)
+        with pytest.raises(EngineError):
+            await subject.engine.generate(request_of(1))
+    await subject.engine.close()
+    await subject.engine.close()
+    if not isinstance(subject, VllmSubject):
+        assert (await running).finish_reason is FinishReason.ABORT
+    assert _children() == []
+    with pytest.raises(EngineError):
+        await subject.engine.generate(request_of(1))
+
+
+@pytest.mark.vllm
+async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tmp_path: Path) -> None:
+    subject = await VllmSubject.start(tmp_path, family="llama", tied=False, recompute_kv=True)
+    try:
+        await subject.join()
+        await subject.update(0)
+        running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
+        await until_sampling()
+        await subject.update(1)
+        rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
+        crossing = [rollout for rollout in rollouts if set(rollout.versions) == {0, 1}]
+        assert crossing
+        for rollout in crossing:
+            border = int(np.argmax(rollout.versions == 1))
+            by_new = subject.expected_logprobs(1, rollout)
+            # One step may have been taken on the old cache, before it was cleared; from then on it is all new.
+            np.testing.assert_allclose(rollout.behaviour_logprobs[border + 1 :], by_new[border + 1 :], atol=TOLERANCE)
+        last = asyncio.create_task(subject.engine.generate(_long(1)))
+        await until_sampling()
+    finally:
+        await subject.engine.close()
+        subject.publisher.dissolve()
+    assert (await last).finish_reason in (FinishReason.ABORT, FinishReason.STOP)
+    assert _children() == []
+
+
+def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:
+    return request_of(index, max_tokens=max_tokens)
+
+
+def _children() -> list[psutil.Process]:
+    """Processes below this one, python's own resource tracker apart."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if not any("resource_tracker" in word for word in child.cmdline())]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from group_builder import group, rollout, scored
+
+from rlhpc.algorithms import diagnostics
+from rlhpc.types import FinishReason, Verdict
+
+FIRST = group(
+    scored(rollout(0, length=2), 1.0, format=0.5),
+    scored(rollout(1, length=6, finish_reason=FinishReason.LENGTH), 0.0, format=0.0),
+)
+SECOND = group(scored(rollout(0, length=4), 0.0), scored(rollout(1, length=4), 0.0), admitted_version=1)
+FAILED = group(scored(rollout(0), 1.0), scored(rollout(1), 99.0, Verdict.VERIFIER_ERROR))
+
+
+def test_reward_figures_count_members_and_groups() -> None:
+    figures = diagnostics.reward_figures([FIRST, SECOND])
+    assert figures["reward/mean"] == 0.25
+    assert figures["reward/correct_share"] == 0.25
+    assert figures["reward/wrong_share"] == 0.75
+    assert figures["reward/solved_group_share"] == 0.5
+    assert figures["reward/zero_spread_share"] == 0.5
+    assert figures["reward/group_std"] == 0.25
+    assert figures["reward/part/format"] == 0.25
+
+
+def test_a_failed_verifier_is_counted_and_its_reward_is_not() -> None:
+    figures = diagnostics.reward_figures([FAILED])
+    assert figures["reward/verifier_error_share"] == 0.5
+    assert figures["reward/max"] == 1.0
+
+
+def test_length_figures_tell_truncation() -> None:
+    figures = diagnostics.length_figures([FIRST, SECOND])
+    assert figures["completion_length/mean"] == 4
+    assert figures["completion_length/max"] == 6
+    assert figures["completion_length/truncated_share"] == 0.25
+    assert figures["prompt_length/mean"] == 2
+
+
+def test_staleness_counts_from_admission_and_per_token_from_sampling() -> None:
+    mixed = group(scored(rollout(0, versions=np.array([3, 3, 4], np.int32)), 1.0), scored(rollout(1), 0.0))
+    figures = diagnostics.staleness_figures([mixed], policy_version=5)
+    assert figures["staleness/mean"] == 2
+    assert figures["staleness/token_max"] == 2
+    assert figures["staleness/token_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1 + 1) / 6)
+    assert figures["staleness/spanning_share"] == 0.5
+    assert diagnostics.staleness([mixed, SECOND], 5).tolist() == [2, 2, 4, 4]
+
+
+def test_without_groups_there_is_nothing_to_say() -> None:
+    assert diagnostics.reward_figures([]) == {}
+    assert diagnostics.length_figures([]) == {}
+    assert diagnostics.staleness_figures([], 3) == {}
+
+
+def test_effective_share_is_one_for_equal_weights_and_falls_with_their_spread() -> None:
+    def share(weights: np.ndarray) -> float:
+        sums = {"importance_weight": float(weights.sum()), "importance_weight_squared": float((weights**2).sum())}
+        return diagnostics.effective_sample_share(sums, len(weights))
+
+    assert share(np.full(10, 0.3)) == pytest.approx(1.0)
+    assert share(np.array([1.0] + [0.0] * 9)) == pytest.approx(0.1)
+    assert share(np.zeros(3)) == 0.0

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhpc.algorithms.schedule import learning_rate
+from rlhpc.config import TrainerConfig
+
+
+def rates(num_steps: int, **settings: Any) -> list[float]:
+    config = TrainerConfig(token_budget=1, learning_rate=1.0, **settings)
+    return [learning_rate(step, config, num_steps) for step in range(num_steps)]
+
+
+def test_warm_up_rises_in_equal_steps_and_no_step_is_spent_on_zero() -> None:
+    assert rates(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_constant_stays() -> None:
+    assert rates(3) == [1.0, 1.0, 1.0]
+
+
+def test_linear_reaches_its_minimum_at_the_last_step() -> None:
+    assert rates(5, lr_schedule="linear", min_learning_rate=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_starts_and_ends_flat_and_passes_the_middle() -> None:
+    assert rates(5, lr_schedule="cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466, 0.0])
+
+
+def test_decay_starts_where_warm_up_ends() -> None:
+    assert rates(6, lr_schedule="linear", warmup_steps=1) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_trains_at_full_rate(schedule: str) -> None:
+    assert rates(1, lr_schedule=schedule) == [1.0]
+
+
+def test_steps_past_the_end_stay_at_the_minimum() -> None:
+    config = TrainerConfig(token_budget=1, learning_rate=1.0, lr_schedule="linear", min_learning_rate=0.1)
+    assert learning_rate(99, config, 10) == 0.1
+
+
+def test_a_negative_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="step=-1"):
+        learning_rate(-1, TrainerConfig(token_budget=1), 10)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses import make_policy_loss
+from rlhpc.algorithms.proximal import current_share, loglinear_proximal
+from rlhpc.config import AlgorithmConfig
+
+NUM_TOKENS = 64
+
+
+def tokens(seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
+    """Log-probabilities of three policies that differ enough to clip and to cap."""
+    draw = torch.Generator().manual_seed(seed)
+    base = -3 * torch.rand(NUM_TOKENS, generator=draw)
+    noise = [spread * torch.randn(NUM_TOKENS, generator=draw) for _ in range(3)]
+    loss_mask = torch.rand(NUM_TOKENS, generator=draw) < 0.7
+    advantages = torch.where(loss_mask, torch.randn(NUM_TOKENS, generator=draw), torch.zeros(NUM_TOKENS))
+    return {
+        "current": base + noise[0],
+        "behaviour": base + noise[1],
+        "proximal": base + noise[2],
+        "advantages": advantages,
+        "loss_mask": loss_mask,
+    }
+
+
+def evaluate(batch: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Loss, its gradient with respect to the current log-probabilities, and metrics."""
+    current = batch["current"].clone().requires_grad_()
+    loss, metrics = make_policy_loss(AlgorithmConfig(**settings))(
+        current, **{name: values for name, values in batch.items() if name != "current"}
+    )
+    (gradient,) = torch.autograd.grad(loss, current)
+    return loss.detach(), gradient, {name: value.item() for name, value in metrics.items()}
+
+
+def one(**values: float) -> dict[str, Tensor]:
+    """A single loss token; log-probabilities default to −1, the advantage to 1."""
+    defaults = {"current": -1.0, "behaviour": -1.0, "proximal": -1.0, "advantages": 1.0}
+    return {name: torch.tensor([value]) for name, value in (defaults | values).items()} | {
+        "loss_mask": torch.tensor([True])
+    }
+
+
+def test_gradient_equals_that_of_the_formula_written_out_token_by_token() -> None:
+    batch = tokens()
+    current = batch["current"].clone().requires_grad_()
+    total = torch.zeros(())
+    for t in range(NUM_TOKENS):
+        if not batch["loss_mask"][t]:
+            continue
+        ratio = torch.exp(current[t] - batch["proximal"][t])
+        weight = min(float(torch.exp(batch["proximal"][t] - batch["behaviour"][t])), 1.5)
+        advantage = batch["advantages"][t]
+        total = total - weight * torch.min(ratio * advantage, torch.clip(ratio, 0.9, 1.3) * advantage)
+    (expected,) = torch.autograd.grad(total, current)
+    loss, gradient, metrics = evaluate(batch, clip_low=0.1, clip_high=0.3, importance_cap=1.5)
+    torch.testing.assert_close(loss, total.detach())
+    torch.testing.assert_close(gradient, expected)
+    assert metrics["clip_low"] > 0
+    assert metrics["clip_high"] > 0
+    assert metrics["importance_capped"] > 0
+
+
+def test_the_first_on_policy_step_is_reinforce_with_the_group_s_baseline() -> None:
+    batch = tokens()
+    batch["behaviour"] = batch["proximal"] = batch["current"]
+    loss, gradient, metrics = evaluate(batch)
+    torch.testing.assert_close(gradient, -batch["advantages"])
+    torch.testing.assert_close(loss, -batch["advantages"].sum())
+    num_loss_tokens = int(batch["loss_mask"].sum())
+    assert metrics["ratio"] == metrics["importance_weight"] == num_loss_tokens
+    assert metrics["kl_k1"] == metrics["kl_k3"] == metrics["mismatch_abs"] == metrics["clip_high"] == 0
+
+
+def test_loss_and_metrics_add_up_over_micro_batches() -> None:
+    batch = tokens()
+    whole_loss, whole_gradient, whole_metrics = evaluate(batch)
+    parts = [evaluate({name: values[half] for name, values in batch.items()}) for half in (slice(20), slice(20, None))]
+    torch.testing.assert_close(sum(loss for loss, _, _ in parts), whole_loss)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in parts]), whole_gradient)
+    for name, value in whole_metrics.items():
+        assert sum(metrics[name] for _, _, metrics in parts) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("filling", [0.0, 1e30, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
+def test_what_stands_behind_the_mask_changes_nothing(filling: float, proximal: str) -> None:
+    batch = tokens()
+    if proximal == "loglinear":
+        batch["proximal"] = torch.rand(NUM_TOKENS)
+    changed = {
+        name: values if name == "loss_mask" else torch.where(batch["loss_mask"], values, filling)
+        for name, values in batch.items()
+    }
+    loss, gradient, metrics = evaluate(batch, proximal=proximal)
+    changed_loss, changed_gradient, changed_metrics = evaluate(changed, proximal=proximal)
+    assert torch.equal(changed_loss, loss)
+    assert torch.equal(changed_gradient, gradient)
+    assert changed_metrics == metrics
+    assert not gradient[~batch["loss_mask"]].any()
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "moves"),
+    [
+        (0.22, 1.0, True),  # ratio 1.246: above 1 + clip_low, below 1 + clip_high
+        (0.30, 1.0, False),  # ratio 1.35: a good token has gone up enough
+        (0.30, -1.0, True),  # a bad token that went up is still pushed down
+        (-0.22, -1.0, True),  # ratio 0.803: above 1 − clip_low
+        (-0.30, -1.0, False),  # ratio 0.741: a bad token has gone down enough
+        (-0.30, 1.0, True),  # a good token that went down is still pulled up
+    ],
+)
+def test_good_tokens_may_rise_further_than_bad_ones_may_fall(log_ratio: float, advantage: float, moves: bool) -> None:
+    batch = one(current=-1.0 + log_ratio, advantages=advantage)
+    _, gradient, metrics = evaluate(batch, clip_low=0.2, clip_high=0.28)
+    assert bool(gradient.any()) == moves
+    assert metrics["clip_high"] == float(not moves and advantage > 0)
+    assert metrics["clip_low"] == float(not moves and advantage < 0)
+
+
+def test_the_importance_weight_scales_the_gradient_up_to_its_cap() -> None:
+    weights = {}
+    for log_weight in (-1.0, 0.5, 3.0):
+        _, gradient, _ = evaluate(one(behaviour=-1.0 - log_weight), importance_cap=2.0)
+        weights[log_weight] = -gradient.item()
+    assert weights == pytest.approx({-1.0: np.exp(-1.0), 0.5: np.exp(0.5), 3.0: 2.0})
+
+
+def test_without_a_cap_there_is_no_weight_but_its_figures_remain() -> None:
+    _, gradient, metrics = evaluate(one(behaviour=-4.0), importance_cap=None)
+    assert gradient.item() == -1.0
+    assert metrics["importance_weight"] == pytest.approx(np.exp(3.0))
+    assert metrics["importance_capped"] == 0
+
+
+def test_no_gradient_flows_through_weight_behaviour_or_proximal() -> None:
+    batch = tokens()
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("current", "behaviour", "proximal", "advantages")}
+    loss, metrics = make_policy_loss(AlgorithmConfig())(**leaves, loss_mask=batch["loss_mask"])
+    loss.backward()
+    assert leaves["current"].grad is not None
+    assert all(leaves[name].grad is None for name in ("behaviour", "proximal", "advantages"))
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_kl_figures_estimate_the_divergence_of_known_distributions() -> None:
+    """Expectation over the sampler's distribution, written as a weighted sum of two outcomes."""
+    behaviour, current = torch.tensor([0.7, 0.3]), torch.tensor([0.6, 0.4])
+    exact = float((behaviour * (behaviour / current).log()).sum())
+    k1 = k3 = 0.0
+    for share, new in zip(behaviour.tolist(), current.tolist(), strict=True):
+        _, _, metrics = evaluate(one(behaviour=np.log(share), proximal=np.log(share), current=np.log(new)))
+        k1 += share * metrics["kl_k1"]
+        k3 += share * metrics["kl_k3"]
+        assert metrics["kl_k3"] >= 0
+    assert k1 == pytest.approx(exact, rel=1e-5)
+    assert k3 == pytest.approx(exact, rel=1e-4)
+
+
+def test_mismatch_is_between_sampler_and_proximal_policy() -> None:
+    _, _, metrics = evaluate(one(behaviour=-1.5, proximal=-1.25, current=-9.0))
+    assert metrics["mismatch_abs"] == pytest.approx(0.25)
+    assert metrics["mismatch_kl"] == pytest.approx(np.exp(0.25) - 1.25, rel=1e-5)
+
+
+def test_an_absurd_but_finite_token_stays_finite() -> None:
+    for batch in (one(current=-1e4), one(behaviour=-1e4), one(proximal=-1e4, advantages=-1.0)):
+        loss, gradient, metrics = evaluate(batch, importance_cap=None)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+        assert np.isfinite(list(metrics.values())).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["current", "behaviour", "proximal", "advantages"])
+def test_one_number_that_is_not_finite_makes_loss_and_gradient_nan_so_that_the_step_is_skipped(
+    name: str, bad: float
+) -> None:
+    batch = tokens()
+    first = int(batch["loss_mask"].nonzero()[0])
+    batch[name] = batch[name].clone()
+    batch[name][first] = bad
+    loss, gradient, _ = evaluate(batch)
+    assert torch.isnan(loss)
+    assert torch.isnan(gradient).any()
+
+
+def test_a_row_without_loss_tokens_gives_zero_and_not_nan() -> None:
+    batch = tokens() | {"loss_mask": torch.zeros(NUM_TOKENS, dtype=torch.bool)}
+    loss, gradient, metrics = evaluate(batch)
+    assert loss == 0
+    assert not gradient.any()
+    assert set(metrics.values()) == {0.0}
+
+
+def test_the_share_of_the_current_policy_grows_with_the_token_s_age() -> None:
+    versions = np.array([-1, 6, 5, 4, 2], np.int32)
+    np.testing.assert_allclose(current_share(versions, 6), [1, 1, 0, 0.5, 0.75])
+    with pytest.raises(ValueError, match="a token of version 6 in a batch for policy version 5"):
+        current_share(versions, 5)
+
+
+def test_loglinear_anchors_between_sampler_and_current_policy_without_gradient() -> None:
+    batch = tokens()
+    share = torch.linspace(0, 1, NUM_TOKENS)
+    anchor = loglinear_proximal(batch["behaviour"], batch["current"].clone().requires_grad_(), share)
+    assert not anchor.requires_grad
+    torch.testing.assert_close(anchor, (1 - share) * batch["behaviour"] + share * batch["current"])
+    by_share = evaluate(batch | {"proximal": share}, proximal="loglinear")
+    by_anchor = evaluate(batch | {"proximal": anchor}, proximal="recompute")
+    assert torch.equal(by_share[0], by_anchor[0])
+    assert torch.equal(by_share[1], by_anchor[1])

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rollout_samples import ManualClock, make_ledger, make_prompt
+
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.errors import CheckpointError, LedgerError
+from rlhpc.types import Prefix, SamplingParams
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def ledger(clock: ManualClock) -> AdmissionLedger:
+    return make_ledger(clock)
+
+
+def admit(ledger: AdmissionLedger, count: int, version: int = 0) -> list[int]:
+    return [ledger.admit(make_prompt(index), version) for index in range(count)]
+
+
+def finish(ledger: AdmissionLedger, *group_ids: int) -> None:
+    for group_id in group_ids:
+        for index in range(ledger.group_size):
+            assert ledger.deliver("g-0", group_id, index)
+
+
+def make_prefix(length: int) -> Prefix:
+    return Prefix(np.arange(length, dtype=np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32))
+
+
+def test_no_group_is_admitted_without_a_slot(ledger):
+    admit(ledger, 4)
+    assert not ledger.has_slot
+    with pytest.raises(LedgerError, match="no free slot"):
+        ledger.admit(make_prompt(9), 0)
+    assert ledger.counts()["admitted"] == 4
+
+
+def test_a_slot_stays_taken_until_the_weights_are_live(ledger):
+    admit(ledger, 4)
+    finish(ledger, 0, 1)
+    assert not ledger.has_slot
+    assert ledger.take(2, step=0) == [0, 1]
+    assert not ledger.has_slot
+    ledger.release([0, 1])
+    assert ledger.counts()["free_slots"] == 2
+
+
+def test_a_dropped_group_gives_its_slot_back_at_once(ledger):
+    admit(ledger, 4)
+    ledger.drop(2, DropReason.NO_SPREAD)
+    assert ledger.has_slot
+    assert ledger.counts()["dropped_no_spread"] == 1
+
+
+def test_a_group_is_granted_once_and_oldest_first(ledger):
+    admit(ledger, 2)
+    leases = [ledger.grant("g-0", 10) for _ in range(3)]
+    assert [lease and lease.group_id for lease in leases] == [0, 1, None]
+    assert leases[0].sample_indices == (0, 1)
+    assert leases[0].attempt == 0
+    assert ledger.outstanding("g-0") == 4
+
+
+def test_a_lease_never_exceeds_the_credit_so_a_group_is_split(ledger):
+    admit(ledger, 1)
+    assert ledger.grant("g-0", 0) is None
+    first, second = ledger.grant("g-0", 1), ledger.grant("g-1", 5)
+    assert (first.sample_indices, second.sample_indices) == ((0,), (1,))
+    assert (ledger.outstanding("g-0"), ledger.outstanding("g-1")) == (1, 1)
+
+
+def test_a_second_copy_is_not_wanted(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    assert ledger.deliver("g-0", 0, 1)
+    assert not ledger.deliver("g-0", 0, 1)
+    assert ledger.outstanding("g-0") == 1
+
+
+def test_members_of_unknown_and_dropped_groups_are_not_wanted(ledger):
+    admit(ledger, 1)
+    ledger.drop(0, DropReason.CANCELLED)
+    assert not ledger.deliver("g-0", 0, 0)
+    assert not ledger.deliver("g-0", 77, 0)
+    assert not ledger.deliver("g-0", 0, 99)
+
+
+def test_an_overdue_lease_is_granted_again_before_fresh_groups(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("slow", 2)
+    clock.advance(59.0)
+    assert ledger.expire() == []
+    admit(ledger, 1)
+    clock.advance(1.0)
+    assert ledger.expire() == [(0, "slow")]
+    lease = ledger.grant("g-1", 2)
+    assert (lease.group_id, lease.attempt) == (0, 1)
+
+
+def test_only_what_is_missing_of_an_overdue_lease_is_granted_again(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("slow", 2)
+    ledger.deliver("slow", 0, 0)
+    clock.advance(60.0)
+    ledger.expire()
+    assert ledger.grant("g-1", 2).sample_indices == (1,)
+
+
+def test_a_generator_that_lost_its_lease_may_still_be_the_first_to_deliver(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("slow", 2)
+    clock.advance(60.0)
+    ledger.expire()
+    ledger.grant("fast", 2)
+    assert ledger.deliver("slow", 0, 0)
+    assert ledger.outstanding("fast") == 1
+    assert not ledger.deliver("fast", 0, 0)
+
+
+def test_the_deadline_of_an_old_lease_does_not_touch_a_newer_one_of_the_same_holder(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    clock.advance(30.0)
+    ledger.hand_back("g-0", 0, [0, 1])
+    ledger.grant("g-0", 2)
+    clock.advance(30.0)
+    assert ledger.expire() == []
+    assert ledger.outstanding("g-0") == 2
+
+
+def test_everything_a_dead_generator_held_is_grantable_again(ledger):
+    admit(ledger, 2)
+    ledger.grant("dead", 2)
+    ledger.grant("dead", 2)
+    ledger.deliver("dead", 0, 0)
+    assert ledger.forget_holder("dead") == [0, 1]
+    assert ledger.outstanding("dead") == 0
+    assert [ledger.grant("g-1", 2).sample_indices for _ in range(2)] == [(1,), (0, 1)]
+    assert ledger.forget_holder("never heard of") == []
+
+
+def test_a_prefix_handed_back_travels_with_the_next_lease(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    prefix = make_prefix(3)
+    ledger.hand_back("g-0", 0, [1], [prefix])
+    lease = ledger.grant("g-1", 2)
+    assert lease.sample_indices == (1,)
+    assert lease.prefixes == (prefix,)
+    ledger.forget_holder("g-1")
+    assert ledger.grant("g-2", 1).prefixes == (prefix,)
+
+
+def test_the_longest_prefix_is_kept(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    long, short = make_prefix(5), make_prefix(2)
+    ledger.hand_back("g-0", 0, [0], [long])
+    ledger.grant("g-1", 1)
+    ledger.hand_back("g-1", 0, [0], [short])
+    assert ledger.grant("g-2", 1).prefixes == (long,)
+
+
+def test_what_another_generator_holds_cannot_be_handed_back(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    ledger.hand_back("g-1", 0, [0, 1], [make_prefix(4), None])
+    assert ledger.outstanding("g-0") == 2
+    assert ledger.grant("g-2", 2) is None
+
+
+def test_a_hand_back_that_contradicts_the_group_is_refused(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    with pytest.raises(LedgerError, match="prefixes"):
+        ledger.hand_back("g-0", 0, [0, 1], [None])
+    with pytest.raises(LedgerError, match="has 2"):
+        ledger.hand_back("g-0", 0, [2])
+    assert ledger.outstanding("g-0") == 2
+
+
+def test_a_group_whose_leases_are_lost_max_attempts_times_is_poison(ledger):
+    admit(ledger, 2)
+    for attempt in range(3):
+        assert ledger.poisoned() == []
+        assert ledger.grant(f"g-{attempt}", 2).group_id == 0
+        ledger.forget_holder(f"g-{attempt}")
+    assert ledger.poisoned() == [0]
+    assert ledger.grant("g-9", 2).group_id == 1  # the poison is granted no more
+    assert ledger.group(0).attempts == 4
+    ledger.drop(0, DropReason.POISON)
+    assert ledger.poisoned() == []
+
+
+def test_splitting_a_group_over_leases_does_not_make_it_poison(ledger):
+    admit(ledger, 1)
+    for _ in range(2):
+        ledger.grant("g-0", 1)
+        ledger.grant("g-0", 1)
+        ledger.forget_holder("g-0")
+    assert ledger.poisoned() == []
+
+
+def test_a_hand_back_counts_as_an_attempt_only_when_it_is_a_failure(ledger):
+    admit(ledger, 1)
+    for _ in range(5):
+        ledger.grant("g-0", 2)
+        ledger.hand_back("g-0", 0, [0, 1])
+    assert ledger.poisoned() == []
+    for _ in range(3):
+        ledger.grant("g-0", 2)
+        ledger.hand_back("g-0", 0, [0, 1], is_failure=True)
+    assert ledger.poisoned() == [0]
+
+
+def test_a_batch_waits_for_groups_inside_the_window(clock):
+    ledger = make_ledger(clock, num_slots=6, window_groups=3)
+    admit(ledger, 6)
+    finish(ledger, 1, 3, 4)
+    assert ledger.takeable(9) == [1]  # group 0 is the anchor: 0 + 3 is outside
+    assert ledger.take(2, step=0) is None
+    finish(ledger, 2)
+    assert ledger.take(2, step=0) == [1, 2]
+    finish(ledger, 0)
+    assert ledger.takeable(9) == [0, 3, 4]  # the anchor moved to 5
+
+
+def test_a_dropped_anchor_moves_the_window_on(clock):
+    ledger = make_ledger(clock, num_slots=6, window_groups=2)
+    admit(ledger, 6)
+    finish(ledger, 2, 3)
+    assert ledger.takeable(9) == []
+    ledger.drop(0, DropReason.POISON)
+    assert ledger.takeable(9) == [2]
+    ledger.drop(1, DropReason.POISON)
+    assert ledger.take(2, step=0) == [2, 3]
+
+
+def test_a_window_of_one_takes_groups_in_strict_order(clock):
+    ledger = make_ledger(clock, window_groups=1)
+    admit(ledger, 4)
+    finish(ledger, 1, 2, 3)
+    assert ledger.takeable(9) == []
+    finish(ledger, 0)
+    assert ledger.take(2, step=0) == [0, 1]
+
+
+def test_what_is_taken_can_be_neither_dropped_nor_released_twice(ledger):
+    admit(ledger, 2)
+    finish(ledger, 0, 1)
+    ledger.take(2, step=7)
+    with pytest.raises(LedgerError, match="taken for step 7"):
+        ledger.drop(0, DropReason.NO_SPREAD)
+    with pytest.raises(LedgerError, match="twice"):
+        ledger.release([0, 0])
+    ledger.release([0])
+    with pytest.raises(LedgerError, match="released or dropped"):
+        ledger.release([1, 0])
+    assert ledger.counts()["taken"] == 1
+    with pytest.raises(LedgerError, match="ever admitted"):
+        ledger.group(99)
+
+
+def test_a_group_in_flight_cannot_be_released(ledger):
+    admit(ledger, 1)
+    with pytest.raises(LedgerError, match="in flight"):
+        ledger.release([0])
+
+
+def test_slots_that_cannot_hold_a_batch_are_refused(clock):
+    with pytest.raises(LedgerError, match="never hold"):
+        make_ledger(clock, num_slots=1, groups_per_step=2)
+
+
+def test_the_age_of_the_oldest_group_in_flight_is_known(ledger, clock):
+    assert ledger.oldest_in_flight_age_s == 0.0
+    admit(ledger, 1)
+    clock.advance(5.0)
+    admit(ledger, 1)
+    assert ledger.oldest_in_flight_age_s == 5.0
+    finish(ledger, 0)
+    assert ledger.oldest_in_flight_age_s == 0.0
+
+
+def test_leases_in_flight_are_granted_again_after_a_restart_under_the_same_ids(ledger, clock):
+    admit(ledger, 3, version=4)
+    ledger.grant("g-0", 2)
+    ledger.deliver("g-0", 0, 1)
+    ledger.grant("g-1", 2)
+    ledger.drop(2, DropReason.NO_SPREAD)
+    restored = restore(ledger, clock, next_step=0)
+    assert restored.counts()["dropped_no_spread"] == 1
+    leases = [restored.grant("g-9", 2) for _ in range(3)]
+    assert [lease and (lease.group_id, lease.sample_indices) for lease in leases] == [(0, (0,)), (1, (0, 1)), None]
+    assert leases[0].admitted_version == 4
+    assert leases[0].prompt.reference == "#### 0"
+    assert leases[0].prompt.token_ids.dtype == np.int32
+    assert restored.admit(make_prompt(9), 5) == 3
+
+
+def test_a_prefetched_batch_is_taken_again_after_a_restart_and_a_trained_one_is_not(clock):
+    ledger = make_ledger(clock, num_slots=6)
+    admit(ledger, 6)
+    finish(ledger, 0, 1, 2, 3)
+    assert ledger.take(2, step=0) == [0, 1]
+    assert ledger.take(2, step=1) == [2, 3]
+    restored = restore(ledger, clock, next_step=1, num_slots=6)
+    assert restored.counts()["released"] == 2
+    assert restored.take(2, step=1) == [2, 3]
+
+
+def test_lost_attempts_outlive_a_restart(ledger, clock):
+    admit(ledger, 1)
+    for _ in range(3):
+        ledger.grant("g-0", 2)
+        ledger.forget_holder("g-0")
+    assert restore(ledger, clock, next_step=0).poisoned() == [0]
+
+
+def test_a_smaller_number_of_slots_after_a_restart_only_holds_admission_back(ledger, clock):
+    admit(ledger, 4)
+    restored = restore(ledger, clock, next_step=0, num_slots=2)
+    assert not restored.has_slot
+    assert restored.counts()["free_slots"] == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"group_size": 3},
+        {"next_group_id": 7},
+        {"num_released": None},
+        {"dropped": {"because": 1}},
+        {"groups": [{"group_id": 0}]},
+        {"groups": "none"},
+    ],
+)
+def test_a_damaged_state_is_refused(ledger, clock, damage):
+    admit(ledger, 2)
+    with pytest.raises(CheckpointError):
+        AdmissionLedger.from_state(ledger.state(0) | damage, **settings(clock))
+
+
+def settings(clock: ManualClock, **changes: object) -> dict[str, object]:
+    return {
+        "num_slots": 4,
+        "window_groups": 2,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "sampling": SamplingParams(max_tokens=16),
+        "lease_deadline_s": 60.0,
+        "max_attempts": 3,
+        "clock": clock,
+        **changes,
+    }
+
+
+def restore(ledger: AdmissionLedger, clock: ManualClock, next_step: int, **changes: object) -> AdmissionLedger:
+    text = json.dumps(ledger.state(next_step))
+    return AdmissionLedger.from_state(json.loads(text), **settings(clock, **changes))

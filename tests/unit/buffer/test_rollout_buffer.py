@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
+from test_ledger import settings
+
+from rlhpc.buffer.assembly import GroupAssembler
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segment_reader import read_rollouts_directory, set_aside_lost_segments
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.errors import CheckpointError, LedgerError
+from rlhpc.types import FinishReason, Verdict
+
+
+def make_writer(directory: Path, first_index: int = 0) -> SegmentWriter:
+    return SegmentWriter(
+        directory,
+        first_index,
+        run_name="test",
+        run_attempt=0,
+        max_groups=8,
+        max_s=60.0,
+        compression="none",
+        clock=ManualClock(),
+    )
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    (tmp_path / "rollouts").mkdir()
+    return tmp_path / "rollouts"
+
+
+@pytest.fixture
+def buffer(rollouts: Path) -> RolloutBuffer:
+    return RolloutBuffer(make_ledger(ManualClock()), GroupAssembler(2), make_writer(rollouts))
+
+
+def admit(buffer: RolloutBuffer, *group_ids: int) -> None:
+    for group_id in group_ids:
+        assert buffer.ledger.admit(make_prompt(group_id), group_id // 2) == group_id
+
+
+def deliver(buffer: RolloutBuffer, *group_ids: int) -> None:
+    for group_id in group_ids:
+        assert buffer.deliver("g-0", make_scored(group_id, 1)) is None
+        assert_same_group(buffer.deliver("g-0", make_scored(group_id, 0)), make_group(group_id))
+
+
+def restore(directory: Path, rollouts: Path, state: dict) -> RolloutBuffer:
+    state = json.loads(json.dumps(state))
+    ledger = AdmissionLedger.from_state(state["ledger"], **settings(ManualClock()))
+    set_aside_lost_segments(rollouts, state["next_segment_index"], attempt=1)
+    buffer = RolloutBuffer(ledger, GroupAssembler(2), make_writer(rollouts, state["next_segment_index"]))
+    buffer.load(directory)
+    return buffer
+
+
+def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollouts):
+    admit(buffer, 0, 1, 2)
+    deliver(buffer, 0, 1)
+    batch = buffer.take(2, step=5)
+    assert [group.group_id for group in batch] == [0, 1]
+    assert buffer.take(2, step=6) is None
+    buffer.consume(batch, step=5)
+    buffer.release([0, 1])
+    buffer.segments.seal()
+    recorded = list(read_rollouts_directory(rollouts))
+    assert [(r.group.group_id, r.consumed_step, r.drop_reason) for r in recorded] == [(0, 5, None), (1, 5, None)]
+    assert_same_group(recorded[1].group, make_group(1))
+    assert buffer.ledger.counts()["free_slots"] == 3
+
+
+def test_a_late_copy_of_a_rollout_is_ignored_at_every_stage(buffer):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0, 1)
+    assert buffer.deliver("g-1", make_scored(0, 0)) is None
+    batch = buffer.take(2, step=0)
+    assert buffer.deliver("g-1", make_scored(0, 0)) is None
+    buffer.consume(batch, step=0)
+    buffer.release([0, 1])
+    assert buffer.deliver("g-1", make_scored(0, 0)) is None
+    assert buffer.assembler.partial() == {}
+
+
+def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, rollouts):
+    admit(buffer, 0, 1, 2)
+    deliver(buffer, 0)
+    buffer.deliver("g-0", make_scored(1, 1, verdict=Verdict.VERIFIER_ERROR))
+    buffer.ledger.grant("g-0", 2)
+    buffer.ledger.forget_holder("g-0")
+    for group_id, reason in ((0, DropReason.NO_SPREAD), (1, DropReason.VERIFIER_ERROR), (2, DropReason.CANCELLED)):
+        buffer.drop(group_id, reason)
+    buffer.segments.seal()
+    recorded = list(read_rollouts_directory(rollouts))
+    assert [(r.drop_reason, len(r.group.members), r.attempts) for r in recorded] == [
+        ("no_spread", 2, 1),
+        ("verifier_error", 1, 2),
+        ("cancelled", 0, 1),
+    ]
+    assert recorded[2].group.prompt.reference == "#### 2"
+    assert buffer.ledger.counts()["free_slots"] == 4
+
+
+def test_what_is_taken_is_not_dropped(buffer):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0, 1)
+    buffer.take(2, step=0)
+    with pytest.raises(LedgerError, match="taken for step 0"):
+        buffer.drop(0, DropReason.NO_SPREAD)
+    assert buffer.segments.num_pending == 0
+
+
+def test_an_aborted_rollout_is_never_delivered(buffer):
+    admit(buffer, 0)
+    with pytest.raises(LedgerError, match="g-0 delivered the aborted rollout 0:1"):
+        buffer.deliver("g-0", make_scored(0, 1, finish_reason=FinishReason.ABORT))
+    assert buffer.ledger.grant("g-0", 2).sample_indices == (0, 1)
+
+
+def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_their_release(buffer):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0, 1)
+    batch = buffer.take(2, step=0)
+    with pytest.raises(LedgerError, match="before they are consumed"):
+        buffer.release([0])
+    with pytest.raises(LedgerError, match="not taken for step 1"):
+        buffer.consume(batch, step=1)
+    buffer.consume(batch, step=0)
+    with pytest.raises(LedgerError, match="consumed already"):
+        buffer.consume(batch, step=0)
+    assert buffer.segments.num_pending == 2
+
+
+def test_a_group_that_the_ledger_has_not_finished_is_not_put(buffer):
+    admit(buffer, 0)
+    with pytest.raises(LedgerError, match="not finished"):
+        buffer.put(make_group(0))
+
+
+def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buffer, rollouts, tmp_path):
+    admit(buffer, 0, 1, 2, 3)
+    deliver(buffer, 0, 1)
+    batch = buffer.take(2, step=0)
+    buffer.consume(batch, step=0)  # trained; its weights are not live yet
+    deliver(buffer, 2)
+    buffer.deliver("g-0", make_scored(3, 1))
+    assert set(buffer.save_buffered(tmp_path, next_step=1)) == {"buffered.h5"}
+    state = buffer.state(next_step=1)
+
+    restored = restore(tmp_path, rollouts, state)
+    assert restored.ledger.counts()["released"] == 2
+    assert restored.assembler.partial() == {3: 1}
+    lease = restored.ledger.grant("g-9", 4)
+    assert (lease.group_id, lease.sample_indices) == (3, (0,))
+    assert_same_group(restored.deliver("g-9", make_scored(3, 0)), make_group(3))
+    for mine, theirs in zip(restored.take(2, step=1), (make_group(2), make_group(3)), strict=True):
+        assert_same_group(mine, theirs)
+    assert [r.consumed_step for r in read_rollouts_directory(rollouts)] == [0, 0]
+
+
+def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp_path):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0, 1)
+    prefetched = buffer.take(2, step=1)
+    buffer.save_buffered(tmp_path, next_step=1)
+    state = buffer.state(next_step=1)
+    buffer.consume(prefetched, step=1)  # the timeline that will be lost
+    buffer.release([0, 1])
+    buffer.segments.seal()
+
+    restored = restore(tmp_path, rollouts, state)
+    batch = restored.take(2, step=1)
+    assert [group.group_id for group in batch] == [0, 1]
+    restored.consume(batch, step=1)
+    restored.release([0, 1])
+    restored.segments.seal()
+    restored.ledger.conservation()
+    assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0, 1]
+    assert [r.group.group_id for r in read_rollouts_directory(rollouts / "lost_attempt_1")] == [0, 1]
+
+
+def test_a_checkpoint_is_refused_while_resolved_groups_are_only_in_memory(buffer, tmp_path):
+    admit(buffer, 0)
+    buffer.drop(0, DropReason.CANCELLED)
+    with pytest.raises(LedgerError, match="save_buffered comes first"):
+        buffer.state(next_step=0)
+    buffer.save_buffered(tmp_path, next_step=0)
+    assert buffer.state(next_step=0)["next_segment_index"] == 1
+
+
+def test_a_checkpoint_is_refused_while_a_trained_batch_is_not_recorded(buffer, tmp_path):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0, 1)
+    buffer.take(2, step=0)
+    with pytest.raises(LedgerError, match="not consumed"):
+        buffer.save_buffered(tmp_path, next_step=1)
+
+
+def test_buffered_rollouts_that_contradict_the_ledger_are_refused(buffer, rollouts, tmp_path):
+    admit(buffer, 0, 1)
+    deliver(buffer, 0)
+    buffer.save_buffered(tmp_path, next_step=0)
+    deliver(buffer, 1)
+    with pytest.raises(CheckpointError, match=r"holds 2 rollouts and the ledger counts 4"):
+        restore(tmp_path, rollouts, buffer.state(next_step=0))
+
+
+def test_damaged_buffered_rollouts_are_refused(buffer, rollouts, tmp_path):
+    admit(buffer, 0)
+    deliver(buffer, 0)
+    buffer.save_buffered(tmp_path, next_step=0)
+    path = tmp_path / "buffered.h5"
+    data = np.frombuffer(path.read_bytes(), np.uint8).copy()
+    data[-1] ^= 1
+    path.write_bytes(data.tobytes())
+    with pytest.raises(CheckpointError, match="checksum"):
+        restore(tmp_path, rollouts, buffer.state(next_step=0))

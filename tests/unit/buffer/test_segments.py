@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import resource
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
+
+from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_reader import (
+    read_columns,
+    read_rollouts_directory,
+    read_segment,
+    set_aside_lost_segments,
+)
+from rlhpc.buffer.segments import SegmentWriter, to_hdf5, write_sealed
+from rlhpc.errors import SegmentError
+from rlhpc.types import FinishReason, RolloutGroup, Verdict
+
+
+def make_writer(directory: Path, clock: ManualClock | None = None, **changes: object) -> SegmentWriter:
+    settings: dict[str, object] = {
+        "run_name": "test",
+        "run_attempt": 0,
+        "max_groups": 3,
+        "max_s": 60.0,
+        "compression": "gzip",
+        "clock": clock or ManualClock(),
+        "wall_clock": lambda: 1_700_000_000.0,
+    }
+    return SegmentWriter(directory, 0, **(settings | changes))
+
+
+def sample_groups() -> list[ResolvedGroup]:
+    verifier_error = make_scored(
+        3, 0, reward=math.nan, verdict=Verdict.VERIFIER_ERROR, detail="\ud800 timed out", reward_parts={}
+    )
+    return [
+        ResolvedGroup(make_group(0), consumed_step=0),
+        ResolvedGroup(make_group(1, 4, length=400, finish_reason=FinishReason.LENGTH), consumed_step=7, attempts=3),
+        ResolvedGroup(make_group(2), drop_reason=DropReason.NO_SPREAD),
+        ResolvedGroup(
+            RolloutGroup(3, verifier_error.rollout.prompt, 1, (verifier_error,)), drop_reason=DropReason.VERIFIER_ERROR
+        ),
+        ResolvedGroup(make_group(4, 0), drop_reason=DropReason.POISON),
+        ResolvedGroup(make_group(5)),
+    ]
+
+
+def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> None:
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert (mine.consumed_step, mine.drop_reason, mine.attempts) == (
+            theirs.consumed_step,
+            theirs.drop_reason,
+            theirs.attempts,
+        )
+        assert_same_group(mine.group, theirs.group)
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_what_is_sealed_is_read_back_bit_for_bit(tmp_path, compression):
+    writer = make_writer(tmp_path, max_groups=100, compression=compression)
+    for resolved in sample_groups():
+        writer.add(resolved)
+    assert_same(read_segment(writer.seal()), sample_groups())
+
+
+def test_a_segment_of_nothing_can_be_written_and_read(tmp_path):
+    write_sealed(tmp_path / "empty.h5", to_hdf5([], {}, "gzip"))
+    assert read_segment(tmp_path / "empty.h5") == []
+
+
+def test_a_segment_is_sealed_when_it_is_full(tmp_path):
+    writer = make_writer(tmp_path)
+    for index in range(3):
+        assert writer.tick() is None
+        writer.add(ResolvedGroup(make_group(index)))
+    writer.add(ResolvedGroup(make_group(3)))
+    assert writer.tick() == tmp_path / "segment_000000.h5"
+    assert (writer.num_pending, writer.next_index, writer.is_due) == (1, 1, False)
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1, 2]
+
+
+def test_a_segment_is_sealed_when_its_oldest_group_has_waited_long_enough(tmp_path):
+    clock = ManualClock()
+    writer = make_writer(tmp_path, clock)
+    clock.advance(100.0)
+    writer.add(ResolvedGroup(make_group(0)))
+    clock.advance(59.0)
+    assert writer.tick() is None
+    clock.advance(1.0)
+    assert writer.tick() is not None
+    assert writer.tick() is None
+
+
+def test_a_failed_write_leaves_no_file_and_loses_no_group(tmp_path):
+    writer = make_writer(tmp_path, max_groups=2, compression="none")
+    for index in range(2):
+        writer.add(ResolvedGroup(make_group(index, length=2000)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (16_000, hard)
+    )  # the kernel refuses what lies beyond, as a full disk does
+    try:
+        with pytest.raises(SegmentError, match=r"segment_000000\.h5 could not be written.*2 resolved groups stay"):
+            writer.tick()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    assert (writer.num_pending, writer.next_index) == (2, 0)
+    assert writer.tick() is not None
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1]
+
+
+def test_an_error_after_the_rename_leaves_no_file_either(tmp_path, monkeypatch):
+    def no_space(directory: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("rlhpc.buffer.segments.sync_directory", no_space)
+    with pytest.raises(SegmentError, match="Input/output error"):
+        write_sealed(tmp_path / "a.h5", b"data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_directory_is_a_clear_error(tmp_path):
+    writer = make_writer(tmp_path / "nowhere")
+    writer.add(ResolvedGroup(make_group(0)))
+    with pytest.raises(SegmentError, match="No such file or directory"):
+        writer.seal()
+    assert writer.num_pending == 1
+
+
+def test_a_sealed_segment_is_never_replaced(tmp_path):
+    make_sealed(tmp_path, 1)
+    other = make_writer(tmp_path)
+    other.add(ResolvedGroup(make_group(9)))
+    with pytest.raises(SegmentError, match="never replaced"):
+        other.seal()
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    path = make_sealed(tmp_path, 1)[0]
+    sound, original = path.read_bytes(), read_segment(path)
+    rng = np.random.default_rng(0)
+    positions = rng.integers(512, len(sound), 300).tolist()
+    for position in positions:
+        path.write_bytes(_with_flipped_bit(sound, position, rng))
+        with pytest.raises(SegmentError, match=r"segment_000000\.h5 is damaged"):
+            read_segment(path)
+    for position in range(60):  # in the block that holds the checksum: noticed, or the rows' own checksums hold
+        path.write_bytes(_with_flipped_bit(sound, position, rng))
+        with contextlib.suppress(SegmentError):
+            assert_same(read_segment(path), original)
+
+
+def _with_flipped_bit(sound: bytes, position: int, rng: np.random.Generator) -> bytes:
+    damaged = bytearray(sound)
+    damaged[position] ^= 1 << int(rng.integers(8))
+    return bytes(damaged)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 511, 512, 600, -1])
+def test_a_truncated_file_is_refused(tmp_path, num_bytes):
+    path = make_sealed(tmp_path, 1)[0]
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(SegmentError, match="segment_000000"):
+        read_segment(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "where"),
+    [
+        ("rollouts/token_ids", "rollouts row 1"),
+        ("rollouts/behaviour_logprobs", "rollouts row 1"),
+        ("rollouts/versions", "rollouts row 1"),
+        ("rollouts/reward", "rollouts row 1"),
+        ("rollouts/detail", "rollouts row 1"),
+        ("groups/consumed_step", "groups row 0"),
+        ("groups/prompt_token_ids", "groups row 0"),
+        ("groups/reference", "groups row 0"),
+    ],
+)
+def test_a_row_changed_in_a_copy_is_named(tmp_path, column, where):
+    """A copy made with HDF5 tools has no file checksum any more; the rows' own remain."""
+    path = make_sealed(tmp_path, 1)[0]
+    copy = tmp_path / "copy.h5"
+    with h5py.File(path) as source, h5py.File(copy, "w") as target:
+        target.attrs.update(source.attrs)
+        source.copy("groups", target)
+        source.copy("rollouts", target)
+    assert_same(read_segment(copy), read_segment(path))
+    with h5py.File(copy, "r+") as file:
+        file[column][-1 if column.startswith("rollouts") else 0] += 1
+    with pytest.raises(SegmentError, match=f"copy.h5: {where}"):
+        read_segment(copy)
+
+
+def test_a_file_of_a_later_schema_is_refused(tmp_path):
+    path = tmp_path / "later.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs["schema"] = 2
+    for read in (read_segment, lambda p: read_columns(p, ["rollouts/reward"])):
+        with pytest.raises(SegmentError, match="has schema 2"):
+            read(path)
+
+
+def test_some_other_file_is_refused(tmp_path):
+    path = tmp_path / "notes.h5"
+    path.write_text("hello")
+    with pytest.raises(SegmentError, match=r"notes\.h5"):
+        read_segment(path)
+    with pytest.raises(SegmentError, match="cannot be read"):
+        read_segment(tmp_path / "absent.h5")
+
+
+def test_single_columns_are_read_without_the_rest(tmp_path):
+    writer = make_writer(tmp_path, max_groups=10)
+    for resolved in sample_groups():
+        writer.add(resolved)
+    names = [
+        "rollouts/verdict",
+        "groups/drop_reason",
+        "groups/consumed_step",
+        "rollouts/detail",
+        "rollouts/token_offsets",
+    ]
+    columns = read_columns(writer.seal(), names)
+    assert list(columns) == names
+    assert columns["groups/drop_reason"].tolist() == ["", "", "no_spread", "verifier_error", "poison", ""]
+    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1]
+    assert columns["rollouts/verdict"][:2].tolist() == ["wrong", "correct"]
+    assert columns["rollouts/detail"][0] == make_scored(0, 0).detail
+    with pytest.raises(SegmentError, match="rollouts/nothing"):
+        read_columns(tmp_path / "segment_000000.h5", ["rollouts/nothing"])
+
+
+def test_a_gap_between_segments_is_an_error(tmp_path):
+    paths = make_sealed(tmp_path, 3)
+    paths[1].unlink()
+    with pytest.raises(SegmentError, match="segment 1 is missing"):
+        list(read_rollouts_directory(tmp_path))
+
+
+def test_an_empty_directory_holds_no_rollouts(tmp_path):
+    assert list(read_rollouts_directory(tmp_path)) == []
+
+
+def test_segments_of_a_lost_timeline_are_set_aside_and_their_numbers_used_again(tmp_path):
+    make_sealed(tmp_path, 4)
+    (tmp_path / "segment_000004.h5.partial").write_bytes(b"half")
+    moved = set_aside_lost_segments(tmp_path, first_lost_index=2, attempt=1)
+    assert moved == [tmp_path / "lost_attempt_1" / f"segment_00000{i}.h5" for i in (2, 3)]
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1]
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path / "lost_attempt_1")] == [2, 3]
+    assert not list(tmp_path.glob("*.partial"))
+    assert set_aside_lost_segments(tmp_path, first_lost_index=2, attempt=1) == []
+    writer = SegmentWriter(
+        tmp_path, 2, run_name="t", run_attempt=1, max_groups=1, max_s=1.0, compression="none", clock=ManualClock()
+    )
+    writer.add(ResolvedGroup(make_group(8)))
+    writer.seal()
+    assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1, 8]
+
+
+def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_path):
+    scored = make_scored(0, 0, length=4)
+    object.__setattr__(scored.rollout, "versions", np.zeros(3, np.int32))
+    writer = make_writer(tmp_path)
+    writer.add(ResolvedGroup(RolloutGroup(0, scored.rollout.prompt, 0, (scored,))))
+    with pytest.raises(SegmentError, match="rollout 0:0"):
+        writer.seal()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_segment_written_by_the_first_release_is_readable_for_ever():
+    """golden_schema_1.h5 was written once, from sample_groups(), and is never written again."""
+    assert_same(read_segment(Path(__file__).parent / "golden_schema_1.h5"), sample_groups())
+
+
+def make_sealed(directory: Path, count: int) -> list[Path]:
+    """`count` segments of one group each; group i is in segment i."""
+    writer = make_writer(directory, max_groups=1)
+    for index in range(count):
+        writer.add(ResolvedGroup(make_group(index), consumed_step=index))
+    return writer.seal_all()

@@ -1,0 +1,85 @@
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from rlhpc.errors import RunDirectoryError
+from rlhpc.metrics.event_file import EventFile
+
+
+def event(step: int) -> Event:
+    return Event(step=step, summary=Summary(value=[Summary.Value(tag="x", simple_value=1.0)]))
+
+
+def steps_in(path: Path) -> list[int]:
+    events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
+    return [event.step for event in events if event.HasField("summary")]
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """Files of this process may not grow beyond num_bytes: write() fails as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_events_are_read_back_in_order(tmp_path):
+    file = EventFile(tmp_path / "a" / "b", lambda: 1000.0)
+    for step in range(100):
+        file.append(event(step))
+    assert file.flush()
+    assert steps_in(file.path) == list(range(100))
+    file.close()
+
+
+def test_close_writes_what_is_queued_and_later_calls_do_nothing(tmp_path):
+    file = EventFile(tmp_path, lambda: 1000.0)
+    file.append(event(1))
+    file.close()
+    file.append(event(2))
+    assert file.flush()
+    file.close()
+    assert steps_in(file.path) == [1]
+
+
+def test_two_files_that_begin_in_the_same_second_do_not_overwrite_each_other(tmp_path):
+    files = [EventFile(tmp_path, lambda: 1000.0) for _ in range(3)]
+    assert len({file.path for file in files}) == 3
+    for file in files:
+        file.close()
+
+
+def test_a_directory_that_cannot_be_made_is_the_users_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="cannot create an event file"):
+        EventFile(tmp_path / "file" / "tensorboard", lambda: 1000.0)
+
+
+def test_a_full_disk_costs_the_events_of_that_moment_and_one_warning(tmp_path, caplog):
+    file = EventFile(tmp_path, lambda: 1000.0)
+    file.append(event(0))
+    assert file.flush()
+    # Room for a part of the next record, which must not stay in the file.
+    with caplog.at_level(logging.WARNING), full_disk(file.path.stat().st_size + 10):
+        for step in (1, 2, 3):
+            file.append(event(step))
+            assert file.flush()
+        assert file.is_failing
+    assert len(caplog.records) == 1
+    assert "the run goes on" in caplog.text
+    file.append(event(4))
+    assert file.flush()
+    assert not file.is_failing
+    assert file.num_lost == 3
+    assert steps_in(file.path) == [0, 4]
+    file.close()

@@ -1,0 +1,53 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhpc.metrics.layout import CHARTS, dashboard
+from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric, table_markdown
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def test_every_metric_has_a_unit_and_a_one_line_meaning():
+    for name, metric in (METRICS | HISTOGRAMS).items():
+        assert re.fullmatch(r"[a-z0-9_]+(/([a-z0-9_]+|\*))?", name)
+        assert metric.unit
+        assert metric.meaning
+        assert "\n" not in metric.meaning
+
+
+def test_names_of_seconds_and_bytes_carry_their_unit():
+    for name, metric in METRICS.items():
+        assert (metric.unit == "s") == name.endswith("_s") or metric.unit.endswith("/s"), name
+        assert (metric.unit == "bytes") == name.endswith("_bytes"), name
+
+
+def test_an_unknown_name_is_refused_by_name():
+    with pytest.raises(KeyError, match="reward/median"):
+        find_metric("reward/median")
+
+
+def test_a_family_takes_any_last_part():
+    assert find_metric("reward_part/format") is METRICS["reward_part/*"]
+
+
+def test_the_dashboard_shows_known_metrics_only_and_both_idle_ratios_on_one_chart():
+    for charts in CHARTS.values():
+        for names in charts.values():
+            assert set(names) <= set(METRICS)
+    assert CHARTS["Idle"]["Idle ratios"] == ("trainer/idle_ratio", "generator/idle_ratio")
+
+
+def test_tags_of_the_dashboard_match_exactly_their_metric():
+    tags = [tag for group in dashboard().category for chart in group.chart for tag in chart.multiline.tag]
+    matches = {tag: [name for name in METRICS if re.search(tag, name)] for tag in tags}
+    assert all(len(names) == 1 for names in matches.values())
+    assert not any(re.search(tag, "by_tokens/reward/mean") for tag in tags)
+
+
+def test_the_documentation_holds_the_table():
+    assert table_markdown() in DOCS.read_text(encoding="utf-8"), (
+        "docs/metrics.md is behind; paste: "
+        'python -c "from rlhpc.metrics.names import table_markdown; print(table_markdown())"'
+    )

@@ -1,0 +1,125 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.util import tensor_util
+
+from rlhpc.metrics.recorder import Recorder, Sample, sample_markdown
+from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    recorder = Recorder(TensorBoardWriter(tmp_path, lambda: 1000.0))
+    yield recorder
+    recorder.close()
+
+
+def read(tmp_path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    return accumulator
+
+
+def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in accumulator.Tensors(tag)]
+
+
+def text(accumulator: EventAccumulator, tag: str) -> str:
+    return accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+
+
+def test_key_metrics_are_written_over_steps_tokens_and_seconds(recorder, tmp_path):
+    recorder.step(3, {"reward/mean": 0.5, "staleness/max": 2.0}, tokens=7_000_000_000, seconds=12.5)
+    recorder.close()
+    written = read(tmp_path)
+    assert points(written, "reward/mean") == [(3, 0.5)]
+    assert points(written, "by_tokens/reward/mean") == [(7_000_000_000, 0.5)]
+    assert points(written, "by_seconds/reward/mean") == [(12, 0.5)]
+    assert points(written, "staleness/max") == [(3, 2.0)]
+    assert "by_tokens/staleness/max" not in written.Tags()["tensors"]
+
+
+def test_an_unknown_name_is_refused_and_nothing_of_its_step_is_written(recorder, tmp_path):
+    with pytest.raises(KeyError, match="reward/meen"):
+        recorder.step(3, {"reward/mean": 0.5, "reward/meen": 0.5}, tokens=1, seconds=1.0)
+    with pytest.raises(KeyError, match="reward/mean"):
+        recorder.histogram("reward/mean", 0, [1.0])
+    recorder.close()
+    assert "reward/mean" not in read(tmp_path).Tags()["tensors"]
+
+
+def test_numbers_that_are_not_finite_are_written_as_they_are(recorder, tmp_path):
+    recorder.step(0, {"trainer/grad_norm": float("nan"), "trainer/loss": float("inf"), "wall_s": 1e300}, 1, 1.0)
+    recorder.close()
+    written = read(tmp_path)
+    assert np.isnan(points(written, "trainer/grad_norm")[0][1])
+    assert points(written, "trainer/loss")[0][1] == float("inf")
+    assert points(written, "wall_s")[0][1] == float("inf")
+
+
+def test_a_histogram_leaves_out_what_is_not_finite(recorder, tmp_path):
+    recorder.histogram("reward/histogram", 2, [0.0, 1.0, 1.0, float("nan"), float("inf")])
+    recorder.histogram("reward/histogram", 3, [])
+    recorder.close()
+    (written,) = read(tmp_path).Tensors("reward/histogram")
+    buckets = tensor_util.make_ndarray(written.tensor_proto)
+    assert written.step == 2
+    assert buckets[:, 2].sum() == 3
+    assert buckets[0, 2] == 1
+
+
+def test_samples_config_and_the_seam_of_a_resume_are_text(recorder, tmp_path):
+    recorder.config('name = "a"')
+    recorder.resumed(120, 1)
+    recorder.samples(10, [Sample("1+1", "2", 1.0, "2"), ("2+2", "5", 0.0, "4")])
+    recorder.close()
+    written = read(tmp_path)
+    assert 'name = "a"' in text(written, "run/config")
+    assert "step 120" in text(written, "run/resume")
+    assert "reward 1" in text(written, "samples/0")
+    assert "    5" in text(written, "samples/1")
+
+
+def test_a_completion_cannot_break_out_of_its_block():
+    shown = sample_markdown(Sample("q", "```\n# heading\n<script>\r\n\n- item", 0.0, "18"))
+    completion = shown.partition("completion\n\n")[2]
+    assert all(line.startswith("    ") for line in completion.splitlines())
+
+
+def test_a_very_long_completion_is_cut_and_says_so():
+    shown = sample_markdown(Sample("q", "x" * 100_000, 0.0, "18"))
+    assert len(shown) < 5_000
+    assert "(100000 characters)" in shown
+
+
+def test_the_dashboard_is_in_every_run(recorder, tmp_path):
+    recorder.close()
+    (event,) = read(tmp_path).Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["Reward", "Staleness", "Idle", "Policy", "Throughput"]
+
+
+def test_two_attempts_write_two_files_of_one_run(tmp_path):
+    for attempt, step in ((0, 1), (1, 2)):
+        recorder = Recorder(TensorBoardWriter(tmp_path, lambda: 1000.0))
+        recorder.resumed(step, attempt)
+        recorder.step(step, {"reward/mean": float(step)}, tokens=step, seconds=step)
+        recorder.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert points(read(tmp_path), "reward/mean") == [(1, 1.0), (2, 2.0)]
+
+
+def test_writing_metrics_imports_neither_tensorflow_nor_torch():
+    code = (
+        "import sys, tempfile; from pathlib import Path\n"
+        "from rlhpc.metrics.recorder import Recorder\n"
+        "from rlhpc.metrics.tensorboard_writer import TensorBoardWriter\n"
+        "recorder = Recorder(TensorBoardWriter(Path(tempfile.mkdtemp())))\n"
+        "recorder.step(0, {'reward/mean': 1.0}, 1, 1.0); recorder.histogram('reward/histogram', 0, [1.0])\n"
+        "recorder.close(); assert not {'tensorflow', 'torch', 'zmq'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

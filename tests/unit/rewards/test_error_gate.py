@@ -1,0 +1,50 @@
+import pytest
+
+from rlhpc.errors import RoleFailed
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.types import Verdict
+
+
+def count(gate: ErrorGate, verdict: Verdict, times: int, detail: str = "") -> None:
+    for _ in range(times):
+        gate.count(verdict, detail)
+
+
+def test_a_first_unlucky_verdict_does_not_stop_a_run():
+    gate = ErrorGate(0.2, window=10)
+    count(gate, Verdict.VERIFIER_ERROR, 2)
+    gate.check()
+    assert gate.error_share == 1.0
+
+
+def test_a_verifier_that_always_fails_is_found_before_the_window_is_full():
+    gate = ErrorGate(0.2, window=10)
+    count(gate, Verdict.VERIFIER_ERROR, 3, "ValueError: no such book")
+    with pytest.raises(RoleFailed, match=r"(?s)max_error_share=0.2: 3 of the last 3.*no such book"):
+        gate.check()
+
+
+def test_only_the_last_verdicts_count():
+    gate = ErrorGate(0.2, window=10)
+    count(gate, Verdict.VERIFIER_ERROR, 2)
+    count(gate, Verdict.WRONG, 10)
+    assert gate.error_share == 0.0
+    count(gate, Verdict.VERIFIER_ERROR, 2)
+    gate.check()
+    count(gate, Verdict.VERIFIER_ERROR, 1)
+    with pytest.raises(RoleFailed):
+        gate.check()
+
+
+def test_wrong_answers_never_close_the_gate():
+    gate = ErrorGate(0.0, window=10)
+    count(gate, Verdict.WRONG, 50)
+    count(gate, Verdict.CORRECT, 50)
+    gate.check()
+    assert ErrorGate(0.0).error_share == 0.0
+
+
+def test_a_limit_of_one_lets_everything_pass():
+    gate = ErrorGate(1.0, window=10)
+    count(gate, Verdict.VERIFIER_ERROR, 100)
+    gate.check()

@@ -1,0 +1,139 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhpc.rewards.math_answer import last_marked_answer, verify
+
+GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
+
+SOLUTION = (
+    "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\n"
+    "She makes 9 * 2 = $<<9*2=18>>18 every day at the farmer’s market.\n"
+    "#### 18"
+)
+# (content of the last box, reference)
+EQUAL = [
+    ("18", SOLUTION),
+    ("70,000", "… #### 70,000"),
+    (r"\$70{,}000", "#### 70000"),
+    ("18.00", "#### 18"),
+    ("18 dollars", "#### 18"),
+    (r"18\text{ dollars}", "18"),
+    (r"\frac{36}{2}", "18"),
+    ("9 * 2 = 18", "18"),  # a chain of equations ends with its value
+    ("x = 5", "5"),
+    (r"40\%", "#### 40"),
+    (r"\frac{3}{4}", "0.75"),
+    ("0.75", r"\frac34"),
+    ("-5", "-5"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("(1, 2)", "(1,2)"),
+    (r"90^\circ", "90"),
+    (r"10^3", "1000"),
+    (r"\text{(B)}", "B"),
+    ("$18$", "18"),
+    (r"\dfrac{\pi}{2}", r"\boxed{\pi/2}"),
+    (r"\left\{1\right\}", r"\{1\}"),
+]
+UNEQUAL = [
+    ("19", SOLUTION),
+    ("", "18"),
+    ("18 or 19", "18"),
+    ("18, 19", "18"),
+    (r"18\text{ or }19", "18"),
+    (r"\pm 18", "18"),
+    ("18 19", "37"),  # juxtaposition is no sum
+    ("1 234", "235"),
+    ("18000", "18"),
+    ("2x", "2"),
+    ("5 million", "5"),
+    ("-5", "5"),
+    ("0.33", r"\frac13"),
+    ("(2,1)", "(1,2)"),
+    (r"\pi", "3.14"),
+    (r"\frac{1}{0}", "1"),
+    (r"\infty", "1"),
+    ("not mathematics at all", "18"),
+    (r"\frac{", "18"),
+    ("18$ $18", "18"),
+    ("9" * 2000, "18"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference"), EQUAL)
+def test_an_equal_answer_in_another_spelling_is_correct(answer, reference):
+    outcome = verify(f"Therefore, \\boxed{{{answer}}}.", reference)
+    assert (outcome.reward, outcome.is_correct) == (1.0, True)
+
+
+@pytest.mark.parametrize(("answer", "reference"), UNEQUAL)
+def test_an_unequal_or_hedged_or_unreadable_answer_is_wrong(answer, reference):
+    outcome = verify(f"Therefore, \\boxed{{{answer}}}.", reference)
+    assert (outcome.reward, outcome.is_correct) == (0.0, False)
+    assert outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        ("#### 1\n#### 2", "2"),
+        ("\\boxed{1}\n#### 2", "2"),
+        ("#### 1\nso \\boxed{2}", "2"),
+        (r"#### \boxed{2}", "2"),
+        (r"\boxed{\boxed{2}}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\fbox {2}", "2"),
+        ("####2 \nmore text", "2"),
+        (r"\boxed{2} and \boxed{3", "2"),  # cut off inside the second
+        (r"\boxed{}", ""),
+        (r"\boxed{2", None),
+        ("the answer is 2", None),
+        ("", None),
+    ],
+)
+def test_the_last_marked_answer_counts(text, answer):
+    assert last_marked_answer(text) == answer
+
+
+@pytest.mark.parametrize("completion", ["The answer is 18.", "18", "answer: $18$", "### 18", r"boxed{18}"])
+def test_an_answer_without_a_mark_is_wrong_even_where_it_is_right(completion):
+    outcome = verify(completion, "18")
+    assert not outcome.is_correct
+    assert "####" in outcome.detail
+
+
+def test_listing_many_answers_gains_nothing():
+    every = " ".join(f"\\boxed{{{number}}}" for number in range(100))
+    assert not verify(every, "18").is_correct
+    assert verify(every, "99").is_correct
+
+
+@pytest.mark.parametrize("reference", ["", "####", r"\frac{", "18 19", "$$"])
+def test_an_unreadable_reference_is_an_error_and_not_a_wrong_answer(reference):
+    with pytest.raises(ValueError, match="cannot be read"):
+        verify(r"\boxed{18}", reference)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_gsm8k_solution_is_its_own_correct_answer_and_no_neighbours(split):
+    path = GSM8K / f"{split}.jsonl"
+    if not path.exists():
+        pytest.skip("GSM8K is not here")
+    references = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
+    for reference in references:
+        answer = reference.rpartition("####")[2].strip()
+        assert verify(f"so \\boxed{{{answer}}}", reference).is_correct, reference
+        assert verify(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
+        assert not verify(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
+        assert not verify(answer, reference).is_correct, reference
+
+
+def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():
+    assert not verify(r"#### 5} {18", "18").is_correct
+    assert not verify(r"#### 5} \boxed{18", "18").is_correct
+    assert not verify(r"\boxed{5 final answer is $18$. I hope}", "18").is_correct

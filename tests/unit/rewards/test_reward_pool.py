@@ -1,0 +1,194 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.errors import RoleFailed
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.types import Verdict
+
+TASK = "sample_rewards:"
+
+
+def is_alive(pid: int) -> bool:
+    """False for a zombie too: it is gone but for its parent's notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def wait_until_gone(pid: int, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while is_alive(pid):  # noqa: ASYNC110  a process has no asyncio.Event
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def pool():
+    async with RewardPool(1, 1.0, preload_tasks=[TASK + "length"]) as pool:
+        yield pool
+
+
+async def test_a_judgement_carries_reward_verdict_parts_and_detail(pool):
+    judgement = await pool.judge(TASK + "length", "abc", "")
+    assert judgement.verdict is Verdict.CORRECT
+    assert (judgement.reward, judgement.parts, judgement.detail) == (3.0, {"length": 3.0}, "ok")
+
+
+async def test_wrong_is_wrong_and_not_an_error(pool):
+    judgement = await pool.judge("integer_arithmetic", "1+1=3", "2")
+    assert (judgement.verdict, judgement.reward) == (Verdict.WRONG, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "detail"),
+    [
+        ("fail", "ValueError: cannot judge abc"),
+        ("return_text", "must be a finite float, not str"),
+        ("return_nan", "must be a finite float, not float nan"),
+        ("return_infinite_part", "bonus must be a finite float"),
+        ("return_number", "returns a RewardOutcome, not float"),
+        ("nothing", "has no function"),
+    ],
+)
+async def test_whatever_a_function_raises_or_returns_amiss_is_a_verifier_error(pool, function, detail):
+    judgement = await pool.judge(TASK + function, "abc", "")
+    assert judgement.verdict is Verdict.VERIFIER_ERROR
+    assert detail in judgement.detail
+    assert pool.num_restarts == 0
+
+
+@pytest.mark.parametrize(("function", "detail"), [("die", "signal SIGSEGV"), ("leave", "exit status 3")])
+async def test_a_worker_that_dies_is_replaced_and_only_its_completion_is_an_error(pool, function, detail):
+    before = pool.worker_pids
+    lost, *others = await asyncio.gather(
+        pool.judge(TASK + function, "abc", ""), *(pool.judge(TASK + "length", "a" * n, "") for n in range(20))
+    )
+    assert lost.verdict is Verdict.VERIFIER_ERROR
+    assert detail in lost.detail
+    assert [judgement.reward for judgement in others] == [float(n) for n in range(20)]
+    assert pool.num_restarts == 1
+    assert pool.worker_pids != before
+
+
+async def test_a_hung_verifier_is_killed_with_everything_it_started(pool, tmp_path):
+    (worker,) = pool.worker_pids
+    child_file = tmp_path / "child"
+    started = time.monotonic()
+    judgement = await pool.judge(TASK + "hang_with_child", "", str(child_file))
+    assert judgement.verdict is Verdict.VERIFIER_ERROR
+    assert "no answer within 1 s" in judgement.detail
+    assert time.monotonic() - started < 10.0
+    await wait_until_gone(worker)
+    await wait_until_gone(int(child_file.read_text()))
+    assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
+
+
+async def test_an_expression_that_is_never_evaluated_is_killed_too():
+    async with RewardPool(1, 0.5, preload_tasks=["math_answer"]) as pool:
+        judgement = await pool.judge("math_answer", r"\boxed{9^{9^{9^9}} - 9^{9^{9^9}} + 1}", "18")
+        assert judgement.verdict in (Verdict.VERIFIER_ERROR, Verdict.WRONG)
+        assert (await pool.judge("math_answer", r"\boxed{18}", "#### 18")).verdict is Verdict.CORRECT
+
+
+async def test_a_hung_verifier_does_not_delay_the_others():
+    async with RewardPool(2, 1.5) as pool:
+        hung = asyncio.create_task(pool.judge(TASK + "hang", "", ""))
+        others = await asyncio.gather(*(pool.judge("integer_arithmetic", str(n), str(n)) for n in range(50)))
+        assert not hung.done()
+        assert all(judgement.verdict is Verdict.CORRECT for judgement in others)
+        assert (await hung).verdict is Verdict.VERIFIER_ERROR
+
+
+async def test_a_memory_limit_is_an_error_of_the_completion_that_passes_it():
+    async with RewardPool(1, 10.0, memory_limit_bytes=2 << 30) as pool:
+        assert "MemoryError" in (await pool.judge(TASK + "allocate", "", "")).detail
+        assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
+
+
+async def test_a_reward_function_finds_its_input_empty(pool):
+    assert (await pool.judge(TASK + "read_input", "", "")).reward == 0.0
+
+
+async def test_signals_to_the_whole_job_do_not_end_a_worker(pool):
+    (pid,) = pool.worker_pids
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(pid, number)
+    assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
+    assert pool.worker_pids == (pid,)
+
+
+async def test_a_cancelled_call_does_not_give_its_answer_to_the_next(pool):
+    call = asyncio.create_task(pool.judge(TASK + "hang", "", ""))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await pool.judge(TASK + "length", "abcd", "")).reward == 4.0
+
+
+async def test_text_that_cannot_be_encoded_is_a_verifier_error(pool):
+    judgement = await pool.judge(TASK + "length", "\ud800", "")
+    assert judgement.verdict is Verdict.VERIFIER_ERROR
+    assert pool.num_restarts == 0
+
+
+async def test_close_ends_hung_workers_at_once_and_tells_those_who_wait():
+    pool = RewardPool(2, 60.0)
+    await pool.start()
+    calls = [asyncio.create_task(pool.judge(TASK + "hang", "", "")) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    pids = pool.worker_pids
+    started = time.monotonic()
+    await pool.close()
+    assert time.monotonic() - started < 2.0
+    assert not any(is_alive(pid) for pid in pids)
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, RoleFailed)
+    with pytest.raises(RoleFailed, match="closed"):
+        await pool.judge(TASK + "length", "abc", "")
+    await pool.close()
+
+
+async def test_a_function_that_cannot_be_imported_stops_the_start_with_the_reason():
+    pool = RewardPool(2, 1.0, preload_tasks=["sample_rewards.deeper:f"])
+    with pytest.raises(RoleFailed, match=r"cannot import sample_rewards\.deeper"):
+        await pool.start()
+    assert pool.worker_pids == ()
+
+
+async def test_a_pool_whose_workers_no_longer_start_says_so_instead_of_waiting_for_ever(tmp_path, monkeypatch):
+    module = tmp_path / "reward_that_vanishes.py"
+    module.write_text("from sample_rewards import die\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with RewardPool(1, 5.0, preload_tasks=["reward_that_vanishes:die"]) as pool:
+        module.unlink()
+        await pool.judge("reward_that_vanishes:die", "", "")
+        with pytest.raises(RoleFailed, match="cannot import reward_that_vanishes"):
+            await pool.judge("reward_that_vanishes:die", "", "")
+
+
+def test_workers_die_with_a_service_that_is_killed(tmp_path):
+    code = (
+        "import asyncio, sys\n"
+        "from rlhpc.rewards.pool import RewardPool\n"
+        "async def main():\n"
+        "    pool = RewardPool(1, 60.0)\n"
+        "    await pool.start()\n"
+        "    print(*pool.worker_pids, flush=True)\n"
+        "    await pool.judge('sample_rewards:hang', '', '')\n"
+        "asyncio.run(main())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as service:
+        assert service.stdout is not None
+        worker = int(service.stdout.readline())
+        assert is_alive(worker)
+        service.kill()
+    asyncio.run(wait_until_gone(worker))

@@ -1,0 +1,98 @@
+"""Small packed rows and a clipped loss, drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.config import Config
+from rlhpc.types import PackedMicrobatch, TrainingSample
+
+
+def draw_samples(lengths: Sequence[int], *, vocabulary: int = 100, seed: int = 0) -> list[TrainingSample]:
+    """One sample of each length; about a third of it is prompt, at least one token."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        loss_mask = np.arange(length) >= max(1, length // 3)
+        samples.append(
+            TrainingSample(
+                group_id=index,
+                sample_index=0,
+                token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+                loss_mask=loss_mask,
+                behaviour_logprobs=np.where(loss_mask, rng.normal(-4, 1, length), 0).astype(np.float32),
+                advantages=np.where(loss_mask, rng.normal(0, 1), 0).astype(np.float32),
+                versions=np.where(loss_mask, 0, -1).astype(np.int32),
+            )
+        )
+    return samples
+
+
+def pack_row(samples: Sequence[TrainingSample]) -> PackedMicrobatch:
+    """Lay samples end to end."""
+    return PackedMicrobatch(
+        token_ids=np.concatenate([s.token_ids for s in samples]),
+        position_ids=np.concatenate([np.arange(len(s.token_ids)) for s in samples]).astype(np.int32),
+        cu_seqlens=np.cumsum([0, *(len(s.token_ids) for s in samples)]).astype(np.int32),
+        loss_mask=np.concatenate([s.loss_mask for s in samples]),
+        behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in samples]),
+        advantages=np.concatenate([s.advantages for s in samples]),
+        versions=np.concatenate([s.versions for s in samples]),
+    )
+
+
+def dummy_row() -> PackedMicrobatch:
+    """What a rank gets that has fewer rows than the others."""
+    return pack_row(
+        [
+            TrainingSample(
+                group_id=-1,
+                sample_index=0,
+                token_ids=np.zeros(1, np.int32),
+                loss_mask=np.zeros(1, np.bool_),
+                behaviour_logprobs=np.zeros(1, np.float32),
+                advantages=np.zeros(1, np.float32),
+                versions=np.full(1, -1, np.int32),
+            )
+        ]
+    )
+
+
+def num_loss_tokens(rows: Sequence[PackedMicrobatch]) -> int:
+    return sum(int(row.loss_mask.sum()) for row in rows)
+
+
+def clipped_loss(
+    current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate times a capped importance weight, written down again so that these tests need no algorithms/."""
+    ratio = (current - proximal).exp()
+    weight = (proximal - behaviour).exp().clamp(max=2.0)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) * weight
+    return -gain[loss_mask].sum(), {"ratio": ratio.detach()[loss_mask].sum()}
+
+
+def tiny_config(model: Path, **trainer: object) -> Config:
+    """A run file for one tiny model; `trainer` overrides its table, `temperature` and `dtype` their own."""
+    temperature, dtype = trainer.pop("temperature", 1.0), trainer.pop("dtype", "float32")
+    return Config.model_validate(
+        {
+            "run": {"name": "test", "num_steps": 10},
+            "model": {"path": model, "dtype": dtype},
+            "data": {"path": model, "task": "none"},
+            "generation": {"max_prompt_tokens": 32, "max_completion_tokens": 64, "temperature": temperature},
+            "admission": {"groups_per_step": 2, "group_size": 2},
+            "trainer": {
+                "token_budget": 4096,
+                "device": "cpu",
+                "adam_eps": 1e-3,  # large, so that round-off in tiny gradients does not decide the sign of a step
+                "logprob_chunk_tokens": 37,
+                **trainer,
+            },
+        }
+    )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.training.export import export_hf
+from rlhpc.training.make import open_backend
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
+
+
+@pytest.fixture(scope="module", params=[("qwen2", True), ("llama", False)], ids=["tied", "untied"])
+def trained(request, tmp_path_factory):
+    """(model directory, checkpoint directory, weights in float32) after one step."""
+    root = tmp_path_factory.mktemp("trained")
+    family, tied = request.param
+    make_tiny_checkpoint(root / "model", family=family, hidden=32, tied=tied, dtype=torch.bfloat16)
+    backend = open_backend(tiny_config(root / "model"), rank=0, world_size=1, store_address="")
+    row = pack_row(draw_samples((20, 30)))
+    backend.step(
+        [row],
+        clipped_loss,
+        proximal=None,
+        num_loss_tokens=num_loss_tokens([row]),
+        learning_rate=1e-2,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
+    backend.save(root / "step_000001" / "trainer")
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+    return root / "model", root / "step_000001", weights
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+def test_the_export_loads_in_transformers_with_the_trained_weights(trained, shard_bytes, tmp_path):
+    model_dir, checkpoint_dir, weights = trained
+    export_hf(checkpoint_dir, model_dir, tmp_path / "out", shard_bytes=shard_bytes)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in weights.items())
+    original, copy = (AutoTokenizer.from_pretrained(path) for path in (model_dir, tmp_path / "out"))
+    assert original("1 + 2 = 3")["input_ids"] == copy("1 + 2 = 3")["input_ids"]
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_bytes < 1 << 30)
+
+
+def test_nothing_is_overwritten(trained, tmp_path):
+    with pytest.raises(ConfigError, match="exists already"):
+        export_hf(trained[1], trained[0], tmp_path)
+
+
+def test_a_place_without_a_checkpoint_is_named_and_nothing_is_made(trained, tmp_path):
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        export_hf(tmp_path, trained[0], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_dtype_is_refused(trained, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float8"}))
+    with pytest.raises(ConfigError, match="float8"):
+        export_hf(trained[1], tmp_path, tmp_path / "out")

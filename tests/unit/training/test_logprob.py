@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhpc.training.logprob import chunked_logprobs
+
+TOKENS, HIDDEN = 50, 16
+
+
+def draw(vocabulary: int, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    head = torch.randn(vocabulary, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    return hidden, head, torch.randint(0, vocabulary, (tokens,), generator=generator)
+
+
+def plain(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_softmax = ((hidden @ head.t()).float() / temperature).log_softmax(-1)
+    return log_softmax.gather(1, targets[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(1)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 101, 256])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 50, 1024])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_entropy_and_gradients_are_those_of_full_logits(vocabulary, chunk_tokens, temperature):
+    hidden, head, targets = draw(vocabulary)
+    factors = torch.linspace(-1, 1, TOKENS)
+    expected, expected_entropy = plain(hidden, head, targets, temperature)
+    wanted = torch.autograd.grad(expected @ factors, (hidden, head))
+    found, entropy = chunked_logprobs(
+        hidden, head, targets, temperature=temperature, chunk_tokens=chunk_tokens, want_entropy=True
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
+    for gradient, want in zip(torch.autograd.grad(found @ factors, (hidden, head)), wanted, strict=True):
+        torch.testing.assert_close(gradient, want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_softmax_is_float32_for_a_bfloat16_model():
+    hidden, head, targets = draw(101, torch.bfloat16)
+    found, _ = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=16)
+    expected, _ = plain(hidden, head, targets, 1.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    found.sum().backward()
+    assert (hidden.grad.dtype, head.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_the_heads_gradient_is_summed_in_float32_over_chunks():
+    tokens = 4096  # a bfloat16 sum would stop growing at 256 equal addends
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    found, _ = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=1)
+    found.sum().backward()
+    assert head.grad[:, 0].tolist() == [tokens / 2, -tokens / 2]
+
+
+def test_entropy_carries_no_gradient():
+    hidden, head, targets = draw(11)
+    found, entropy = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8, want_entropy=True)
+    assert found.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_a_token_ruled_out_by_the_model_adds_nothing_to_the_entropy():
+    hidden, head = torch.ones(1, 1), torch.tensor([[0.0], [0.0], [-torch.inf]])
+    found, entropy = chunked_logprobs(
+        hidden, head, torch.tensor([0]), temperature=1.0, chunk_tokens=8, want_entropy=True
+    )
+    assert found.item() == pytest.approx(-0.6931472)
+    assert entropy.item() == pytest.approx(0.6931472)
+
+
+def test_no_tokens_give_no_logprobs_and_zero_gradients():
+    hidden, head, targets = draw(11, tokens=0)
+    found, _ = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not head.grad.any()
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, head = torch.full((1, 1), 1e4), torch.tensor([[1.0], [-1.0]])
+    found, entropy = chunked_logprobs(
+        hidden, head, torch.tensor([0]), temperature=1.0, chunk_tokens=8, want_entropy=True
+    )
+    assert (found.item(), entropy.item()) == (0.0, 0.0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make, and how many bytes of them live at once."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        if storage.data_ptr() in self._seen or not storage.nbytes():
+            return
+        self._seen.add(storage.data_ptr())
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, storage.data_ptr(), storage.nbytes())
+
+    def _forget(self, pointer: int, num_bytes: int) -> None:
+        self._seen.discard(pointer)
+        self.live -= num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_memory_stays_below_the_stated_bound(dtype, want_entropy):
+    tokens, vocabulary, chunk = 4096, 5000, 128
+    hidden, head, targets = draw(vocabulary, dtype, tokens)
+    matrix, weight = 4 * chunk * vocabulary, 4 * vocabulary * HIDDEN
+    per_token = 4 * tokens * (4 + HIDDEN)  # results, statistics, and the gradient of hidden
+    with LiveBytes(hidden, head, targets) as forward:
+        found, _ = chunked_logprobs(
+            hidden, head, targets, temperature=0.9, chunk_tokens=chunk, want_entropy=want_entropy
+        )
+    with LiveBytes(hidden, head, targets) as backward:
+        found.sum().backward()
+    assert 0.9 * matrix < forward.peak <= (2.0 if want_entropy else 1.5) * matrix + per_token
+    assert 0.9 * matrix < backward.peak <= 1.5 * matrix + 2 * weight + per_token
+    assert forward.peak < 4 * tokens * vocabulary / 10

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from rlhpc.training.make import open_backend
+from rlhpc.training.reference import ReferenceBackend
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import (
+    clipped_loss,
+    draw_samples,
+    dummy_row,
+    num_loss_tokens,
+    pack_row,
+    tiny_config,
+)
+
+ROW = pack_row(draw_samples((20, 37, 8, 33)))
+STEP: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), hidden=32, layers=2)
+
+
+def open_one(model, **settings):
+    return open_backend(tiny_config(model, **settings), rank=0, world_size=1, store_address="")
+
+
+def train(backend, rows, **overrides):
+    options = {"proximal": None, "num_loss_tokens": num_loss_tokens(rows), **STEP, **overrides}
+    return backend.step(rows, clipped_loss, **options)
+
+
+def test_the_run_file_chooses_the_backend(model):
+    backend = open_one(model)
+    assert isinstance(backend, ReferenceBackend)
+    assert (backend.dp_rank, backend.dp_size, backend.is_lead, backend.device) == (0, 1, True, "cpu")
+
+
+def test_metrics_are_sums_over_loss_tokens(model):
+    result = train(open_one(model), [ROW, ROW])
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    entropy = 0.0
+    for start, end in zip(ROW.cu_seqlens[:-1], ROW.cu_seqlens[1:], strict=True):
+        tokens = torch.from_numpy(ROW.token_ids[start:end].astype(np.int64))
+        with torch.no_grad():
+            log_softmax = hf(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)[:-1]  # of the distribution each next token is drawn from
+        entropy += entropies[torch.from_numpy(ROW.loss_mask[start + 1 : end])].sum().item()
+    assert result.metrics.keys() == {"loss", "entropy", "ratio"}
+    assert result.metrics["entropy"] == pytest.approx(2 * entropy, rel=1e-5)
+
+
+def test_without_proximal_logprobs_the_behaviour_is_taken(model):
+    behaviour = [torch.from_numpy(ROW.behaviour_logprobs)]
+    assert train(open_one(model), [ROW]) == train(open_one(model), [ROW], proximal=behaviour)
+
+
+def test_a_proximal_logprob_far_from_zero_off_the_loss_mask_does_no_harm(model):
+    wild = torch.where(torch.from_numpy(ROW.loss_mask), torch.from_numpy(ROW.behaviour_logprobs), -200.0)
+    assert train(open_one(model), [ROW], proximal=[wild]) == train(open_one(model), [ROW])
+
+
+def test_a_dummy_row_is_no_work_and_changes_no_bit(model):
+    plain, padded = open_one(model), open_one(model)
+    assert train(plain, [ROW]) == train(padded, [dummy_row(), ROW, dummy_row()])
+    for (_, left), (_, right) in zip(plain.weights(), padded.weights(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_logprobs_of_a_dummy_row_are_zero(model):
+    assert open_one(model).logprobs([dummy_row()])[0].tolist() == [0.0]
+
+
+def test_logprobs_are_zero_on_first_tokens_and_negative_elsewhere(model):
+    (found,) = open_one(model).logprobs([ROW])
+    first = np.zeros(len(found), dtype=bool)
+    first[ROW.cu_seqlens[:-1]] = True
+    assert not found[first].any()
+    assert (found[~first] < 0).all()
+    assert not found.requires_grad
+
+
+def test_arrays_that_may_not_be_written_to_are_taken_as_they_are(model, recwarn):
+    frozen = replace(ROW, **{field.name: getattr(ROW, field.name).copy() for field in fields(ROW)})
+    for field in fields(frozen):
+        getattr(frozen, field.name).setflags(write=False)
+    assert train(open_one(model), [frozen]) == train(open_one(model), [ROW])
+    assert not [warning for warning in recwarn if "writable" in str(warning.message)]
+
+
+def test_the_chunk_size_changes_nothing(model):
+    small, large = (train(open_one(model, logprob_chunk_tokens=size), [ROW]) for size in (3, 1024))
+    assert small.grad_norm == pytest.approx(large.grad_norm, abs=1e-6)
+    assert small.metrics == pytest.approx(large.metrics, rel=1e-5)
+
+
+class NoMatrixOfLogits(TorchDispatchMode):
+    """Fails when an operation makes more rows of logits than a chunk, or a mask over pairs of tokens."""
+
+    def __init__(self, num_tokens: int, vocabulary: int, chunk_tokens: int, hidden: int) -> None:
+        super().__init__()
+        self.num_tokens, self.vocabulary = num_tokens, vocabulary
+        self.allowed = {(vocabulary, hidden), (hidden, vocabulary)}
+        self.chunk_tokens = chunk_tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                shape = tuple(tensor.shape)
+                is_logits = len(shape) >= 2 and self.vocabulary in shape and shape not in self.allowed
+                assert not (is_logits and tensor.numel() > self.chunk_tokens * self.vocabulary), (func, shape)
+                assert shape[-2:] != (self.num_tokens, self.num_tokens), (func, shape)
+        return result
+
+
+def test_neither_all_logits_nor_a_mask_of_pairs_is_ever_made(model):
+    backend = open_one(model, logprob_chunk_tokens=16)
+    with NoMatrixOfLogits(len(ROW.token_ids), vocabulary=100, chunk_tokens=16, hidden=32):
+        backend.logprobs([ROW])
+        assert train(backend, [ROW]).applied
+
+
+def test_a_bfloat16_model_learns_through_its_float32_masters(model, tmp_path):
+    backend = open_one(model, dtype="bfloat16", adam_eps=1e-8)
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    for _ in range(3):
+        assert train(backend, [ROW], learning_rate=1e-6).applied
+    after = dict(backend.weights())
+    num_same = sum(torch.equal(before[name], after[name]) for name in before)
+    assert num_same >= 2  # norms are 1 ± 3e-6, which bfloat16 rounds back to 1
+    backend.save(tmp_path / "ckpt")
+    resumed = open_one(model, dtype="bfloat16", adam_eps=1e-8)
+    resumed.load(tmp_path / "ckpt")
+    for _ in range(3):
+        assert train(backend, [ROW], learning_rate=1e-3) == train(resumed, [ROW], learning_rate=1e-3)
+    assert all(torch.equal(tensor, dict(resumed.weights())[name]) for name, tensor in backend.weights())
+
+
+def test_bfloat16_logprobs_are_near_those_of_float32(model):
+    (half,), (full,) = (open_one(model, dtype=dtype).logprobs([ROW]) for dtype in ("bfloat16", "float32"))
+    assert half.dtype == torch.float32
+    assert (half - full).abs().max() < 0.1
+
+
+def test_the_loss_falls_when_one_batch_is_repeated(model):
+    backend = open_one(model)
+    losses = [train(backend, [ROW], learning_rate=3e-3).metrics["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert backend.num_steps_applied == 8

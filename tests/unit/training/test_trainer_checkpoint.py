@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhpc.errors import CheckpointError
+from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint, write_checkpoint
+from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.safetensors_file import plan_shards, write_safetensors
+from rlhpc.types import TensorSpec
+
+SPECS = tuple(TensorSpec(f"t{i}", "bfloat16", shape) for i, shape in enumerate([(5, 3), (7,), (), (0, 2), (64, 4)]))
+
+
+def state() -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return {kind: {s.name: torch.randn(s.shape, generator=generator) for s in SPECS} for kind in STATE_KINDS}
+
+
+def write(directory: Path, **options: int) -> dict[str, int]:
+    tensors = state()
+    return write_checkpoint(
+        directory, SPECS, lambda kind: iter(tensors[kind].values()), num_steps_applied=7, rng={"cpu": "eA=="}, **options
+    )
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    files = write(tmp_path)
+    assert files == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    checkpoint = read_checkpoint(tmp_path, SPECS)
+    assert (checkpoint.num_steps_applied, checkpoint.rng) == (7, {"cpu": "eA=="})
+    wanted = state()
+    found = list(checkpoint.tensors())
+    assert len(found) == len(STATE_KINDS) * len(SPECS)
+    assert all(torch.equal(tensor, wanted[kind][name]) for kind, name, tensor in found)
+    assert {kind for kind, _, _ in checkpoint.tensors("exp_avg")} == {"exp_avg"}
+
+
+def test_shards_hold_at_most_so_many_bytes_and_the_library_reads_them(tmp_path):
+    files = write(tmp_path, shard_bytes=100)
+    assert sorted(name for name in files if name.startswith("weights")) == [
+        "weights-00001.safetensors",
+        "weights-00002.safetensors",
+    ]
+    assert load_file(tmp_path / "weights-00002.safetensors").keys() == {"t4"}
+    assert sum(1 for _ in read_checkpoint(tmp_path, SPECS).tensors()) == len(STATE_KINDS) * len(SPECS)
+
+
+def test_order_and_dtype_of_the_model_do_not_matter(tmp_path):
+    write(tmp_path)
+    read_checkpoint(tmp_path, [TensorSpec(s.name, "float32", s.shape) for s in reversed(SPECS)])
+
+
+def test_no_temporary_file_is_left(tmp_path):
+    write(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["weights-00001.safetensors", "exp_avg-00001.safetensors", STATE_FILE])
+def test_a_missing_a_short_and_a_changed_file_are_named(tmp_path, name):
+    write(tmp_path)
+    path = tmp_path / name
+    content = path.read_bytes()
+    flipped = content.replace(b"7", b"8", 1) if name == STATE_FILE else content[:-1] + bytes([content[-1] ^ 1])
+    for damage in (flipped, content[:-1], b""):
+        path.write_bytes(damage)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(tmp_path, SPECS)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(tmp_path, SPECS)
+
+
+def test_every_byte_of_the_manifest_counts(tmp_path):
+    write(tmp_path)
+    path = tmp_path / STATE_FILE
+    outer = json.loads(path.read_bytes())
+    outer["manifest"]["num_steps_applied"] = 8
+    path.write_text(json.dumps(outer))
+    with pytest.raises(CheckpointError, match="checksum"):
+        read_checkpoint(tmp_path, SPECS)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b"3", b'{"manifest": {}, "crc32": 0}', b"\xff"])
+def test_a_manifest_of_something_else_is_refused(tmp_path, content):
+    (tmp_path / STATE_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=STATE_FILE):
+        read_checkpoint(tmp_path, SPECS)
+
+
+def test_another_model_is_refused_by_the_tensor_that_differs(tmp_path):
+    write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"t1 is \(7,\) there and \(8,\) in the model"):
+        read_checkpoint(tmp_path, [*SPECS[:1], TensorSpec("t1", "float32", (8,)), *SPECS[2:]])
+    with pytest.raises(CheckpointError, match=r"t4 is .* there and absent"):
+        read_checkpoint(tmp_path, SPECS[:4])
+
+
+def test_writing_over_an_older_state_never_leaves_its_manifest_beside_new_tensors(tmp_path):
+    write(tmp_path)
+    broken = lambda kind: iter(())  # noqa: E731
+    with pytest.raises(StopIteration):
+        write_checkpoint(tmp_path, SPECS, broken, num_steps_applied=9, rng={})
+    with pytest.raises(CheckpointError, match=STATE_FILE):
+        read_checkpoint(tmp_path, SPECS)
+
+
+def test_a_place_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        write(tmp_path / "file" / "below")
+
+
+def test_tensors_are_asked_for_one_at_a_time(tmp_path):
+    """Streaming: the next tensor is made only after the one before is on its way to disk."""
+    specs = [TensorSpec(f"t{i}", "float32", (1000,)) for i in range(4)]
+    sizes = []
+
+    def stream() -> Iterator[torch.Tensor]:
+        for _ in specs:
+            (temporary,) = tmp_path.glob(".*.tmp")
+            sizes.append(temporary.stat().st_size)
+            yield torch.zeros(1000)
+
+    write_safetensors(tmp_path / "x.safetensors", specs, stream())
+    assert sizes == sorted(sizes)
+    assert sizes[-1] >= 2 * 4000  # what is missing is at most the file object's buffer
+
+
+def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
+    specs = [TensorSpec(name, "float32", (size,)) for name, size in [("a", 1), ("b", 100), ("c", 1), ("d", 1)]]
+    assert [[s.name for s in shard] for shard in plan_shards(specs, 20)] == [["a"], ["b"], ["c", "d"]]

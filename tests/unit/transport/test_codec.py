@@ -1,0 +1,251 @@
+"""The codec returns what it was given, and says which field is wrong where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, make_dataclass
+
+import numpy as np
+import pytest
+
+from rlhpc import messages as m
+from rlhpc.errors import ProtocolError
+from rlhpc.topology import TOPOLOGY
+from rlhpc.transport.codec import MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
+from rlhpc.types import (
+    Bool,
+    FinishReason,
+    Float32,
+    Int32,
+    Lease,
+    PackedBatch,
+    PackedMicrobatch,
+    Prefix,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    ScoredRollout,
+    TensorSpec,
+    Verdict,
+    WeightManifest,
+)
+
+TYPES = tuple({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to_client})
+
+
+def prompt(length: int = 5) -> Prompt:
+    return Prompt(3, "math", np.arange(length, dtype=np.int32), "π = 3")
+
+
+def scored(length: int) -> ScoredRollout:
+    rng = np.random.default_rng(length)
+    rollout = Rollout(
+        7,
+        1,
+        prompt(),
+        rng.integers(0, 100_000, length, dtype=np.int32),
+        -rng.random(length, dtype=np.float32),
+        np.arange(length, dtype=np.int32),
+        rng.random(length) < 0.5,
+        FinishReason.LENGTH,
+    )
+    return ScoredRollout(rollout, 0.5, Verdict.CORRECT, {"format": 0.25, "answer": 0.25}, "42")
+
+
+def lease() -> Lease:
+    prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
+    sampling = SamplingParams(64, stop_token_ids=(1, 2))
+    return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, 60.0, (None, prefix))
+
+
+def batch(num_tokens: int) -> PackedBatch:
+    ints = np.arange(num_tokens, dtype=np.int32)
+    floats = ints.astype(np.float32)
+    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints)
+    return PackedBatch(4, 4, ((row, row), (row, row)), 4 * (num_tokens - 1), 4)
+
+
+MESSAGES = [
+    scored(1),
+    scored(4096),
+    scored(40_000),
+    lease(),
+    batch(64),
+    batch(30_000),
+    batch(1_100_000),  # arrays of 4.2 MiB: two frames each
+    m.Hello("generator", 0, "abc", "hash", 123, "node-1", 2),
+    m.Heartbeat("running", "", 3, 64, {"tokens_per_s": 1e4, "nan": float("inf")}),
+    m.StepReport(1, 2, True, {}),
+    m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining"),
+    m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
+    m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),
+    m.SaveReport(2, {"trainer.safetensors": 12}, 0.5),
+]
+
+
+def same(left: object, right: object) -> bool:
+    """Equality that looks into arrays, and insists on types."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray):
+        assert isinstance(right, np.ndarray)
+        return left.dtype == right.dtype and left.shape == right.shape and bool(np.array_equal(left, right))
+    if isinstance(left, tuple):
+        assert isinstance(right, tuple)
+        return len(left) == len(right) and all(map(same, left, right))
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, name), getattr(right, name)) for name in left.__dataclass_fields__)
+    return left == right
+
+
+def over_the_wire(frames: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    return [bytes(frame) for frame in frames]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_decoded_is_what_was_encoded(message: object):
+    codec = Codec(TYPES)
+    sequence, decoded = codec.decode(over_the_wire(codec.encode(message, 12345678901)), "peer")
+    assert sequence == 12345678901
+    assert same(decoded, message)
+
+
+def test_a_small_message_is_one_frame_and_no_frame_exceeds_the_limit():
+    codec = Codec(TYPES)
+    for message in MESSAGES:
+        frames = codec.encode(message, 0)
+        total = sum(map(len, frames))
+        assert (len(frames) == 1) == (total < SMALL_MESSAGE_BYTES)
+        assert max(map(len, frames)) <= MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("length", [4096, 40_000])
+def test_decoded_arrays_share_memory_with_the_frames(length: int):
+    codec = Codec([ScoredRollout])
+    frames = over_the_wire(codec.encode(scored(length), 0))
+    token_ids = codec.decode(frames, "peer")[1].rollout.token_ids
+    assert any(np.shares_memory(token_ids, np.frombuffer(frame, np.uint8)) for frame in frames)
+    assert not token_ids.flags.writeable
+
+
+def test_arrays_are_aligned_even_if_the_frame_is_not():
+    codec = Codec([ScoredRollout])
+    (frame,) = codec.encode(scored(100), 0)
+    shifted = memoryview(b"x" + bytes(frame))[1:]
+    rollout = codec.decode([shifted], "peer")[1].rollout
+    assert rollout.token_ids.flags.aligned
+    assert rollout.behaviour_logprobs.flags.aligned
+    assert same(rollout, scored(100).rollout)
+
+
+def test_arrays_that_are_not_contiguous_travel():
+    strided = np.arange(20, dtype=np.int32)[::2]
+    codec = Codec([Lease])
+    message = Lease(1, 0, Prompt(1, "t", strided, ""), 1, (0,), SamplingParams(1), 0, 1.0)
+    decoded = codec.decode(codec.encode(message, 0), "peer")[1]
+    assert np.array_equal(decoded.prompt.token_ids, strided)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    square: Float32
+    flags: Bool
+    empty: Int32
+
+
+def test_matrices_and_empty_arrays_travel():
+    codec = Codec([Matrices])
+    for side in (2, 200):
+        message = Matrices(np.eye(side, dtype=np.float32), np.zeros((side, 0, 3), np.bool_), np.empty(0, np.int32))
+        assert same(codec.decode(over_the_wire(codec.encode(message, 0)), "peer")[1], message)
+
+
+def test_numpy_scalars_in_metrics_travel_as_numbers():
+    codec = Codec(TYPES)
+    metrics = {"loss": np.float32(0.5), "grad_norm": np.float64(2.0)}
+    decoded = codec.decode(codec.encode(m.StepReport(0, 1, True, metrics), 0), "peer")[1]
+    assert decoded.metrics == {"loss": 0.5, "grad_norm": 2.0}
+    assert {type(value) for value in decoded.metrics.values()} == {float}
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_the_sender_learns_which_field_is_wrong():
+    codec = Codec(TYPES)
+    wrong = Prompt(0, "math", np.arange(3, dtype=np.int64), "")
+    rollout = scored(4).rollout
+    bad = Rollout(1, 1, wrong, *(getattr(rollout, n) for n in ("token_ids", "behaviour_logprobs", "versions")),
+                  rollout.loss_mask, FinishReason.STOP)  # fmt: skip
+    with pytest.raises(ProtocolError) as error:
+        codec.encode(ScoredRollout(bad, 1.0, Verdict.WRONG), 0)
+    assert error.value.field == "ScoredRollout.rollout.prompt.token_ids"
+    assert "<i8" in error.value.why
+    assert "<i4" in error.value.why
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.CancelGroup(1.5),  # type: ignore[arg-type]
+        m.CancelGroup(True),
+        m.CancelGroup(1 << 70),
+        m.StopRole(None),  # type: ignore[arg-type]
+        m.StopRole(b"x"),  # type: ignore[arg-type]
+        m.StepReport(0, 0, True, {"loss": "high"}),  # type: ignore[dict-item]
+        m.StepReport(0, 0, 1, {}),  # type: ignore[arg-type]
+        m.StopRole(object()),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_a_field_of_another_type_is_refused_by_the_sender(message: object):
+    with pytest.raises(ProtocolError):
+        Codec(TYPES).encode(message, 0)
+
+
+def test_a_type_that_is_not_on_the_list_is_refused_at_both_ends():
+    with pytest.raises(ProtocolError, match="StopRole is not one of CancelGroup"):
+        Codec([m.CancelGroup]).encode(m.StopRole("x"), 0)
+    frames = Codec([m.StopRole]).encode(m.StopRole("x"), 0)
+    with pytest.raises(ProtocolError, match="is not one of CancelGroup") as error:
+        Codec([m.CancelGroup]).decode(frames, "generator-0")
+    assert error.value.peer == "generator-0"
+
+
+def test_a_message_over_the_limit_is_refused_at_both_ends():
+    message = m.StopRole("x" * 2000)
+    with pytest.raises(ProtocolError, match="more than the limit of 1000"):
+        Codec([m.StopRole], max_message_bytes=1000).encode(message, 0)
+    with pytest.raises(ProtocolError, match="more than 1000 bytes"):
+        Codec([m.StopRole], max_message_bytes=1000).decode(Codec([m.StopRole]).encode(message, 0), "peer")
+
+
+@pytest.mark.parametrize("annotation", [np.ndarray, set[int], object, complex])
+def test_a_message_type_that_cannot_travel_is_refused_when_the_codec_is_made(annotation: object):
+    with pytest.raises(TypeError):
+        Codec([make_dataclass("Odd", [("value", annotation)], frozen=True)])
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+def old_report() -> type:
+    return make_dataclass("Report", [("step", int)], frozen=True)
+
+
+def new_report() -> type:
+    fields = [("step", int), ("note", str, field(default="")), ("parts", dict[str, float], field(default_factory=dict))]
+    return make_dataclass("Report", fields, frozen=True)
+
+
+def test_a_sender_without_the_newest_fields_is_understood():
+    old, new = old_report(), new_report()
+    decoded = Codec([new]).decode(Codec([old]).encode(old(5), 0), "peer")[1]
+    assert decoded == new(5, "", {})
+
+
+def test_another_schema_is_named_as_the_reason():
+    (frame,) = Codec(TYPES).encode(m.CancelGroup(1), 0)
+    altered = bytearray(frame)
+    altered[4] += 1
+    with pytest.raises(ProtocolError, match="this end speaks 1"):
+        Codec(TYPES).decode([altered], "peer")
