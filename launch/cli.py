@@ -23,7 +23,12 @@ EXIT_USER = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr and exit status 2."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and "overrides" not in options):
+        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    if rest:  # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
+        options.overrides = [*options.overrides, *rest]
     try:
         status: int = options.command(options)
     except RlhpcError as error:

@@ -113,7 +113,7 @@ class AdmissionConfig(Section):
     lease_deadline_s: PositiveFloat = 600.0
     """A generator that has not delivered by then loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
-    """Grants of one group before it is dropped as poison."""
+    """Leases lost by one member before its group is dropped as poison."""
     active_sampling: bool = True
     """Groups without spread in their rewards are replaced at once, so that batches are full; False trains on them."""
     max_groups_without_spread: Positive = 1000

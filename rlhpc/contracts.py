@@ -309,7 +309,8 @@ class PolicyLoss(Protocol):
         advantages: Tensor,
         loss_mask: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """All float32 [T] (loss_mask bool [T]).
+        """All float32 [T] (loss_mask bool [T]).  `proximal`: log-probabilities; a loss may ask for something else per
+        token in their place (algorithms.losses.make_policy_loss says which), which backends hand through unread.
 
         Returns the loss *summed* over loss tokens, and metrics likewise summed over loss tokens (detached scalars);
         the caller divides both by the global number of loss tokens.
@@ -379,7 +380,7 @@ class TrainerBackend(ABC):
     ) -> StepResult:
         """Forward, backward, clip, vote, optimiser step.
 
-        `proximal`: float32 [T] per micro-batch, or None to take the behaviour log-probabilities.
+        `proximal`: float32 [T] per micro-batch, handed to the loss as it is; None: the behaviour log-probabilities.
         Raises nothing for non-finite numbers: every rank skips and says so in the result.
         """
 

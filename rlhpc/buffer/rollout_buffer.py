@@ -14,8 +14,9 @@ from typing import Any
 from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.buffer.segment_reader import read_segment
-from rlhpc.buffer.segments import SegmentWriter, to_hdf5, write_sealed
+from rlhpc.buffer.segments import SegmentWriter, to_hdf5
 from rlhpc.errors import CheckpointError, LedgerError, SegmentError
 from rlhpc.types import FinishReason, RolloutGroup, ScoredRollout
 

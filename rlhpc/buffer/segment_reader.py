@@ -6,7 +6,6 @@ Eats segment files, makes ResolvedGroup.  Whatever is wrong with a file is a Seg
 from __future__ import annotations
 
 import io
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,10 +25,10 @@ from rlhpc.buffer.segment_columns import (
     from_columns,
     texts_of,
 )
-from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC, sync_directory
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC
 from rlhpc.errors import SegmentError
 
-_SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")
 _MALFORMED = (KeyError, ValueError, TypeError, RuntimeError, IndexError, OverflowError)  # what h5py and decoding raise
 
 
@@ -66,16 +65,6 @@ def read_rollouts_directory(directory: Path) -> Iterator[ResolvedGroup]:
         yield from read_segment(path)
 
 
-def segment_paths(directory: Path) -> list[Path]:
-    """The segments of a directory in order.  Raises SegmentError when one is missing between two others."""
-    numbered = _numbered_segments(directory)
-    indices = [index for index, _ in numbered]
-    missing = sorted(set(range(indices[0], indices[-1])) - set(indices)) if indices else []
-    if missing:
-        raise SegmentError(f"{directory}: segment {missing[0]} is missing, though segment {indices[-1]} is there")
-    return [path for _, path in numbered]
-
-
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Some columns of one segment, e.g. "rollouts/reward", without reading the others and *without* checksums.
 
@@ -92,36 +81,6 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         return {name: _readable(columns, name) for name in names}
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
-
-
-def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int) -> list[Path]:
-    """Move segments that a resume undoes, those from first_lost_index on, to lost_attempt_N/; return the new paths.
-
-    attempt: number of the run attempt that resumes.  Half-written files are deleted.  May be repeated after a crash.
-    Raises SegmentError when a file cannot be moved; the others are moved or not.
-    """
-    lost_directory = directory / f"lost_attempt_{attempt}"
-    lost = [path for index, path in _numbered_segments(directory) if index >= first_lost_index]
-    try:
-        for partial in directory.glob("segment_*.partial"):
-            partial.unlink()
-        if not lost:
-            return []
-        lost_directory.mkdir(exist_ok=True)
-        # From the last one back: a crash half-way leaves no gap in what stays.
-        moved = [path.rename(lost_directory / path.name) for path in reversed(lost)]
-        sync_directory(lost_directory)
-        sync_directory(directory)
-    except OSError as error:
-        raise SegmentError(
-            f"{directory}: segments from {first_lost_index} on could not be set aside: {error}"
-        ) from error
-    return moved[::-1]
-
-
-def _numbered_segments(directory: Path) -> list[tuple[int, Path]]:
-    matches = ((_SEGMENT_NAME.fullmatch(path.name), path) for path in directory.glob("segment_*.h5"))
-    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _verify_file(path: Path, data: bytes) -> None:

@@ -7,9 +7,7 @@ Promises: what could not be written stays in memory for another try; no sealed f
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ import numpy as np
 
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_columns import SCHEMA, Columns, to_columns
+from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.contracts import Clock
 from rlhpc.errors import SegmentError
 from rlhpc.run_layout import RunLayout
@@ -142,34 +141,6 @@ def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression
     return image.getvalue()
 
 
-def write_sealed(path: Path, data: bytes) -> None:
-    """Make `path` hold these bytes durably, or leave it absent.
-
-    Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
-    """
-    if path.exists():
-        raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
-    partial = path.with_name(path.name + ".partial")
-    try:
-        _write_durably(partial, data)
-        partial.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        for leftover in (partial, path):
-            with contextlib.suppress(OSError):
-                leftover.unlink()
-        raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable.  Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_columns(file: h5py.File, columns: Columns, compression: Compression) -> None:
     for name, values in columns.items():
         is_compressed = compression == "gzip" and values.nbytes >= _COMPRESS_FROM_BYTES
@@ -184,14 +155,3 @@ def _write_columns(file: h5py.File, columns: Columns, compression: Compression) 
             else {}
         )
         file.create_dataset(name, data=np.ascontiguousarray(values), track_times=False, **layout)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        remaining = memoryview(data)
-        while remaining:  # one call writes 2 GiB at most, and less when the disk fills up
-            remaining = remaining[os.write(descriptor, remaining) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name, 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -194,9 +195,10 @@ class VllmEngine(GenerationEngine):
             if aborts:
                 await asyncio.wait(aborts, timeout=ABORT_ALL_S)
             self._death = "closed"
-        llm, self._llm = self._llm, None  # or its finaliser runs when the interpreter has half gone
-        if llm is not None:
-            stop_vllm(llm, self._processes)
+        if self._llm is not None:
+            stop_vllm(self._llm, self._processes)
+        self._llm = None
+        gc.collect()  # it is in a cycle: left alone, its finaliser runs when the interpreter has half gone
 
     # --------------------------------------------------------------------------------------------------- within
 

@@ -264,7 +264,7 @@ class Controller:
             for group_id in self._ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
-            self._segments.tick()
+            await asyncio.to_thread(self._segments.tick)
             self._granting.wake()
             self._board.write()
 

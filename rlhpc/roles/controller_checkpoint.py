@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.segment_reader import set_aside_lost_segments
+from rlhpc.buffer.segment_files import set_aside_lost_segments
 from rlhpc.contracts import PromptSource
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically

@@ -28,7 +28,7 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
-from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event
+from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event, unless_stopped
 from rlhpc.roles.presence import CONNECT_TIMEOUT_S, announce, beat
 from rlhpc.topology import LEASES, REWARDS
 from rlhpc.transport.open import connect
@@ -47,7 +47,12 @@ async def _generate(context: RoleContext) -> None:
     stop = stop_event()
     config = context.config
     async with AsyncExitStack() as stack:
-        engine = await start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        starting = asyncio.create_task(
+            start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        )
+        engine = await unless_stopped(stop, starting)
+        if engine is None:
+            return
         stack.push_async_callback(engine.close)
         leases = await _connect(context, LEASES.name, 0)
         stack.push_async_callback(leases.close)

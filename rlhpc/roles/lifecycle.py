@@ -19,12 +19,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
+Result = TypeVar("Result")
 EXIT_CONFIG, EXIT_FAULT, EXIT_BUG = 2, 3, 70
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
@@ -153,6 +155,18 @@ async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) ->
         await stop.wait()
         for task in tasks:
             task.cancel()
+
+
+async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Result | None:
+    """Return what the task returns, or cancel it and return None when `stop` is set first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait((task,))
+    return None
 
 
 def _die_with_parent() -> None:

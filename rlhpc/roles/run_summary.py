@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.buffer.segment_reader import read_columns, segment_paths
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.files import write_atomically
 from rlhpc.roles.totals import Totals
 from rlhpc.run_layout import RunLayout
@@ -44,8 +45,8 @@ def reward_by_version(rollouts: Path) -> dict[int, tuple[float, int]]:
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
 
 
-def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float, float]:
-    """Mean reward over the rollouts of the first and of the last tenth of versions; nan where there are none."""
+def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float | None, float | None]:
+    """Mean reward over the rollouts of the first and of the last tenth of versions; None where there are none."""
     tenth = max(1, num_steps // 10)
     return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
 
@@ -80,7 +81,7 @@ def summarise(layout: RunLayout, totals: Totals, staleness_bound: int) -> dict[s
     return summary
 
 
-def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float:
+def _mean(curve: dict[int, tuple[float, int]], start: int, end: int) -> float | None:
     inside = [(mean, count) for version, (mean, count) in curve.items() if start <= version < end]
     total = sum(count for _, count in inside)
-    return sum(mean * count for mean, count in inside) / total if total else float("nan")
+    return sum(mean * count for mean, count in inside) / total if total else None

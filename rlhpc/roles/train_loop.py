@@ -19,7 +19,7 @@ from rlhpc.algorithms.samples import to_samples
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
-from rlhpc.errors import TrainingError
+from rlhpc.errors import LedgerError, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown
@@ -114,6 +114,7 @@ class TrainLoop:
                 self._ready.clear()
                 groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
                 if groups is not None:
+                    self._check_staleness(groups)
                     return groups, time.monotonic() - began
                 if self._nobody_is_live:
                     await self._publish()
@@ -134,12 +135,23 @@ class TrainLoop:
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
         self._buffer.consume(groups, self.step)
-        self._unreleased += [group.group_id for group in groups]
+        # The version before may still be settling, and would release everything that is listed: list these after it.
         await self._settled()
+        self._unreleased += [group.group_id for group in groups]
         await self._publish()
         slowdown = batch_slowdown(batch, self._cost)
         self.step += 1
         return StepRecord(report, batch, tuple(groups), trained, slowdown, waited_s, packed_s)
+
+    def _check_staleness(self, groups: list[RolloutGroup]) -> None:
+        """The bound holds by construction; should it not, the construction is broken and nothing may be trained."""
+        bound = self._buffer.ledger.staleness_bound
+        for group in groups:
+            if self.version - group.admitted_version > bound:
+                raise LedgerError(
+                    f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
+                    f"version {self.version}: staler than the bound of {bound}"
+                )
 
     def _pack(self, samples: list[TrainingSample]) -> PackedBatch:
         trainer = self._config.trainer

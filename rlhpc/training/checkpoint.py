@@ -21,8 +21,9 @@ from torch import Tensor
 
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
+from rlhpc.training.file_record import FileRecord, check_file
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.safetensors_file import FileRecord, check_file, plan_shards, write_safetensors
+from rlhpc.training.safetensors_file import plan_shards, write_safetensors
 from rlhpc.types import TensorSpec
 
 STATE_FILE = "trainer.json"

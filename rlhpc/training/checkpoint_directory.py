@@ -14,17 +14,16 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory, write_atomically
+from rlhpc.training.file_record import FileRecord, check_file, record_of
 
 COMPLETE = "COMPLETE"
-READ_BYTES = 16 << 20
 _STEP_NAME = re.compile(r"step_(\d+)")
 _TEMPORARY_NAME = re.compile(r"\.step_(\d+)\.tmp")
 
@@ -65,7 +64,7 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         files = {}
         for name in _files_below(temporary):
             _sync_file(temporary / name)
-            files[name] = [(temporary / name).stat().st_size, _crc32_of(temporary / name)]
+            files[name] = astuple(record_of(temporary / name))
         for directory in sorted({(temporary / name).parent for name in files} | {temporary}):
             sync_directory(directory)
         if final.exists():
@@ -136,19 +135,10 @@ def _remove(path: Path) -> None:
 def _problem_of(path: Path, *, verify_content: bool) -> str:
     """Return "" or the file at fault and the reason."""
     try:
-        expected = _read_complete(path)["files"]
-        for name, (num_bytes, crc32) in expected.items():
-            file = path / name
-            if not file.is_file():
-                return f"{file}: is missing"
-            if file.stat().st_size != num_bytes:
-                return f"{file}: {file.stat().st_size} bytes where {num_bytes} were written"
-            if verify_content and _crc32_of(file) != crc32:
-                return f"{file}: its content is not what was written (checksum differs)"
+        for name, (num_bytes, crc32) in _read_complete(path)["files"].items():
+            check_file(path / name, FileRecord(num_bytes, crc32), verify_content=verify_content)
     except CheckpointError as error:
         return str(error)
-    except OSError as error:
-        return f"{path}: cannot be read: {error}"
     return ""
 
 
@@ -182,11 +172,3 @@ def _sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _crc32_of(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc

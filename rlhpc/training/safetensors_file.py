@@ -12,7 +12,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,18 +20,10 @@ from torch import Tensor
 
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory
+from rlhpc.training.file_record import FileRecord
 from rlhpc.types import TensorSpec
 
 FORMAT_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # name there, bytes
-READ_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What a file must be to be believed."""
-
-    num_bytes: int
-    crc32: int
 
 
 def size_in_bytes(spec: TensorSpec) -> int:
@@ -97,24 +88,3 @@ def _header_of(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def check_file(path: Path, record: FileRecord, *, verify_content: bool) -> None:
-    """Raise CheckpointError unless the file has the recorded size and, if asked for, the recorded content."""
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes != record.num_bytes:
-            raise CheckpointError(f"{path}: {num_bytes} bytes where {record.num_bytes} were written")
-        if verify_content and crc32_of(path) != record.crc32:
-            raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def crc32_of(path: Path) -> int:
-    """CRC-32 of a file's content.  Raises OSError."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -61,7 +61,7 @@ def buckets_of(manifest: WeightManifest) -> tuple[Bucket, ...]:
     ends = manifest.bucket_ends
     if tuple(sorted(set(ends))) != ends or (ends[-1] if ends else 0) != len(manifest.tensors) or 0 in ends:
         raise ValueError(f"bucket ends {ends} do not divide {len(manifest.tensors)} tensors")
-    starts = (0, *ends[:-1])
+    starts = (0, *ends)[:-1]
     return tuple(_lay_out(manifest.tensors[start:end]) for start, end in zip(starts, ends, strict=True))
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import safetensors.torch
@@ -34,6 +33,7 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, is_as_specified, next_weight
+from rlhpc.weights.meeting_file import file_of
 
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.01  # a directory listing on a parallel filesystem takes about as long
@@ -228,7 +228,7 @@ def _wait(is_done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _path_of(group: WeightGroup) -> Path:
-    return Path(urlsplit(group.address).path)
+    return file_of(group.address)
 
 
 def _version_directory(group: WeightGroup, policy_version: int) -> Path:

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block, tensors_in_block
+from rlhpc.weights.meeting_file import file_of
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
 
@@ -97,7 +97,7 @@ class IpcPublisher(WeightPublisher):
         if self._listener is not None:
             self._listener.close()
         if self._opened is not None:
-            _path_of(self._opened).unlink(missing_ok=True)
+            file_of(self._opened.address).unlink(missing_ok=True)
         self._listener = self._opened = None
 
     def _publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -149,7 +149,7 @@ class IpcReceiver(WeightReceiver):
         self.leave()
         connection = socket.socket(socket.AF_UNIX)
         try:
-            with _short_path(_path_of(group)) as short:
+            with _short_path(file_of(group.address)) as short:
                 connection.connect(short)
         except OSError as error:
             connection.close()
@@ -245,7 +245,3 @@ def _finish_copies(device: torch.device) -> None:
     """Kernels of two processes are not ordered by streams: wait for ours before the other side is told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _path_of(group: WeightGroup) -> Path:
-    return Path(urlsplit(group.address).path)

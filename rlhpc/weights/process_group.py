@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.errors import GroupFailed
+from rlhpc.weights.meeting_file import file_of
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -100,11 +101,12 @@ def find_store(address: str, world_size: int, timeout_s: float) -> Any:
             return c10d.TCPStore(
                 parts.hostname, parts.port, world_size, is_master=False, wait_for_workers=False, timeout=timeout
             )
-        if parts.scheme == "file" and Path(parts.path).parent.is_dir():
-            store = c10d.FileStore(parts.path, world_size)
-            store.set_timeout(timeout)
-            return store
-    raise GroupFailed(f"no meeting place at {address!r}: not tcp://host:port, nor a file in an existing directory")
+        path = file_of(address)
+        if not path.parent.is_dir():
+            raise GroupFailed(f"no meeting place at {address!r}: its directory does not exist")
+        store = c10d.FileStore(str(path), world_size)
+        store.set_timeout(timeout)
+        return store
 
 
 def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta, is_local: bool) -> Any:

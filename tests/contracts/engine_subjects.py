@@ -91,7 +91,7 @@ class Subject(ABC):
 
     def manifest(self, version: int) -> WeightManifest:
         specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.weights(version)]
-        return make_manifest(version, self.epoch, specs, 1 << 18)
+        return make_manifest(version, self.epoch, specs, 1 << 20)
 
     async def update(self, version: int) -> WeightTiming:
         manifest = self.manifest(version)

@@ -14,18 +14,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.contracts import StepResult, TrainerBackend
-from rlhpc.errors import CheckpointError
 from rlhpc.types import PackedMicrobatch, TrainingSample
-from tests.contracts.trainer_cluster import Rank, TrainerCluster
+from tests.contracts.trainer_cluster import TrainerCluster
+from tests.contracts.trainer_scenarios import (
+    STEP,
+    decay_only,
+    export,
+    load_refused,
+    poison_one_step,
+    resume,
+    save_midway,
+    take_logprobs,
+    take_steps,
+)
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
+from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row
 
 # A new backend or layout adds a row: id → (trainer.backend, ranks).
 LAYOUTS = {"reference-dp1": ("reference", 1), "reference-dp2": ("reference", 2)}
 MODELS = {"qwen2-tied": ("qwen2", True, 100), "qwen3-untied": ("qwen3", False, 100), "llama-odd": ("llama", True, 117)}
 LENGTHS = (5, 31, 12, 2, 47, 12, 20, 33, 9)  # too long and too short for one bucket of padding
-STEP = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -112,103 +120,6 @@ def hf_training(directory: Path, steps: list[list[TrainingSample]], temperature:
         optimizer.step()
         history.append((loss.item(), norm.item()))
     return history, dict(hf.named_parameters())
-
-
-# ------------------------------------------------------------------------------------------------ scenarios (per rank)
-
-
-def weights_of(backend: TrainerBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.float().cpu().clone() for name, tensor in backend.weights()}
-
-
-def train(rank: Rank, backend: TrainerBackend, rows: list[PackedMicrobatch], **overrides: Any) -> StepResult:
-    mine = rank.share(rows, backend.dp_rank, backend.dp_size)
-    return backend.step(
-        mine,
-        clipped_loss,
-        proximal=backend.logprobs(mine),
-        **{"num_loss_tokens": num_loss_tokens(rows), **STEP, **overrides},
-    )
-
-
-def take_logprobs(rank: Rank, *, model: Path, rows: list[PackedMicrobatch], temperature: float) -> Any:
-    backend = rank.open(tiny_config(model, temperature=temperature))
-    results = backend.logprobs(rank.share(rows, backend.dp_rank, backend.dp_size))
-    backend.close()
-    backend.close()  # idempotent
-    return backend.dp_rank, [tensor.cpu() for tensor in results]
-
-
-def take_steps(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], **settings: Any) -> Any:
-    backend = rank.open(tiny_config(model, **settings))
-    results = [train(rank, backend, rows) for rows in steps]
-    assert backend.num_steps_applied == len(steps)
-    weights = weights_of(backend)
-    assert bool(weights) == backend.is_lead
-    backend.close()
-    return results, weights
-
-
-def poison_one_step(rank: Rank, *, model: Path, rows: list[PackedMicrobatch], poisoned: list[PackedMicrobatch]) -> Any:
-    """One good step, one with a nan on the last rank, and the same good one as if nothing had been."""
-    backend = rank.open(tiny_config(model))
-    good = train(rank, backend, rows)
-    backend.save(rank.scratch / "before")
-    skipped = train(rank, backend, poisoned)
-    backend.save(rank.scratch / "after")
-    steps_applied = backend.num_steps_applied
-    backend.close()
-    return good.applied, skipped.applied, steps_applied
-
-
-def save_midway(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], directory: Path) -> Any:
-    """Train, save after two steps, go on."""
-    backend = rank.open(tiny_config(model))
-    for rows in steps[:2]:
-        train(rank, backend, rows)
-    files = backend.save(directory)
-    results = [train(rank, backend, rows) for rows in steps[2:]]
-    weights = weights_of(backend)
-    backend.close()
-    return files, results, weights
-
-
-def resume(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], directory: Path) -> Any:
-    backend = rank.open(tiny_config(model))
-    backend.load(directory)
-    assert backend.num_steps_applied == 2
-    results = [train(rank, backend, rows) for rows in steps[2:]]
-    weights = weights_of(backend)
-    backend.close()
-    return results, weights
-
-
-def load_refused(rank: Rank, *, model: Path, directory: Path) -> Any:
-    """Return the message of every rank, and whether weights were left alone."""
-    backend = rank.open(tiny_config(model))
-    before = weights_of(backend)
-    with pytest.raises(CheckpointError) as refusal:
-        backend.load(directory)
-    after = weights_of(backend)
-    backend.close()
-    return str(refusal.value), all(torch.equal(before[name], after[name]) for name in before)
-
-
-def export(rank: Rank, *, model: Path, dtype: str) -> Any:
-    backend = rank.open(tiny_config(model, dtype=dtype))
-    specs, weights = backend.tensor_specs(), [(name, tensor.clone()) for name, tensor in backend.weights()]
-    backend.close()
-    return specs, weights
-
-
-def decay_only(rank: Rank, *, model: Path, rows: list[PackedMicrobatch]) -> Any:
-    backend = rank.open(tiny_config(model))
-    before = weights_of(backend)
-    silent = [replace(row, advantages=np.zeros_like(row.advantages)) for row in rows]
-    train(rank, backend, silent, learning_rate=0.1, weight_decay=0.5)
-    after = weights_of(backend)
-    backend.close()
-    return before, after
 
 
 # ---------------------------------------------------------------------------------------------------------- the claims

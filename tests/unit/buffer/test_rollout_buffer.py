@@ -12,7 +12,8 @@ from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.segment_reader import read_rollouts_directory, set_aside_lost_segments
+from rlhpc.buffer.segment_files import set_aside_lost_segments
+from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import FinishReason, Verdict

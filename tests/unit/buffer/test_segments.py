@@ -12,13 +12,13 @@ import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
 
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
 from rlhpc.buffer.segment_reader import (
     read_columns,
     read_rollouts_directory,
     read_segment,
-    set_aside_lost_segments,
 )
-from rlhpc.buffer.segments import SegmentWriter, to_hdf5, write_sealed
+from rlhpc.buffer.segments import SegmentWriter, to_hdf5
 from rlhpc.errors import SegmentError
 from rlhpc.types import FinishReason, RolloutGroup, Verdict
 
@@ -122,7 +122,7 @@ def test_an_error_after_the_rename_leaves_no_file_either(tmp_path, monkeypatch):
     def no_space(directory: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("rlhpc.buffer.segments.sync_directory", no_space)
+    monkeypatch.setattr("rlhpc.buffer.segment_files.sync_directory", no_space)
     with pytest.raises(SegmentError, match="Input/output error"):
         write_sealed(tmp_path / "a.h5", b"data")
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,94 @@
+"""The files of a rollouts directory: made whole, listed in order, set aside when a restart undoes them.
+
+Eats bytes and paths.  Knows nothing of what a segment holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from rlhpc.errors import SegmentError
+
+_SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Make `path` hold these bytes durably, or leave it absent.
+
+    Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
+    """
+    if path.exists():
+        raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        _write_durably(partial, data)
+        partial.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        for leftover in (partial, path):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names in a directory durable.  Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """The segments of a directory in order.  Raises SegmentError when one is missing between two others."""
+    numbered = _numbered_segments(directory)
+    indices = [index for index, _ in numbered]
+    missing = sorted(set(range(indices[0], indices[-1])) - set(indices)) if indices else []
+    if missing:
+        raise SegmentError(f"{directory}: segment {missing[0]} is missing, though segment {indices[-1]} is there")
+    return [path for _, path in numbered]
+
+
+def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int) -> list[Path]:
+    """Move segments that a resume undoes, those from first_lost_index on, to lost_attempt_N/; return the new paths.
+
+    attempt: number of the run attempt that resumes.  Half-written files are deleted.  May be repeated after a crash.
+    Raises SegmentError when a file cannot be moved; the others are moved or not.
+    """
+    lost_directory = directory / f"lost_attempt_{attempt}"
+    lost = [path for index, path in _numbered_segments(directory) if index >= first_lost_index]
+    try:
+        for partial in directory.glob("segment_*.partial"):
+            partial.unlink()
+        if not lost:
+            return []
+        lost_directory.mkdir(exist_ok=True)
+        # From the last one back: a crash half-way leaves no gap in what stays.
+        moved = [path.rename(lost_directory / path.name) for path in reversed(lost)]
+        sync_directory(lost_directory)
+        sync_directory(directory)
+    except OSError as error:
+        raise SegmentError(
+            f"{directory}: segments from {first_lost_index} on could not be set aside: {error}"
+        ) from error
+    return moved[::-1]
+
+
+def _numbered_segments(directory: Path) -> list[tuple[int, Path]]:
+    matches = ((_SEGMENT_NAME.fullmatch(path.name), path) for path in directory.glob("segment_*.h5"))
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        remaining = memoryview(data)
+        while remaining:  # one call writes 2 GiB at most, and less when the disk fills up
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,43 @@
+"""What a file must be to be believed: its size and the checksum of its content.  Loads without torch."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.errors import CheckpointError
+
+READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Taken when the file was written."""
+
+    num_bytes: int
+    crc32: int
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a file to its end.  Raises OSError."""
+    num_bytes, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            num_bytes += len(block)
+            crc = zlib.crc32(block, crc)
+    return FileRecord(num_bytes, crc)
+
+
+def check_file(path: Path, expected: FileRecord, *, verify_content: bool) -> None:
+    """Raise CheckpointError unless the file has the recorded size and, if asked for, the recorded content."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.num_bytes:
+            raise CheckpointError(f"{path}: {num_bytes} bytes where {expected.num_bytes} were written")
+        if verify_content and record_of(path) != expected:
+            raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,17 @@
+"""Read the path out of a meeting place's address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhpc.errors import GroupFailed
+
+SCHEME = "file://"
+
+
+def file_of(address: str) -> Path:
+    """The path of file:///absolute/path.  Raises GroupFailed for any other address: a relative one means other places."""
+    path = Path(address.removeprefix(SCHEME))
+    if not address.startswith(SCHEME) or not path.is_absolute():
+        raise GroupFailed(f"no meeting place at {address!r}; legal here: file:// and an absolute path")
+    return path

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhpc.weights.checksum import NUM_LANES, checksum64
+
+LONG = 3 * 8 * NUM_LANES + 24  # three rows of lanes and a bit
+
+
+def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+
+
+DATA = noise(LONG)
+SUM = checksum64(DATA)
+PINNED = 0xD22B4888A479858F  # of the bytes 0 to 99
+
+
+def changed(index: int, value: int) -> torch.Tensor:
+    copy = DATA.clone()
+    copy[index] = value
+    return copy
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, LONG - 1), st.integers(0, 7))
+def test_a_flip_of_one_bit_shows(index: int, bit: int) -> None:
+    assert checksum64(changed(index, int(DATA[index]) ^ (1 << bit))) != SUM
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, LONG // 8 - 1), st.integers(0, LONG // 8 - 1))
+def test_a_swap_of_two_words_shows(first: int, second: int) -> None:
+    words = DATA.view(torch.int64).clone()
+    words[first], words[second] = DATA.view(torch.int64)[second], DATA.view(torch.int64)[first]
+    assert (checksum64(words.view(torch.uint8)) != SUM) == (not torch.equal(words.view(torch.uint8), DATA))
+
+
+def test_a_swap_of_two_rows_of_lanes_shows() -> None:
+    row = 8 * NUM_LANES
+    swapped = torch.cat([DATA[row : 2 * row], DATA[:row], DATA[2 * row :]])
+    assert checksum64(swapped) != SUM
+
+
+def test_a_shift_shows() -> None:
+    assert checksum64(torch.roll(DATA, 8)) != SUM
+
+
+def test_length_counts_even_when_zeros_are_appended() -> None:
+    sums = {checksum64(torch.zeros(length, dtype=torch.uint8)) for length in range(40)}
+    assert len(sums) == 40
+
+
+def test_where_the_bytes_lie_does_not_count() -> None:
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), DATA])[3:]
+    assert checksum64(shifted) == SUM
+
+
+def test_it_is_the_same_for_ever() -> None:
+    """Files of the disk transport outlive a process: a change here is a change of format."""
+    assert checksum64(torch.arange(100, dtype=torch.uint8)) == PINNED
+    assert 0 <= SUM < 1 << 64
+
+
+def test_only_flat_bytes_are_taken() -> None:
+    with pytest.raises(ValueError, match="flat bytes"):
+        checksum64(torch.zeros(4))
+    with pytest.raises(ValueError, match="flat bytes"):
+        checksum64(torch.zeros(8, dtype=torch.uint8)[::2])

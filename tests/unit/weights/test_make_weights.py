@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import WeightsConfig
+from rlhpc.errors import ConfigError, GroupFailed
+from rlhpc.types import WeightGroup
+from rlhpc.weights.make import make_publisher, make_receiver, resolve_transport
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "shares_gpu", "resolved"),
+    [
+        ("auto", "cpu", False, "gloo"),
+        ("auto", "cuda", False, "nccl"),
+        ("auto", "cuda:0", True, "ipc"),
+        ("disk", "cpu", False, "disk"),
+        ("gloo", "cuda", True, "gloo"),
+    ],
+)
+def test_auto_takes_what_the_devices_allow(transport: str, device: str, shares_gpu: bool, resolved: str) -> None:
+    assert resolve_transport(transport, device, shares_gpu) == resolved
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "shares_gpu"),
+    [("nccl", "cpu", False), ("nccl", "cuda", True), ("pigeon", "cpu", False)],
+)
+def test_a_transport_that_cannot_work_is_refused(transport: str, device: str, shares_gpu: bool) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.transport"):
+        resolve_transport(transport, device, shares_gpu)
+
+
+def test_an_unknown_transport_has_no_receiver() -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        make_receiver("pigeon", device="cpu", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("address", ["", "http://x", "tcp://nowhere", "file:///does/not/exist/x"])
+@pytest.mark.parametrize("transport", ["gloo", "disk", "ipc"])
+def test_a_meeting_place_that_is_not_there_is_a_failed_group(transport: str, address: str) -> None:
+    receiver = make_receiver(transport, device="cpu", timeout_s=0.2)
+    with pytest.raises(GroupFailed):
+        receiver.join(WeightGroup(1, transport, address, ("g",), (1,)), 1)
+    receiver.leave()
+
+
+def test_a_run_directory_may_lie_deep(tmp_path: Path) -> None:
+    """A unix socket's address holds 107 bytes."""
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    publisher = make_publisher(WeightsConfig(transport="ipc", timeout_s=0.1), directory=deep, device="cpu")
+    group = publisher.open(WeightGroup(1, "ipc", "", ("g",), (1,)))
+    receiver = make_receiver("ipc", device="cpu", timeout_s=0.1)
+    receiver.join(group, 1)
+    publisher.form()
+    publisher.dissolve()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhpc.errors import GroupFailed, TornWeights
+from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.disk import DiskPublisher, DiskReceiver
+
+SPECS = (TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (2, 3)))
+
+
+def manifest(version: int) -> WeightManifest:
+    return make_manifest(version, 1, SPECS, 16)
+
+
+def weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((5,), float(version))), ("b", torch.full((2, 3), version, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[DiskPublisher, DiskReceiver, Path]:
+    publisher, receiver = DiskPublisher(tmp_path, 2.0), DiskReceiver(2.0)
+    group = publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
+    receiver.join(group, 1)
+    publisher.form()
+    return publisher, receiver, tmp_path / "epoch_000001"
+
+
+def publish(publisher: DiskPublisher, receiver: DiskReceiver, version: int) -> list[tuple[str, torch.Tensor]]:
+    thread = threading.Thread(target=publisher.publish, args=(manifest(version), iter(weights(version))))
+    thread.start()
+    received = receiver.receive(manifest(version))
+    thread.join()
+    return received
+
+
+def test_only_the_two_newest_versions_are_kept(pair: tuple[DiskPublisher, DiskReceiver, Path]) -> None:
+    publisher, receiver, directory = pair
+    for version in range(4):
+        received = publish(publisher, receiver, version)
+        assert [torch.equal(got, want) for (_, got), (_, want) in zip(received, weights(version), strict=True)] == [
+            True
+        ] * 2
+    assert sorted(path.name for path in directory.glob("version_*")) == ["version_000002", "version_000003"]
+
+
+def test_a_version_without_checksums_does_not_exist_yet(pair: tuple[DiskPublisher, DiskReceiver, Path]) -> None:
+    publisher, _, directory = pair
+    quick = DiskReceiver(0.05)
+    quick.join(WeightGroup(1, "disk", f"file://{directory}", ("g",), (1,)), 1)
+    (directory / "version_000007").mkdir()
+    with pytest.raises(GroupFailed, match="did not appear"):
+        quick.receive(manifest(7))
+    publisher.dissolve()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "checksums"])
+def test_a_damaged_file_is_refused(pair: tuple[DiskPublisher, DiskReceiver, Path], damage: str) -> None:
+    publisher, receiver, directory = pair
+    publish(publisher, receiver, 1)
+    file = directory / "version_000001" / "bucket_0001.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "truncate":
+        file.write_bytes(data[:-4])
+    elif damage == "remove":
+        file.unlink()
+    else:
+        (directory / "version_000001" / "checksums.json").write_text("{")
+    with pytest.raises(TornWeights, match="nothing was loaded"):
+        receiver.receive(manifest(1))
+    assert (directory / "version_000001" / "torn_0001").exists()
+
+
+def test_what_an_earlier_attempt_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    stale = tmp_path / "epoch_000001" / "joined_0001"
+    stale.parent.mkdir()
+    stale.touch()
+    publisher = DiskPublisher(tmp_path, 0.05)
+    publisher.open(WeightGroup(1, "disk", "", ("g",), (1,)))
+    with pytest.raises(GroupFailed, match="joined_0001 missing"):
+        publisher.form()
