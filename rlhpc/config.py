@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rlhpc.config_rules import RULES
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -162,9 +164,10 @@ class AlgorithmConfig(Section):
     """Nor above 1 + clip_high (clip-higher, DAPO)."""
     importance_cap: PositiveFloat | None = 2.0
     """Truncated importance sampling: cap of π_proximal / π_behaviour; None: no such weight."""
-    proximal: Literal["behaviour", "recompute", "loglinear"] = "recompute"
-    """Where the clipped ratio starts: the sampler's log-probabilities (PPO), the trainer's at the start of the step
-    (decoupled PPO), or an interpolation of both by staleness that needs no forward pass (A-3PO)."""
+    proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
+    """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the step, which
+    with one optimiser step a batch are the current ones ("current"), or those of a forward pass of their own
+    ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
 
 
 class TrainerConfig(Section):
@@ -285,68 +288,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
-        for rule in (
-            _budget_holds_longest_sample,
-            _window_leaves_slots,
-            _group_has_spread,
-            _ratio_is_unbiased,
-            _warmup_is_shorter_than_run,
-            _death_takes_longer_than_a_beat,
-        ):
+        for rule in RULES:
             rule(self)
         return self
-
-
-def _budget_holds_longest_sample(config: Config) -> None:
-    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
-    if config.trainer.token_budget < longest:
-        raise ValueError(
-            f"trainer.token_budget={config.trainer.token_budget} is below the longest sample, "
-            f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest}; legal: {longest} or more"
-        )
-
-
-def _window_leaves_slots(config: Config) -> None:
-    admission = config.admission
-    if admission.num_slots < admission.groups_per_step:
-        legal = admission.max_staleness * admission.groups_per_step + 1
-        raise ValueError(
-            f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
-            f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
-        )
-
-
-def _group_has_spread(config: Config) -> None:
-    if config.admission.group_size == 1:
-        raise ValueError(
-            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: a group of one has no "
-            "spread, so every advantage is zero; legal: 2 or more"
-        )
-
-
-def _ratio_is_unbiased(config: Config) -> None:
-    """Processed log-probabilities are renormalised over the nucleus: the ratio is off by the nucleus' mass S."""
-    generation = config.generation
-    for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if is_cut:
-            raise ValueError(
-                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-"
-                "probabilities are renormalised over the tokens that were kept, the trainer's are not, so that every "
-                f"ratio is too small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
-            )
-
-
-def _warmup_is_shorter_than_run(config: Config) -> None:
-    if config.trainer.warmup_steps > config.run.num_steps:
-        raise ValueError(
-            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
-        )
-
-
-def _death_takes_longer_than_a_beat(config: Config) -> None:
-    transport = config.transport
-    if transport.dead_after_s < 3 * transport.heartbeat_s:
-        raise ValueError(
-            f"transport.dead_after_s={transport.dead_after_s} is less than three heartbeats of "
-            f"transport.heartbeat_s={transport.heartbeat_s}; legal: {3 * transport.heartbeat_s} or more"
-        )

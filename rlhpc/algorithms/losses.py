@@ -40,10 +40,16 @@ def make_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     """Return the loss of [algorithm].
 
     With proximal = "behaviour" or "recompute" the loss takes log-probabilities as `proximal`; with "loglinear" it takes
-    the share α of the current policy in the proximal one (proximal.current_share).
+    the share α of the current policy in the proximal one (proximal.current_share); with "current" it takes no notice.
     """
     loss = DecoupledLoss(config.clip_low, config.clip_high, config.importance_cap)
-    return LoglinearLoss(loss) if config.proximal == "loglinear" else loss
+    match config.proximal:
+        case "loglinear":
+            return LoglinearLoss(loss)
+        case "current":
+            return CurrentLoss(loss)
+        case _:
+            return loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,25 @@ class LoglinearLoss:
         """As DecoupledLoss; `proximal`: α float32 [T] in [0, 1]."""
         anchor = loglinear_proximal(behaviour, current, share=proximal)
         return self.loss(current, behaviour=behaviour, proximal=anchor, advantages=advantages, loss_mask=loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentLoss:
+    """A PolicyLoss whose proximal policy is the current one: decoupled PPO with one optimiser step a batch.
+
+    The log-probabilities at the start of the step are then those of its own forward pass, so that no other is needed.
+    The ratio is 1 and carries the gradient; what the policy has moved since sampling is in the importance weight.
+    """
+
+    loss: PolicyLoss
+
+    def __call__(
+        self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As DecoupledLoss; `proximal` is not looked at."""
+        return self.loss(
+            current, behaviour=behaviour, proximal=current.detach(), advantages=advantages, loss_mask=loss_mask
+        )
 
 
 def _metrics(current: Tensor, behaviour: Tensor, proximal: Tensor, ratio: Tensor, weight: Tensor) -> dict[str, Tensor]:

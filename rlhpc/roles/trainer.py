@@ -177,7 +177,7 @@ class Trainer:
     def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
         """What the loss takes as the policy that the clipped ratio starts from (algorithm.proximal)."""
         match self._config.algorithm.proximal:
-            case "behaviour":
+            case "behaviour" | "current":
                 return None
             case "recompute":
                 return self._backend.logprobs(microbatches)

@@ -109,7 +109,8 @@ class _Dealer:
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
-            self.socket.disable_monitor()
+            self.socket.disable_monitor()  # does not close our end, for which terminating the context would wait
+            self._monitor.close(linger=0)
             self._monitor = None
 
 

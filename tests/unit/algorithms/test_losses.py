@@ -33,7 +33,7 @@ def tokens(seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
 def evaluate(batch: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Loss, its gradient with respect to the current log-probabilities, and metrics."""
     current = batch["current"].clone().requires_grad_()
-    loss, metrics = make_policy_loss(AlgorithmConfig(**settings))(
+    loss, metrics = make_policy_loss(AlgorithmConfig(**({"proximal": "recompute"} | settings)))(
         current, **{name: values for name, values in batch.items() if name != "current"}
     )
     (gradient,) = torch.autograd.grad(loss, current)
@@ -144,7 +144,7 @@ def test_without_a_cap_there_is_no_weight_but_its_figures_remain() -> None:
 def test_no_gradient_flows_through_weight_behaviour_or_proximal() -> None:
     batch = tokens()
     leaves = {name: batch[name].clone().requires_grad_() for name in ("current", "behaviour", "proximal", "advantages")}
-    loss, metrics = make_policy_loss(AlgorithmConfig())(**leaves, loss_mask=batch["loss_mask"])
+    loss, metrics = make_policy_loss(AlgorithmConfig(proximal="recompute"))(**leaves, loss_mask=batch["loss_mask"])
     loss.backward()
     assert leaves["current"].grad is not None
     assert all(leaves[name].grad is None for name in ("behaviour", "proximal", "advantages"))
@@ -218,3 +218,19 @@ def test_loglinear_anchors_between_sampler_and_current_policy_without_gradient()
     by_anchor = evaluate(batch | {"proximal": anchor}, proximal="recompute")
     assert torch.equal(by_share[0], by_anchor[0])
     assert torch.equal(by_share[1], by_anchor[1])
+
+
+def test_the_current_policy_as_proximal_gives_the_same_gradient_as_recomputing_it() -> None:
+    rng = np.random.default_rng(0)
+    behaviour, advantages = (torch.from_numpy(rng.normal(size=12).astype(np.float32)) for _ in range(2))
+    start = torch.from_numpy(rng.normal(size=12).astype(np.float32))
+    mask = torch.tensor([True] * 11 + [False])
+    gradients = []
+    for proximal in ("current", "recompute"):
+        current = start.clone().requires_grad_()
+        loss, _ = make_policy_loss(AlgorithmConfig(proximal=proximal))(
+            current, behaviour=behaviour, proximal=start.clone(), advantages=advantages, loss_mask=mask
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append(current.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)

@@ -1,0 +1,67 @@
+"""The demo from end to end: make a model that adds carelessly, teach it by RL through the whole ring, show what came of it.
+
+Everything is made on the spot from seeds; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.cli import run_locally
+from launch.demo.report import draw_learning_curve, render_table
+from launch.demo.task import write_dataset
+from launch.demo.warm_start import make_model
+from rlhpc.config_file import load_config
+from rlhpc.run_layout import RunLayout
+
+RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
+NUM_PROBLEMS = 8_000
+SHOW_EVERY_STEPS = 100
+
+
+def run_demo(overrides: Sequence[str] = ()) -> int:
+    """Run it all; returns the exit status of the run.  Deletes what an earlier demo left in its run directory."""
+    config = load_config(RUN_FILE, overrides)
+    began = time.monotonic()
+    _say("1/3  warm start: a tiny model learns to add from careless examples")
+    warm = make_model(config.model.path, on_step=_show_step)
+    write_dataset(config.data.path, NUM_PROBLEMS, seed=config.run.seed)
+    _say(
+        f"     {warm.num_parameters:,} parameters, right in {warm.accuracy:.0%} of its samples "
+        f"({time.monotonic() - began:.0f} s)"
+    )
+    _say(f"2/3  reinforcement learning: rlhpc run {RUN_FILE.name}")
+    status = run_locally(config, fresh=True)
+    if status == 0:
+        _say("3/3  what came of it")
+        _report(RunLayout(config.run_directory))
+    return status
+
+
+def _report(layout: RunLayout) -> None:
+    summary = json.loads(layout.summary.read_bytes())
+    picture = layout.root / "learning_curve.png"
+    curve = summary["reward_by_version"]
+    draw_learning_curve(picture, [version for version, _, _ in curve], [mean for _, mean, _ in curve])
+    print(render_table(summary))
+    print(f"curve        {_short(picture)}")
+    print(f"TensorBoard  tensorboard --logdir {_short(layout.tensorboard)}")
+
+
+def _short(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _show_step(done: int, of: int, loss: float) -> None:
+    if done % SHOW_EVERY_STEPS == 0:
+        _say(f"     step {done}/{of}, loss {loss:.3f}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from rlhpc.generation.version_record import VersionRecord, versions_of_spans
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+def versions(record: VersionRecord, num_tokens: int) -> list[int]:
+    found = record.versions(num_tokens)
+    assert found is not None
+    return found.tolist()
+
+
+def test_tokens_from_the_change_on_are_the_new_weights() -> None:
+    record = VersionRecord(3)
+    record.weights_changed(4, 2)
+    record.weights_changed(5, 4)
+    assert versions(record, 6) == [3, 3, 4, 4, 5, 5]
+
+
+def test_a_change_after_the_last_token_leaves_no_trace() -> None:
+    record = VersionRecord(3)
+    record.weights_changed(4, 2)
+    assert versions(record, 2) == [3, 3]
+
+
+def test_two_changes_between_two_tokens_leave_the_later_one() -> None:
+    record = VersionRecord(3)
+    record.weights_changed(4, 1)
+    record.weights_changed(5, 1)
+    assert versions(record, 3) == [3, 5, 5]
+
+
+def test_a_request_that_had_not_begun_is_all_new() -> None:
+    record = VersionRecord(3)
+    record.weights_changed(4, 0)
+    assert versions(record, 2) == [4, 4]
+
+
+def test_a_request_the_worker_does_not_know_cannot_be_told() -> None:
+    record = VersionRecord(3)
+    record.weights_changed(4, None)
+    assert record.versions(2) is None
+
+
+def test_spans_become_one_version_per_token() -> None:
+    assert versions_of_spans([Span("3", 0, 2), Span("4", 2, 3)], 3).tolist() == [3, 3, 4]
+    assert versions_of_spans([], 0).tolist() == []
+
+
+@pytest.mark.parametrize("spans", [[], [Span("3", 0, 2)], [Span("3", 1, 3)], [Span("3", 0, 1), Span("4", 2, 3)]])
+def test_spans_with_a_gap_are_refused(spans: list[Span]) -> None:
+    with pytest.raises(ValueError, match="weight spans"):
+        versions_of_spans(spans, 3)
