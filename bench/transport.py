@@ -4,7 +4,9 @@
 
 A second process produces, this one consumes.  Contenders take turns, shuffled, several times in the same run; medians
 are printed beside the fastest and slowest repeat.  "raw socket" moves the same bytes with sendall and recv_into and
-does nothing else: it is the denominator.  Only the contenders named "channel" keep the promises of docs/transport.md
+does nothing else: it is the denominator.  The CPU columns hold on a busy machine too: microseconds of the producing
+thread, of the consuming thread, and of all else (ZeroMQ's threads); the slowest of them bounds the rate wherever each
+thread has a core.  Only the contenders named "channel" keep the promises of docs/transport.md
 (checksum over everything, sequence numbers, bounded queues, types); pickle and lists check nothing.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import multiprocessing
 import os
 import pickle
@@ -45,6 +48,7 @@ WARM = 200  # messages before the clock starts
 QUEUE = 200
 
 
+@functools.cache
 def rollouts(num_tokens: int) -> list[ScoredRollout]:
     rng = np.random.default_rng(0)
     made = []
@@ -62,6 +66,11 @@ def rollouts(num_tokens: int) -> list[ScoredRollout]:
         )
         made.append(ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"accuracy": 1.0}, "42"))
     return made
+
+
+@functools.cache
+def list_records(num_tokens: int) -> list[dict[str, Any]]:
+    return [as_lists(scored) for scored in rollouts(num_tokens)]
 
 
 def as_lists(scored: ScoredRollout) -> dict[str, Any]:
@@ -107,8 +116,15 @@ class Order:
 def produce(orders: Connection) -> None:
     """Main of the second process: carry out orders until there is none."""
     while (order := orders.recv()) is not None:
+        rollouts(order.num_tokens), list_records(order.num_tokens), wire_bytes(order.num_tokens)
+        began = cpu_seconds()
         PRODUCERS[order.contender](order)
-        orders.send("done")
+        orders.send(cpu_seconds() - began)
+
+
+def cpu_seconds() -> Any:
+    """[this thread, the other threads of this process]"""
+    return np.array([time.thread_time(), time.process_time() - time.thread_time()])
 
 
 def produce_channel(order: Order) -> None:
@@ -134,7 +150,7 @@ def produce_frames(order: Order) -> None:
         "pickle": lambda message: [pickle.dumps(message, protocol=5)],
         "msgspec lists": lambda message: [msgspec.msgpack.encode(message)],
     }
-    source: list[Any] = [as_lists(m) for m in messages] if order.contender == "msgspec lists" else messages
+    source: list[Any] = list_records(order.num_tokens) if order.contender == "msgspec lists" else messages
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.sndhwm = QUEUE
@@ -154,6 +170,7 @@ def produce_raw(order: Order) -> None:
             stream.sendall(payload)
 
 
+@functools.cache
 def wire_bytes(num_tokens: int) -> bytes:
     return b"".join(Codec([ScoredRollout]).encode(rollouts(num_tokens)[0], 0))
 
@@ -262,17 +279,25 @@ def consume_raw(order: Order, start: Callable[[Order], None], watch: Stopwatch) 
                 watch.tick()
 
 
-def run_once(contender: str, count: int, num_tokens: int, secrets: Path, orders: Connection) -> float:
+@dataclass(frozen=True)
+class Result:
+    per_second: float
+    cpu_us: Any  # per rollout: [producing thread, consuming thread, other threads]
+
+
+def run_once(contender: str, count: int, num_tokens: int, secrets: Path, orders: Connection) -> Result:
     order = Order(contender, "", count, num_tokens, secrets)
     watch = Stopwatch(rollouts(num_tokens), count)
+    began = cpu_seconds()
     if contender == "raw socket":
         consume_raw(order, orders.send, watch)
     elif contender.startswith("channel"):
         asyncio.run(consume_channel(order, orders.send, watch))
     else:
         consume_frames(order, orders.send, watch)
-    orders.recv()
-    return watch.per_second
+    consumer, producer = cpu_seconds() - began, orders.recv()
+    cpu_us = np.array([producer[0], consumer[0], producer[1] + consumer[1]]) / count * 1e6
+    return Result(watch.per_second, cpu_us)
 
 
 def main() -> None:
@@ -300,22 +325,28 @@ def main() -> None:
     ours.send(None)
     producer.join()
 
-    raw = statistics.median(rates["raw socket"])
-    print(f"{'':22}{'rollouts/s':>11}{'(min–max)':>19}{'Mtok/s':>9}{'µs each':>9}{'/ raw':>8}")
-    for contender, repeats in rates.items():
-        median = statistics.median(repeats)
-        spread = f"({min(repeats):,.0f}–{max(repeats):,.0f})"
-        columns = f"{median:>11,.0f}{spread:>19}{median * options.tokens / 1e6:>9.1f}{1e6 / median:>9.1f}"
-        print(f"{contender:22}{columns}{median / raw:>8.2f}")
+    print_table(rates, options.tokens)
 
 
-def measure(options: argparse.Namespace, secrets: Path, orders: Connection) -> dict[str, list[float]]:
+def print_table(results: dict[str, list[Result]], num_tokens: int) -> None:
+    raw = statistics.median(result.per_second for result in results["raw socket"])
+    print(f"{'':20}{'rollouts/s':>11}{'(min–max)':>18}{'Mtok/s':>8}{'/ raw':>7}   CPU µs: make{'take':>7}{'rest':>7}")
+    for contender, repeats in results.items():
+        rates = [result.per_second for result in repeats]
+        median = statistics.median(rates)
+        spread = f"({min(rates):,.0f}–{max(rates):,.0f})"
+        make, take, rest = np.median([result.cpu_us for result in repeats], axis=0)
+        columns = f"{median:>11,.0f}{spread:>18}{median * num_tokens / 1e6:>8.1f}{median / raw:>7.2f}"
+        print(f"{contender:20}{columns}{make:>15.1f}{take:>7.1f}{rest:>7.1f}")
+
+
+def measure(options: argparse.Namespace, secrets: Path, orders: Connection) -> dict[str, list[Result]]:
     share_s = options.seconds / len(PRODUCERS) / (options.repeats + 0.5)
     counts = {}
     for contender in PRODUCERS:  # a short run says how many messages fill the share
-        rate = run_once(contender, WARM + 300, options.tokens, secrets, orders)
+        rate = run_once(contender, WARM + 300, options.tokens, secrets, orders).per_second
         counts[contender] = WARM + max(300, int(rate * share_s))
-    rates: dict[str, list[float]] = {contender: [] for contender in PRODUCERS}
+    rates: dict[str, list[Result]] = {contender: [] for contender in PRODUCERS}
     shuffle = random.Random(0)
     for _ in range(options.repeats):
         for contender in shuffle.sample(list(PRODUCERS), len(PRODUCERS)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_DIGITS = 3
-MAX_DIGITS = 5
+MAX_DIGITS = 4
 MAX_PROMPT_CHARACTERS = 2 * MAX_DIGITS + 2  # both numbers, plus, equals
 MAX_ANSWER_CHARACTERS = 9 * MAX_DIGITS + MAX_DIGITS + 1  # "7+6+0=13;" for each column, then the total
 

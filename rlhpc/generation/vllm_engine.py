@@ -9,13 +9,13 @@ own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
 import os
 import time
 from collections.abc import Coroutine
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ class VllmEngine(GenerationEngine):
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
         self._capacity_samples = _capacity(llm.vllm_config, config.generation.max_num_seqs)
-        self._stop_token_ids = _end_of_sequence_ids(config.model.path)
+        self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock)
@@ -80,8 +80,7 @@ class VllmEngine(GenerationEngine):
 
         Sets environment variables of this process.  Raises EngineError; no process is left then.
         """
-        llm, processes = start_vllm(engine_profile(config, seed=seed, device=_device()))
-        engine = cls(llm, processes, config, clock)
+        engine = cls(*start_vllm(engine_profile(config, seed=seed, device=_device())), config, clock)
         try:
             await engine._prepare()
         except BaseException:
@@ -194,6 +193,8 @@ class VllmEngine(GenerationEngine):
             aborts = [asyncio.ensure_future(self._abort(key, flight)) for key, flight in self._in_flight.items()]
             if aborts:
                 await asyncio.wait(aborts, timeout=ABORT_ALL_S)
+            with contextlib.suppress(EngineError, TimeoutError):
+                await asyncio.wait_for(self._rpc("rlhpc_heed_signals"), ABORT_ALL_S)
             self._death = "closed"
         if self._llm is not None:
             stop_vllm(self._llm, self._processes)
@@ -203,7 +204,7 @@ class VllmEngine(GenerationEngine):
     # --------------------------------------------------------------------------------------------------- within
 
     async def _prepare(self) -> None:
-        await self._rpc("rlhpc_die_with_parent", os.getpid())
+        await self._rpc("rlhpc_follow_parent", os.getpid())
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
@@ -226,7 +227,9 @@ class VllmEngine(GenerationEngine):
         # trainer's restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
-            async with aclosing(self._llm.generate(prompt, self._sampling_params(request), request_id)) as outputs:
+            async with contextlib.aclosing(
+                self._llm.generate(prompt, self._sampling_params(request), request_id)
+            ) as outputs:
                 async for output in outputs:
                     return output
         except (asyncio.CancelledError, ValueError):
@@ -380,7 +383,7 @@ def _capacity(vllm_config: Any, max_num_seqs: int) -> int:
     return int(max(1, min(max_num_seqs, kv_tokens // vllm_config.model_config.max_model_len)))
 
 
-def _end_of_sequence_ids(model: Path) -> frozenset[int]:
+def end_of_sequence_ids(model: Path) -> frozenset[int]:
     """Those that the checkpoint itself names; chat models often have several."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):

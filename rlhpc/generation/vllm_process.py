@@ -32,12 +32,12 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args))
+        # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine, for ever.
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
     except Exception as error:
         # Any error at all leaves an engine process that nobody holds.
         stop_processes(_started_since(before))
         raise EngineError(f"vLLM did not start: {error}") from error
-    return llm, _started_since(before)
 
 
 def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rlhpc.generation.weight_link import NamedTensors
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 NO_GROUP = (FAILED, "this worker is in no weight group")
 
 
@@ -38,15 +40,23 @@ class WeightUpdateExtension:
         vllm_config: Any
 
     _rlhpc_link: WeightLink | None = None
+    _rlhpc_handlers: dict[signal.Signals, Any] | None = None
 
-    def rlhpc_die_with_parent(self, parent_pid: int) -> bool:
-        """Have Linux kill this process when its parent ends, so that a killed generator leaves no engine behind.
+    def rlhpc_follow_parent(self, parent_pid: int) -> None:
+        """Leave notices of the scheduler to the generator, and end when it ends, however that happens.
 
-        Does nothing in a worker that is not a direct child: vLLM's executor ends those itself.
+        Slurm signals every process of a step: an engine that heeded it would be gone before the generator has handed
+        its partial rollouts back.  Only a direct child dies with its parent: vLLM's executor ends the others itself.
         """
-        if os.getppid() != parent_pid:
-            return False
-        return bool(ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+        if threading.current_thread() is threading.main_thread():
+            self._rlhpc_handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
+        if os.getppid() == parent_pid:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def rlhpc_heed_signals(self) -> None:
+        """Undo rlhpc_follow_parent's deafness, so that vLLM can end its processes."""
+        for notice, handler in (self._rlhpc_handlers or {}).items():
+            signal.signal(notice, handler)
 
     def rlhpc_counts_tokens(self) -> bool:
         """True if rlhpc_load can say how many tokens each request had."""

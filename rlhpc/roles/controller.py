@@ -15,24 +15,17 @@ import asyncio
 import json
 import logging
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
-from typing import Any
 
 from rlhpc.algorithms.advantages import make_estimator
-from rlhpc.buffer.assembly import GroupAssembler
-from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import ServerChannel
-from rlhpc.data.prompts import open_prompts
-from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, CheckpointError, RoleFailed
 from rlhpc.messages import Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.controller_checkpoint import CheckpointWriter, RunState, read_run_state, set_aside_later_segments
+from rlhpc.roles.books import open_books
+from rlhpc.roles.checkpoint_writer import CheckpointWriter
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.granting import Granting
 from rlhpc.roles.intake import Intake
@@ -41,13 +34,11 @@ from rlhpc.roles.publication import Publication, PublicationLimits
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
 from rlhpc.roles.status_board import StatusBoard
-from rlhpc.roles.totals import Totals
 from rlhpc.roles.train_loop import TrainLoop
 from rlhpc.roles.trainer_link import LEAD, TrainerLink
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
-from rlhpc.types import SamplingParams, ScoredRollout
-from rlhpc.weights.membership import Membership
+from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
@@ -88,103 +79,46 @@ class Controller:
         self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
     ) -> None:
         self._context, self._control, self._leases = context, control, leases
-        config, layout = context.config, context.layout
-        clock = asyncio.get_running_loop().time
-        saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
-
+        config, clock = context.config, asyncio.get_running_loop().time
+        self._books = open_books(context, clock)
         self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, clock)
-        self._membership = Membership()
-        self._prompts = open_prompts(config)
-        self._ledger = self._open_ledger(saved)
-        self._segments = SegmentWriter(
-            layout.rollouts,
-            set_aside_later_segments(layout, saved, context.attempt),
-            run_name=config.run.name,
-            run_attempt=context.attempt,
-            max_groups=config.buffer.segment_groups,
-            max_s=config.buffer.segment_s,
-            compression=config.buffer.compression,
-            clock=clock,
-        )
-        self._buffer = RolloutBuffer(self._ledger, GroupAssembler(config.admission.group_size), self._segments)
-        self._totals = Totals(**saved.totals) if saved is not None else Totals()
-        if saved is not None and context.resume_step is not None:
-            self._buffer.load(layout.checkpoint(context.resume_step))
-            self._prompts.load_state(saved.prompts)
-            self._membership.load_state(saved.membership)
-
         self._trainer = TrainerLink(batches)
         self._publication = Publication(
             control,
             self._trainer,
-            self._membership,
+            self._books.membership,
             limits=PublicationLimits(settle_s=config.weights.timeout_s),
         )
-        self._intake = Intake(self._buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._granting = Granting(
             leases,
-            self._ledger,
-            self._prompts,
+            self._books.ledger,
+            self._books.prompts,
             generators=lambda: self._publication.ready_members,
             capacity=self._fleet.capacity,
             version=lambda: self._publication.live_version,
         )
-        self._loop = TrainLoop(
+        self._loop = self._make_loop()
+        self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
+        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
+        self._lag = LoopLag(clock)
+        self._recorder = RunRecorder(
+            context, self._books, self._board.progress, self._fleet, self._publication, self._intake, self._lag
+        )
+
+    def _make_loop(self) -> TrainLoop:
+        config = self._context.config
+        return TrainLoop(
             config,
-            self._buffer,
+            self._books.buffer,
             self._trainer,
             self._publication,
             make_estimator(config.algorithm.advantage),
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
-            step=saved.step if saved is not None else 0,
-            version=saved.policy_version if saved is not None else 0,
+            step=self._books.step,
+            version=self._books.policy_version,
             wake=self._granting.wake,
         )
-        self._checkpoints = CheckpointWriter(
-            layout,
-            config.checkpoint.keep,
-            self._trainer,
-            self._buffer,
-            self._prompts,
-            self._membership,
-            lambda: asdict(self._totals),
-        )
-        self._board = StatusBoard(layout, config, self._fleet, self._ledger)
-        self._lag = LoopLag(clock)
-        self._recorder = RunRecorder(
-            context,
-            self._totals,
-            self._board.progress,
-            self._fleet,
-            self._ledger,
-            self._publication,
-            self._intake,
-            PromptTokenizer(config.model.path),
-            self._lag,
-        )
-
-    def _open_ledger(self, saved: RunState | None) -> AdmissionLedger:
-        config = self._context.config
-        admission, generation = config.admission, config.generation
-        settings: dict[str, Any] = {
-            "num_slots": admission.num_slots,
-            "window_groups": admission.window,
-            "groups_per_step": admission.groups_per_step,
-            "group_size": admission.group_size,
-            "sampling": SamplingParams(
-                max_tokens=generation.max_completion_tokens,
-                temperature=generation.temperature,
-                top_p=generation.top_p,
-                top_k=generation.top_k,
-                stop_token_ids=PromptTokenizer(config.model.path).eos_token_ids,
-            ),
-            "lease_deadline_s": admission.lease_deadline_s,
-            "max_attempts": admission.max_attempts,
-            "clock": asyncio.get_running_loop().time,
-        }
-        if saved is not None:
-            return AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
-        return AdmissionLedger(**settings)
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -250,7 +184,7 @@ class Controller:
                 if not self._intake.take(name, message):
                     continue
             elif isinstance(message, LeaseReturn):
-                self._ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._granting.wake()
 
@@ -260,11 +194,11 @@ class Controller:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for name in self._fleet.silent():
                 await self._lose(name)
-            self._totals.leases_regranted += len(self._ledger.expire())
-            for group_id in self._ledger.poisoned():
+            self._books.totals.leases_regranted += len(self._books.ledger.expire())
+            for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
-            await asyncio.to_thread(self._segments.tick)
+            await asyncio.to_thread(self._books.segments.tick)
             self._granting.wake()
             self._board.write()
 
@@ -276,7 +210,7 @@ class Controller:
         if member is not None and member.hello.role == "trainer":
             raise RoleFailed(f"{name} is silent for {self._context.config.transport.dead_after_s:g} s")
         if member is not None and member.hello.role == "generator":
-            self._totals.leases_regranted += len(self._ledger.forget_holder(name))
+            self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
             await self._publication.lost(name)
             self._granting.wake()
 
@@ -286,11 +220,11 @@ class Controller:
         """Give up what is in flight, seal, and sum up a finished run; a stopped one has saved it for the resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
-            for group in self._ledger.groups:
+            for group in self._books.ledger.groups:
                 self._intake.drop(group.group_id, DropReason.CANCELLED)
-            self._segments.seal_all()
+            self._books.segments.seal_all()
             self._recorder.close_totals()
-            summarise(self._context.layout, self._totals, self._ledger.staleness_bound)
+            summarise(self._context.layout, self._books.totals, self._books.ledger.staleness_bound)
         self._board.progress.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:

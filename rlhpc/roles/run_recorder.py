@@ -9,12 +9,11 @@ import asyncio
 from collections.abc import Sequence
 
 from rlhpc.algorithms.diagnostics import staleness
-from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 from rlhpc.packing.layout import packing_fill
+from rlhpc.roles.books import Books
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.generator_meter import GeneratorMeter
 from rlhpc.roles.intake import Harvest, Intake
@@ -22,7 +21,6 @@ from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.publication import Publication
 from rlhpc.roles.status_board import Progress
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
-from rlhpc.roles.totals import Totals
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
@@ -35,18 +33,16 @@ class RunRecorder:
     def __init__(
         self,
         context: RoleContext,
-        totals: Totals,
+        books: Books,
         progress: Progress,
         fleet: Fleet,
-        ledger: AdmissionLedger,
         publication: Publication,
         intake: Intake,
-        tokenizer: PromptTokenizer,
         lag: LoopLag,
     ) -> None:
-        self._config, self._totals, self._progress = context.config, totals, progress
-        self._fleet, self._ledger, self._publication, self._intake = fleet, ledger, publication, intake
-        self._tokenizer, self._lag = tokenizer, lag
+        self._config, self._totals, self._progress = context.config, books.totals, progress
+        self._ledger, self._tokenizer = books.ledger, books.tokenizer
+        self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
         self._clock = asyncio.get_running_loop().time
         self._recorder = Recorder(TensorBoardWriter(context.layout.tensorboard))
         self._recorder.config(context.layout.config.read_text())
@@ -56,7 +52,7 @@ class RunRecorder:
         self._eta = Eta(context.config.run.num_steps)
         now = self._clock()
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
-        self._wall_from = now - totals.wall_s
+        self._wall_from = now - books.totals.wall_s
         self._last_step_at: float | None = None
 
     def training_begins(self) -> None:

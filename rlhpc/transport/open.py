@@ -7,6 +7,7 @@ has left behind is read again until the server is back or the time is over.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -29,6 +30,7 @@ from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 
 ATTEMPT_S = 2.0  # wait so long for a handshake before looking whether the address has changed
+PAUSE_S = 0.1  # between attempts; a key that was minted just now is admitted within zap.REREAD_AFTER_S
 
 
 class PublishedServer(ZmqServer):
@@ -113,6 +115,7 @@ async def connect(
             return client
         await client.close()
         _raise_if_late(deadline, timeout_s, endpoint, why)
+        await asyncio.sleep(PAUSE_S)
 
 
 def connect_blocking(
@@ -138,6 +141,7 @@ def connect_blocking(
             return client
         client.close()
         _raise_if_late(deadline, timeout_s, endpoint, why)
+        time.sleep(PAUSE_S)
 
 
 def _identity(

@@ -86,20 +86,29 @@ class _Dealer:
         self.counters.received(sum(map(len, frames)))
         return message
 
-    def handshake_result(self) -> str | None:
-        """Return "" once the server has admitted us, why it has not, or None if nothing has happened yet."""
-        result: str | None = None
+    def admission_by(self, is_late: bool) -> str | None:
+        """Return "" once the server has admitted us, why it has not, or None: ask again.
+
+        Once it has not, closing flushes nothing: there is nobody to take it.
+        """
+        why = self._handshake_result()
+        if why is None and is_late:
+            why = "nobody answers"
+        if why:
+            self.socket.linger = 0
+        return why
+
+    def _handshake_result(self) -> str | None:
         while self._monitor is not None and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stop_monitor()
-                return ""
-            if event in _REFUSED:
-                result = "the server refuses our key"
-        return "" if self._monitor is None else result
+            elif event in _REFUSED:
+                return "the server refuses our key"
+        return "" if self._monitor is None else None
 
     def close(self) -> None:
-        """Flush for at most LINGER_MS.  Waits."""
+        """Flush for at most LINGER_MS, unless admission has failed.  Waits."""
         self._stop_monitor()
         self.socket.close()
         self._context.term()
@@ -140,15 +149,9 @@ class ZmqClient(ClientChannel):
         """Wait for the handshake; return "" if the server has admitted us, else why not."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        why = "nobody answers"
-        while True:
-            result = self._dealer.handshake_result()
-            if result == "":
-                return ""
-            why = result or why
-            if loop.time() >= deadline:
-                return why
+        while (why := self._dealer.admission_by(loop.time() >= deadline)) is None:  # noqa: ASYNC110 - monitors are polled
             await asyncio.sleep(HANDSHAKE_POLL_S)
+        return why
 
     async def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
@@ -208,15 +211,9 @@ class ZmqBlockingClient(BlockingClientChannel):
     def admission(self, timeout_s: float) -> str:
         """Wait for the handshake; return "" if the server has admitted us, else why not."""
         deadline = time.monotonic() + timeout_s
-        why = "nobody answers"
-        while True:
-            result = self._dealer.handshake_result()
-            if result == "":
-                return ""
-            why = result or why
-            if time.monotonic() >= deadline:
-                return why
+        while (why := self._dealer.admission_by(time.monotonic() >= deadline)) is None:
             time.sleep(HANDSHAKE_POLL_S)
+        return why
 
     def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""

@@ -81,6 +81,11 @@ class ZmqServer(ServerChannel):
         return self._peers.lost
 
     @property
+    def connections_denied(self) -> int:
+        """Handshakes with a key that is not of this run."""
+        return self._zap.num_denied if self._zap else 0
+
+    @property
     def statistics(self) -> ChannelStatistics:
         """Counters since opening.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.config import Config
+from rlhpc.config import Config, WeightsConfig
 from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.generation.vllm_engine import VllmEngine
@@ -68,14 +69,20 @@ def request_of(
     return RolloutRequest(group_id, 0, Prompt(group_id, "math", tokens, "42"), sampling, prefix)
 
 
+def forget_end_of_sequence(model: Path) -> None:
+    """So that a request lasts as long as a test needs it to."""
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**settings, "eos_token_id": None}))
+
+
 class Subject(ABC):
-    """An engine and the trainer's end of its weights."""
+    """An engine that stops only where it is told to, and the trainer's end of its weights."""
 
     engine: GenerationEngine
-    stop_token_id = 2
 
-    def __init__(self, publisher: WeightPublisher) -> None:
-        self.publisher = publisher
+    def __init__(self, publisher: WeightPublisher, transport: str = "gloo") -> None:
+        self.publisher, self.transport = publisher, transport
         self.epoch = 0
 
     @abstractmethod
@@ -86,7 +93,7 @@ class Subject(ABC):
 
     async def join(self) -> None:
         self.epoch += 1
-        group = self.publisher.open(WeightGroup(self.epoch, "gloo", "", ("generator-0",), (1,)))
+        group = self.publisher.open(WeightGroup(self.epoch, self.transport, "", ("generator-0",), (1,)))
         await asyncio.gather(self.engine.join_weights(group, "generator-0"), asyncio.to_thread(self.publisher.form))
 
     def manifest(self, version: int) -> WeightManifest:
@@ -108,7 +115,7 @@ class Subject(ABC):
 class ScriptedSubject(Subject):
     def __init__(self, publisher: WeightPublisher) -> None:
         super().__init__(publisher)
-        script = Script(seed=3, stop_probability=0.001, token_s=0.0005, max_num_seqs=16)
+        script = Script(seed=3, stop_probability=0, token_s=0.0005, max_num_seqs=16)
         self.engine: ScriptedEngine = ScriptedEngine(
             script, make_receiver=partial(make_receiver, device="cpu", timeout_s=10.0)
         )
@@ -121,22 +128,35 @@ class ScriptedSubject(Subject):
 
 
 class VllmSubject(Subject):
-    def __init__(self, publisher: WeightPublisher, model: Path) -> None:
-        super().__init__(publisher)
+    def __init__(self, publisher: WeightPublisher, transport: str, model: Path, device: str) -> None:
+        super().__init__(publisher, transport)
+        self._device = device
         self._reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._base = {name: tensor.detach().clone() for name, tensor in self._reference.named_parameters()}
 
     @classmethod
-    async def start(cls, directory: Path, family: str, tied: bool, **generation: object) -> VllmSubject:
+    async def start(
+        cls,
+        directory: Path,
+        family: str,
+        tied: bool,
+        transport: str = "gloo",
+        device: str = "cpu",
+        **generation: object,
+    ) -> VllmSubject:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
+        forget_end_of_sequence(model)
         config = tiny_config(model, **generation)
-        subject = cls(make_publisher(config.weights, directory=directory / "weights", device="cpu"), model)
+        weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
+        publisher = make_publisher(weights, directory=directory / "weights", device=device, shares_gpu=True)
+        subject = cls(publisher, transport, model, device)
         subject.engine = await VllmEngine.start(config, seed=0)
         return subject
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(version)
-        return [(n, t + 0.05 * torch.randn(t.shape, generator=generator)) for n, t in self._base.items()]
+        drawn = [(n, t + 0.05 * torch.randn(t.shape, generator=generator)) for n, t in self._base.items()]
+        return [(name, tensor.to(self._device)) for name, tensor in drawn]
 
     def expected_logprobs(self, version: int, rollout: Rollout) -> Float32:
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def assert_sampled_by(subject: Subject, version: int, rollout: Rollout) -> None:
 
 async def until_sampling() -> None:
     """Long enough for requests to be under way; a long one takes several times as long."""
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)
 
 
 async def test_log_probabilities_are_those_of_the_policy(subject: Subject) -> None:
@@ -73,13 +74,11 @@ async def test_a_completion_ends_at_a_stop_token_or_at_its_length(subject: Subje
     )
     for rollout in early:
         assert rollout.finish_reason is FinishReason.STOP
-        assert rollout.token_ids[-1] in {*stops, subject.stop_token_id}
+        assert rollout.token_ids[-1] in stops
         assert not set(rollout.token_ids[:-1]) & set(stops)
-    whole = await asyncio.gather(*(subject.engine.generate(request_of(index, max_tokens=3)) for index in range(8)))
-    assert any(rollout.finish_reason is FinishReason.LENGTH for rollout in whole)
-    for rollout in whole:
-        ended_early = len(rollout.token_ids) < 3 or rollout.token_ids[-1] == subject.stop_token_id
-        assert rollout.finish_reason is (FinishReason.STOP if ended_early else FinishReason.LENGTH)
+    whole = await subject.engine.generate(request_of(1, max_tokens=3))
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert len(whole.token_ids) == 3
 
 
 async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> None:
@@ -88,10 +87,8 @@ async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> Non
     for index in range(4):
         await subject.engine.abort(_long(index).request_id)
     rollouts = await asyncio.wait_for(asyncio.gather(*running), 5)
-    assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.ABORT, FinishReason.STOP}
-    aborted = [rollout for rollout in rollouts if rollout.finish_reason is FinishReason.ABORT]
-    assert aborted
-    for rollout in aborted:
+    for rollout in rollouts:
+        assert rollout.finish_reason is FinishReason.ABORT
         assert 0 < len(rollout.token_ids) < MAX_TOKENS
         assert_sampled_by(subject, subject.engine.policy_version, rollout)
 
@@ -105,6 +102,7 @@ async def test_an_abort_right_after_the_request_is_not_lost(subject: Subject) ->
     await asyncio.sleep(0)
     await subject.engine.abort(_long(1).request_id)
     rollout = await asyncio.wait_for(running, 5)
+    assert rollout.finish_reason is FinishReason.ABORT
     assert len(rollout.token_ids) < MAX_TOKENS
 
 
@@ -124,7 +122,7 @@ async def test_a_prefix_is_kept_and_continued(subject: Subject) -> None:
     )
     rollout = await subject.engine.generate(request_of(5, max_tokens=10, prefix=prefix))
     assert_well_formed(rollout)
-    assert 4 < len(rollout.token_ids) <= 10
+    assert len(rollout.token_ids) == 10
     np.testing.assert_array_equal(rollout.token_ids[:4], prefix.token_ids)
     np.testing.assert_array_equal(rollout.behaviour_logprobs[:4], prefix.behaviour_logprobs)
     np.testing.assert_array_equal(rollout.versions[:4], prefix.versions)
@@ -152,7 +150,7 @@ async def test_a_pause_keeps_requests(subject: Subject) -> None:
     await subject.engine.resume()
     for rollout in await asyncio.wait_for(asyncio.gather(*running), 10):
         assert_sampled_by(subject, subject.engine.policy_version, rollout)
-        assert rollout.finish_reason is not FinishReason.ABORT
+        assert rollout.finish_reason is FinishReason.LENGTH
 
 
 async def test_requests_go_on_while_weights_change(subject: Subject) -> None:
@@ -167,15 +165,18 @@ async def test_requests_go_on_while_weights_change(subject: Subject) -> None:
     assert subject.engine.policy_version == new
     rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
 
-    crossing = [rollout for rollout in rollouts if set(rollout.versions) == {old, new}]
-    assert crossing
-    for rollout in crossing:
+    differs: list[bool] = []
+    for rollout in rollouts:
         assert_well_formed(rollout)
+        assert set(rollout.versions) == {old, new}
+        assert len(rollout.token_ids) == MAX_TOKENS
         border = int(np.argmax(rollout.versions == new))
         by_old = subject.expected_logprobs(old, rollout)
-        # Up to the border nothing but the old weights was at work; with the first token after it, something else.
+        # Up to the border nothing but the old weights was at work; with the first token after it, something else,
+        # unless both happen to agree on that one token.
         np.testing.assert_allclose(rollout.behaviour_logprobs[:border], by_old[:border], atol=TOLERANCE)
-        assert abs(rollout.behaviour_logprobs[border] - by_old[border]) > 10 * TOLERANCE
+        differs.append(abs(rollout.behaviour_logprobs[border] - by_old[border]) > 10 * TOLERANCE)
+    assert sum(differs) > len(differs) / 2
 
     # The same prompt again: a cache of old keys and values would show.
     after = await subject.engine.generate(request_of(0, prompt=LONG_PROMPT))
@@ -232,6 +233,15 @@ async def test_statistics_count(subject: Subject) -> None:
     assert subject.engine.num_weight_ranks == 1
 
 
+async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.generate(_long(1, 200)))
+    await until_sampling()
+    for process in _children():
+        for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+            process.send_signal(notice)
+    assert (await asyncio.wait_for(running, 10)).finish_reason is FinishReason.LENGTH
+
+
 async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(subject: Subject) -> None:
     """Last: the engine does not come back."""
     running = asyncio.create_task(subject.engine.generate(_long(1)))
@@ -262,9 +272,8 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
         await until_sampling()
         await subject.update(1)
         rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
-        crossing = [rollout for rollout in rollouts if set(rollout.versions) == {0, 1}]
-        assert crossing
-        for rollout in crossing:
+        for rollout in rollouts:
+            assert set(rollout.versions) == {0, 1}
             border = int(np.argmax(rollout.versions == 1))
             by_new = subject.expected_logprobs(1, rollout)
             # One step may have been taken on the old cache, before it was cleared; from then on it is all new.
@@ -274,7 +283,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
     finally:
         await subject.engine.close()
         subject.publisher.dissolve()
-    assert (await last).finish_reason in (FinishReason.ABORT, FinishReason.STOP)
+    assert (await last).finish_reason is FinishReason.ABORT
     assert _children() == []
 
 

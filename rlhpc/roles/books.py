@@ -1,0 +1,85 @@
+"""All that a run must not forget: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.buffer.assembly import GroupAssembler
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.contracts import Clock, PromptSource
+from rlhpc.data.prompts import open_prompts
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
+from rlhpc.roles.totals import Totals
+from rlhpc.types import SamplingParams
+from rlhpc.weights.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What a checkpoint carries, and where it stands."""
+
+    prompts: PromptSource
+    tokenizer: PromptTokenizer
+    ledger: AdmissionLedger
+    segments: SegmentWriter
+    buffer: RolloutBuffer
+    membership: Membership
+    totals: Totals
+    step: int  # the step to begin with
+    policy_version: int
+
+
+def open_books(context: RoleContext, clock: Clock) -> Books:
+    """Open a run's books, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
+    config, layout = context.config, context.layout
+    saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
+    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
+    settings = _ledger_settings(context, tokenizer, clock)
+    ledger = (
+        AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
+        if saved is not None
+        else AdmissionLedger(**settings)
+    )
+    segments = SegmentWriter(
+        layout.rollouts,
+        set_aside_later_segments(layout, saved, context.attempt),
+        run_name=config.run.name,
+        run_attempt=context.attempt,
+        max_groups=config.buffer.segment_groups,
+        max_s=config.buffer.segment_s,
+        compression=config.buffer.compression,
+        clock=clock,
+    )
+    buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
+    if saved is None:
+        return Books(prompts, tokenizer, ledger, segments, buffer, membership, Totals(), 0, 0)
+    buffer.load(layout.checkpoint(saved.step))
+    prompts.load_state(saved.prompts)
+    membership.load_state(saved.membership)
+    totals = Totals(**saved.totals)
+    return Books(prompts, tokenizer, ledger, segments, buffer, membership, totals, saved.step, saved.policy_version)
+
+
+def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
+    admission, generation = context.config.admission, context.config.generation
+    return {
+        "num_slots": admission.num_slots,
+        "window_groups": admission.window,
+        "groups_per_step": admission.groups_per_step,
+        "group_size": admission.group_size,
+        "sampling": SamplingParams(
+            max_tokens=generation.max_completion_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=tokenizer.eos_token_ids,
+        ),
+        "lease_deadline_s": admission.lease_deadline_s,
+        "max_attempts": admission.max_attempts,
+        "clock": clock,
+    }

@@ -1,0 +1,188 @@
+"""Nothing that a stranger does at an open port reaches the application, and our own peers do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from rlhpc import messages as m
+from rlhpc.config import TransportConfig
+from rlhpc.errors import ChannelTimeout
+from rlhpc.topology import CONTROL
+from rlhpc.transport.codec import Codec
+from rlhpc.transport.keys import load_secret, mint_run_keys, public_key
+from rlhpc.transport.sessions import Greeting, Session
+from rlhpc.transport.zmq_client import ZmqClient
+from rlhpc.transport.zmq_server import ZmqServer
+
+NUM_RAW_CONNECTIONS = 1_000
+NUM_ATTEMPTS = 20
+CONFIG = TransportConfig(kind="tcp")
+CODEC = Codec((*CONTROL.to_server, Greeting))
+HELLO = m.Hello("generator", 0, "inc", "hash", 1, "host")
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    mint_run_keys(tmp_path / "secrets", ["controller-0", "generator-0", "generator-1"])
+    return tmp_path / "secrets"
+
+
+@pytest.fixture
+async def server(secrets: Path) -> AsyncIterator[ZmqServer]:
+    channel = ZmqServer(
+        CONTROL, name="controller-0", config=CONFIG, secrets=secrets, clock=time.monotonic, interface="127.0.0.1"
+    )
+    yield channel
+    await channel.close()
+
+
+@pytest.fixture
+async def friend(server: ZmqServer, secrets: Path) -> AsyncIterator[ZmqClient]:
+    channel = ZmqClient(
+        CONTROL,
+        server.address,
+        name="generator-0",
+        incarnation="inc",
+        server_name="controller-0",
+        config=CONFIG,
+        secrets=secrets,
+    )
+    yield channel
+    await channel.close()
+
+
+async def nothing_came_but_a_friend_is_heard(server: ZmqServer, friend: ZmqClient) -> None:
+    with pytest.raises(ChannelTimeout):
+        await server.receive(0.05)
+    await friend.send(HELLO)
+    assert await server.receive(5) == ("generator-0", HELLO)
+    assert server.statistics.messages_received == 1
+    await server.send("generator-0", m.StopRole("bye"))
+    assert await friend.receive(5) == m.StopRole("bye")
+
+
+def send_as(address: str, routing_id: bytes, keys: tuple[bytes, bytes, bytes] | None, **wait: float) -> None:
+    """Send valid messages from a socket of one's own.  keys: public, secret, the server's public."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.routing_id = routing_id
+    if keys is not None:
+        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = keys
+    dealer.connect(address)
+    for sequence in range(NUM_ATTEMPTS):
+        dealer.send_multipart(CODEC.encode(HELLO, sequence))
+    dealer.poll(wait.get("linger_s", 0.3) * 1e3)  # what was queued may go; nothing is answered
+    dealer.close()
+    context.term()
+
+
+async def test_a_key_that_is_not_of_this_run_is_not_admitted(server: ZmqServer, friend: ZmqClient, secrets: Path):
+    public, secret = zmq.curve_keypair()
+    keys = (public, secret, public_key(secrets, "controller-0"))  # it knows the server's public key
+    await asyncio.to_thread(send_as, server.address, Session.open("generator-1", "x").routing_id, keys)
+    assert server.peers <= {"generator-0"}
+    await nothing_came_but_a_friend_is_heard(server, friend)
+    assert server.statistics.messages_rejected == 0  # it did not even get that far
+    assert server.connections_denied > 0
+
+
+async def test_a_plain_zeromq_client_is_not_admitted(server: ZmqServer, friend: ZmqClient):
+    await asyncio.to_thread(send_as, server.address, Session.open("generator-1", "x").routing_id, None)
+    assert server.peers <= {"generator-0"}
+    await nothing_came_but_a_friend_is_heard(server, friend)
+
+
+@pytest.mark.parametrize("claimed", ["generator-0", "trainer-0", "controller-0", ""])
+async def test_a_member_that_claims_anothers_name_is_not_heard(
+    server: ZmqServer, friend: ZmqClient, secrets: Path, claimed: str
+):
+    secret = load_secret(secrets, "generator-1")
+    keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
+    routing_id = Session.open(claimed, "inc").routing_id if claimed else b"no session at all"
+    await asyncio.to_thread(send_as, server.address, routing_id, keys)
+    await nothing_came_but_a_friend_is_heard(server, friend)
+    assert server.statistics.messages_rejected == NUM_ATTEMPTS
+    assert server.peers == {"generator-0"}
+
+
+async def test_a_member_that_guesses_wrongly_cannot_take_a_session_over(
+    server: ZmqServer, friend: ZmqClient, secrets: Path
+):
+    """With a bare name as routing id, ROUTER_HANDOVER would now send the friend's messages to the other one."""
+    await friend.send(HELLO)
+    await server.receive(5)
+    secret = load_secret(secrets, "generator-1")
+    keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
+    await asyncio.to_thread(send_as, server.address, b"generator-0", keys)
+    await asyncio.to_thread(send_as, server.address, b"generator-0/inc/0000000000000000", keys)
+    await server.send("generator-0", m.StopRole("for the friend"))
+    assert await friend.receive(5) == m.StopRole("for the friend")
+
+
+async def test_a_thousand_connections_of_noise_deliver_nothing(server: ZmqServer, friend: ZmqClient):
+    host, port = server.address.removeprefix("tcp://").split(":")
+    noise = random.Random(0)
+    # How a real greeting begins: signature, version 3.1, mechanism; then noise, or a frame that claims 2^40 bytes.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+    huge = b"\x02" + (1 << 40).to_bytes(8, "big")
+    openings = [b"", greeting, greeting + b"NULL".ljust(20, b"\0") + bytes(32), greeting + b"CURVE".ljust(20, b"\0")]
+
+    def pester() -> None:
+        for number in range(NUM_RAW_CONNECTIONS):
+            opening = openings[number % len(openings)]
+            tail = huge if number % 10 == 0 else noise.randbytes(noise.randint(1, 400))
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(opening + tail)
+
+    began = time.monotonic()
+    await asyncio.to_thread(pester)
+    await nothing_came_but_a_friend_is_heard(server, friend)
+    assert time.monotonic() - began < 30
+    assert server.statistics.messages_rejected == 0
+
+
+async def test_a_friend_that_keeps_talking_is_heard_in_full_meanwhile(server: ZmqServer, friend: ZmqClient):
+    host, port = server.address.removeprefix("tcp://").split(":")
+
+    def pester() -> None:
+        noise = random.Random(1)
+        for _ in range(200):
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(noise.randbytes(100))
+
+    async def talk() -> None:
+        for number in range(500):
+            await friend.send(m.Heartbeat("running", "", number))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(pester))
+        tasks.create_task(talk())
+        heard: list[Any] = [(await server.receive(5))[1].policy_version for _ in range(500)]
+    assert heard == list(range(500))
+
+
+async def test_an_unpublished_server_key_cannot_be_posed_as(server: ZmqServer, secrets: Path):
+    """A client pinned to another server's key finds nobody, rather than the wrong one."""
+    client = ZmqClient(
+        CONTROL,
+        server.address,
+        name="generator-0",
+        incarnation="inc",
+        server_name="generator-1",  # whose key the process at this address does not have
+        config=CONFIG,
+        secrets=secrets,
+    )
+    assert await client.admission(0.3)
+    await client.close()
+    assert server.peers == frozenset()

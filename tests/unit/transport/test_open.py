@@ -1,0 +1,222 @@
+"""The doors the roles use, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config import TransportConfig
+from rlhpc.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
+from rlhpc.messages import Heartbeat, Hello, StopRole
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import CONTROL
+from rlhpc.transport.keys import mint_run_keys
+from rlhpc.transport.open import connect, connect_blocking, open_server
+from rlhpc.transport.rendezvous import Endpoint, find, publish
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, host_address
+
+CONFIG = TransportConfig()
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "run")
+    mint_run_keys(layout.secrets, ["controller-0", "generator-0", "generator-1"])
+    return layout
+
+
+def serve(layout: RunLayout, incarnation: str = "one", config: TransportConfig = CONFIG) -> Any:
+    return open_server(CONTROL, layout=layout, config=config, replica=0, incarnation=incarnation, interface="127.0.0.1")
+
+
+async def join(layout: RunLayout, incarnation: str = "a", **changed: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "layout": layout, "config": CONFIG, "role": "generator", "replica": 0, "incarnation": incarnation,
+        "timeout_s": 5,
+    }  # fmt: skip
+    return await connect(CONTROL, **(arguments | changed))
+
+
+def beat(number: int) -> Heartbeat:
+    return Heartbeat("running", "", number)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+async def test_a_role_finds_the_server_by_the_run_directory_alone(layout: RunLayout, kind: Any):
+    config = TransportConfig(kind=kind)
+    waiting = asyncio.create_task(join(layout, config=config))
+    await asyncio.sleep(0.02)  # the client is first
+    server = serve(layout, config=config)
+    client = await waiting
+    hello = Hello("generator", 0, "a", "hash", 1, "host")
+    await client.send(hello)
+    assert await server.receive(5) == ("generator-0", hello)
+    assert find(layout.rendezvous, "control") == Endpoint(
+        "control", "controller", 0, server.address, "one", os.getpid(), socket.gethostname()
+    )
+    await client.close()
+    await server.close()
+    assert find(layout.rendezvous, "control") is None
+
+
+async def test_a_blocking_role_does_the_same(layout: RunLayout):
+    server = serve(layout)
+    client = await asyncio.to_thread(
+        connect_blocking,
+        CONTROL,
+        layout=layout,
+        config=CONFIG,
+        role="generator",
+        replica=1,
+        incarnation="a",
+        timeout_s=5,
+    )
+    await asyncio.to_thread(client.send, beat(3))
+    assert await server.receive(5) == ("generator-1", beat(3))
+    await asyncio.to_thread(client.close)
+    await server.close()
+
+
+async def test_an_address_that_a_dead_server_left_behind_is_read_again(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlhpc.transport.open.ATTEMPT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stale = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    publish(layout.rendezvous, Endpoint("control", "controller", 0, stale, "dead", 1, socket.gethostname()))
+    waiting = asyncio.create_task(join(layout))
+    await asyncio.sleep(0.05)
+    server = serve(layout)
+    client = await waiting
+    await client.send(beat(1))
+    assert await server.receive(5) == ("generator-0", beat(1))
+    await client.close()
+    await server.close()
+
+
+async def test_the_error_names_the_server_that_does_not_answer(layout: RunLayout):
+    stale = Endpoint("control", "controller", 0, "ipc:///nowhere/s", "dead", 4711, socket.gethostname())
+    publish(layout.rendezvous, stale)
+    with pytest.raises(ChannelTimeout, match=r"controller-0 \(process 4711 .*incarnation dead\).*nobody answers"):
+        await join(layout, timeout_s=0.1)
+
+
+async def test_an_elastic_joiner_whose_key_is_minted_later_gets_in(layout: RunLayout):
+    server = serve(layout)
+    mint_run_keys(layout.secrets, ["generator-9"])
+    client = await join(layout, replica=9)
+    await client.send(beat(9))
+    assert await server.receive(5) == ("generator-9", beat(9))
+    await client.close()
+    await server.close()
+
+
+async def test_a_role_without_a_key_is_told_so(layout: RunLayout):
+    server = serve(layout)
+    with pytest.raises(RunDirectoryError, match=r"generator-5\.secret"):
+        await join(layout, replica=5)
+    await server.close()
+
+
+async def test_a_local_address_on_another_host_is_refused_with_the_reason(layout: RunLayout):
+    publish(layout.rendezvous, Endpoint("control", "controller", 0, "ipc:///tmp/x/s", "one", 1, "elsewhere"))
+    with pytest.raises(ConfigError, match=r"on elsewhere.*transport\.kind must be 'tcp'"):
+        await join(layout)
+
+
+async def test_a_restarted_peer_is_heard_and_its_zombie_is_not(layout: RunLayout):
+    server = serve(layout)
+    zombie = await join(layout, "first")
+    await zombie.send(beat(1))
+    assert (await server.receive(5))[1] == beat(1)
+    successor = await join(layout, "second")
+    await successor.send(beat(2))
+    assert (await server.receive(5))[1] == beat(2)
+    await zombie.send(beat(3))
+    await successor.send(beat(4))
+    assert (await server.receive(5))[1] == beat(4)
+    for number in range(20):  # with bare names as routing ids, the two would throw each other out by turns
+        await server.send("generator-0", StopRole(str(number)))
+        assert await successor.receive(5) == StopRole(str(number))
+    assert server.statistics.messages_rejected == 1
+    await zombie.close()
+    await successor.close()
+    await server.close()
+
+
+async def test_the_unix_socket_lies_in_a_private_directory_that_goes_with_it(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))  # a TMPDIR too long for a unix socket
+    server = serve(layout)
+    path = Path(server.address.removeprefix("ipc://"))
+    assert len(str(path)) <= MAX_IPC_PATH_BYTES
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    await server.close()
+    assert not path.parent.exists()
+    assert not list(long.iterdir())
+
+
+def test_the_address_for_other_hosts_is_one_ipv4_address():
+    socket.inet_aton(host_address())
+    assert host_address() != "0.0.0.0"
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from rlhpc.config import TransportConfig
+from rlhpc.messages import Heartbeat
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import CONTROL
+from rlhpc.transport.open import connect_blocking
+client = connect_blocking(CONTROL, layout=RunLayout(Path(sys.argv[1])), config=TransportConfig(), role="generator",
+                          replica=0, incarnation=sys.argv[2], timeout_s=20)
+for number in range(10):
+    client.send(Heartbeat("running", "", number))
+print("ready", flush=True)
+client.receive(60)
+"""
+
+
+async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(layout: RunLayout):
+    server = serve(layout)
+    for incarnation in ("first", "second"):
+        child = await asyncio.to_thread(
+            subprocess.Popen, [sys.executable, "-c", CHILD, str(layout.root), incarnation], stdout=subprocess.PIPE
+        )
+        for number in range(10):
+            assert await server.receive(20) == ("generator-0", beat(number))
+        child.kill()
+        await asyncio.to_thread(child.communicate)
+
+    async def is_unreachable() -> bool:
+        try:
+            await server.send("generator-0", StopRole("?"))
+        except PeerUnreachable:
+            return True
+        return False
+
+    async with asyncio.timeout(10):
+        while not await is_unreachable():  # noqa: ASYNC110 - the kernel tells ZeroMQ in its own time
+            await asyncio.sleep(0.01)
+    assert server.messages_lost == 0
+    assert server.statistics.messages_rejected == 0
+    await server.close()
+
+
+def test_an_endpoint_is_named_like_its_role():
+    endpoint = Endpoint("control", "controller", 0, "tcp://x:1", "one", 1, "host")
+    assert dataclasses.replace(endpoint, replica=2).name == "controller-2"

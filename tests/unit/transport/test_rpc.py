@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from rlhpc.errors import ChannelClosed, ChannelTimeout, ProtocolError
+from rlhpc.messages import RewardReply, RewardRequest, StopRole
+from rlhpc.topology import REWARDS
+from rlhpc.transport.memory import MemoryClient, MemoryServer
+from rlhpc.transport.rpc import RpcClient
+
+REQUEST = RewardRequest(7, "math", "6 * 7 = 42", "42")
+Answer = Callable[["Service", str, RewardRequest], Awaitable[None]]
+
+
+class Service:
+    """A reward replica whose behaviour a test chooses."""
+
+    def __init__(self, replica: int) -> None:
+        self.server = MemoryServer(REWARDS, replica)
+        self.seen: list[RewardRequest] = []
+        self.answer: Answer = reply
+
+    async def run(self) -> None:
+        while True:
+            peer, request = await self.server.receive()
+            self.seen.append(request)
+            await self.answer(self, peer, request)
+
+
+async def reply(service: Service, peer: str, request: RewardRequest) -> None:
+    detail = service.server.name
+    await service.server.send(peer, RewardReply(request.request_id, 1.0, "correct", {}, detail))
+
+
+async def keep_silent(service: Service, peer: str, request: RewardRequest) -> None:
+    pass
+
+
+@pytest.fixture
+async def services() -> AsyncIterator[list[Service]]:
+    made = [Service(replica) for replica in range(2)]
+    tasks = [asyncio.create_task(service.run()) for service in made]
+    yield made
+    for task in tasks:
+        task.cancel()
+
+
+def connected(services: list[Service]) -> list[MemoryClient]:
+    return [service.server.connect("generator-0") for service in services]
+
+
+async def test_a_reply_comes_back_under_the_callers_own_id(services: list[Service]):
+    async with RpcClient(connected(services)) as rpc:
+        answer = await rpc.call(REQUEST, 1)
+    assert (answer.request_id, answer.reward) == (7, 1.0)
+
+
+async def test_many_calls_at_once_are_spread_and_not_mixed_up(services: list[Service]):
+    async def echo(service: Service, peer: str, request: RewardRequest) -> None:
+        await service.server.send(peer, RewardReply(request.request_id, 0.0, "wrong", {}, request.completion))
+
+    for service in services:
+        service.answer = echo
+    async with RpcClient(connected(services)) as rpc:
+        calls = [rpc.call(dataclasses.replace(REQUEST, completion=str(number)), 5) for number in range(100)]
+        answers = await asyncio.gather(*calls)
+    assert [answer.detail for answer in answers] == [str(number) for number in range(100)]
+    assert [len(service.seen) for service in services] == [50, 50]
+
+
+async def test_a_request_that_is_not_answered_goes_to_another_replica(services: list[Service]):
+    services[0].answer = keep_silent
+    async with RpcClient(connected(services)) as rpc:
+        assert (await rpc.call(REQUEST, 0.03)).detail == "reward-1"
+        assert rpc.num_retries == 1
+        first, second = services[0].seen[0], services[1].seen[0]
+        assert first.request_id != second.request_id
+        assert (await rpc.call(REQUEST, 0.03)).detail == "reward-1"  # the silent one is not asked first again
+        assert len(services[0].seen) == 1
+
+
+async def test_a_late_reply_is_counted_and_given_to_nobody(services: list[Service]):
+    services[0].answer = keep_silent
+    async with RpcClient(connected(services)) as rpc:
+        await rpc.call(REQUEST, 0.03)
+        await reply(services[0], "generator-0", services[0].seen[0])
+        await asyncio.sleep(0.01)
+        assert rpc.num_late_replies == 1
+        services[1].answer = keep_silent
+        services[0].answer = reply  # having spoken, it is trusted again
+        assert (await rpc.call(REQUEST, 0.5)).detail == "reward-0"
+
+
+async def test_after_all_attempts_the_error_says_how_many(services: list[Service]):
+    for service in services:
+        service.answer = keep_silent
+    async with RpcClient(connected(services), max_attempts=3) as rpc:
+        with pytest.raises(ChannelTimeout, match=r"RewardRequest 7: no reply from 2 replicas in 3 attempts"):
+            await rpc.call(REQUEST, 0.02)
+    assert sum(len(service.seen) for service in services) == 3
+
+
+async def test_a_channel_that_is_closed_meanwhile_costs_no_timeout(services: list[Service]):
+    services[0].answer = keep_silent
+    channels = connected(services)
+    async with RpcClient(channels) as rpc:
+        call = asyncio.create_task(rpc.call(REQUEST, 30))
+        await asyncio.sleep(0.01)
+        await channels[0].close()
+        assert (await asyncio.wait_for(call, 1)).detail == "reward-1"
+
+
+async def test_a_replica_can_be_added_when_the_others_are_gone(services: list[Service]):
+    channels = connected(services)
+    async with RpcClient(channels[:1]) as rpc:
+        await channels[0].close()
+        with pytest.raises(ChannelClosed, match="no replica is left"):
+            await rpc.call(REQUEST, 0.1)
+        rpc.add(channels[1])
+        assert (await rpc.call(REQUEST, 1)).detail == "reward-1"
+
+
+async def test_closing_ends_calls_that_wait(services: list[Service]):
+    services[0].answer = keep_silent
+    rpc = RpcClient(connected(services)[:1])
+    async with rpc:
+        call = asyncio.create_task(rpc.call(REQUEST, 30))
+        await asyncio.sleep(0.01)
+    with pytest.raises(ChannelClosed):
+        await asyncio.wait_for(call, 1)
+    await rpc.close()
+
+
+async def test_what_may_not_be_sent_is_not_retried(services: list[Service]):
+    @dataclasses.dataclass(frozen=True)
+    class Foreign:
+        request_id: int
+
+    async with RpcClient(connected(services)) as rpc:
+        with pytest.raises(ProtocolError, match="Foreign is not one of RewardRequest"):
+            await rpc.call(Foreign(1), 1)
+        assert rpc.num_retries == 0
+    assert StopRole not in REWARDS.to_client
