@@ -104,6 +104,8 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
     mint_keys(plan)
     register_launcher(layout)
     watch = Watch(layout, sys.stderr)
+    for change in attempt.changed:
+        watch.tell(f"resumed with {change}")
     with LocalExecutor(plan, watch.tell) as executor:
         status = executor.wait(watch.look)
     watch.close()

@@ -26,6 +26,9 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
 from rlhpc.transport.keys import mint_run_keys
 
+# What a checkpoint is of: prompt order, ledger and weights of another would be nonsense.
+FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:")
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -33,13 +36,15 @@ class Attempt:
 
     index: int
     resume_step: int | None  # None: from the beginning
+    changed: tuple[str, ...] = ()  # settings that differ from the attempt before: "key: old → new"
 
 
 def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> Attempt:
     """Make the directory of a new run, or take up an old one.
 
+    A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    a run lives in it; its settings differ from those given.
+    a run lives in it; a setting differs that cannot change.
     """
     exists = layout.root.exists() and any(layout.root.iterdir())
     if exists:
@@ -99,14 +104,20 @@ def _take_up(config: Config, layout: RunLayout) -> Attempt:
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
-    if config_hash(config) != old_hash:
-        raise RunDirectoryError(f"{layout.root} was started with other settings: {_difference(old, config)}")
+    changed = _difference(old, config) if config_hash(config) != old_hash else ()
+    fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
+    if fixed:
+        raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
+    if changed:
+        write_resolved(config, layout, _commit())
     for directory in (layout.rendezvous, layout.weights):
         shutil.rmtree(directory, ignore_errors=True)
+    for stale in (layout.status, layout.summary):
+        stale.unlink(missing_ok=True)
     _make(layout)
     found = latest_complete(layout.checkpoints)
     index = len(layout.attempts.read_text().splitlines())
-    return _note(layout, Attempt(index, found[0] if found else None))
+    return _note(layout, Attempt(index, found[0] if found else None, tuple(changed)))
 
 
 def _make(layout: RunLayout) -> None:
@@ -124,10 +135,9 @@ def _note(layout: RunLayout, attempt: Attempt) -> Attempt:
     return attempt
 
 
-def _difference(old: Config, new: Config) -> str:
+def _difference(old: Config, new: Config) -> tuple[str, ...]:
     before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
-    changed = [f"{key}: {before.get(key)!r} → {after.get(key)!r}" for key in after if before.get(key) != after.get(key)]
-    return "; ".join(changed[:5])
+    return tuple(f"{key}: {before.get(key)!r} → {value!r}" for key, value in after.items() if before.get(key) != value)
 
 
 def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ Promises: what could not be written stays in memory for another try; no sealed f
 from __future__ import annotations
 
 import io
+import threading
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ class SegmentWriter:
         self._clock, self._wall_clock = clock, wall_clock
         self._pending: list[ResolvedGroup] = []
         self._pending_since_s = 0.0
+        self._sealing = threading.Lock()
 
     @property
     def next_index(self) -> int:
@@ -97,23 +99,24 @@ class SegmentWriter:
 
         Raises SegmentError when it cannot be written; nothing is left on disk and the groups stay pending.
         """
-        groups = self._pending[: self._max_groups]
-        if not groups:
-            return None
-        path = self._directory / RunLayout(Path()).segment(self._next_index).name
-        attributes: Attributes = {
-            **self._attributes,
-            "segment_index": self._next_index,
-            "sealed_unix_s": self._wall_clock(),
-        }
-        try:
-            write_sealed(path, to_hdf5(groups, attributes, self._compression))
-        except SegmentError as error:
-            raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
-        self._next_index += 1
-        self._pending_since_s = self._clock()
-        del self._pending[: len(groups)]
-        return path
+        with self._sealing:
+            groups = self._pending[: self._max_groups]
+            if not groups:
+                return None
+            path = self._directory / RunLayout(Path()).segment(self._next_index).name
+            attributes: Attributes = {
+                **self._attributes,
+                "segment_index": self._next_index,
+                "sealed_unix_s": self._wall_clock(),
+            }
+            try:
+                write_sealed(path, to_hdf5(groups, attributes, self._compression))
+            except SegmentError as error:
+                raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
+            self._next_index += 1
+            self._pending_since_s = self._clock()
+            del self._pending[: len(groups)]
+            return path
 
     def seal_all(self) -> list[Path]:
         """Seal until nothing waits.  Raises as seal does; what was sealed before stays sealed."""

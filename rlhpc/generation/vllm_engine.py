@@ -12,12 +12,10 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import json
 import os
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +28,8 @@ from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, rollout_of
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
-from rlhpc.generation.vllm_process import start_vllm, stop_vllm
+from rlhpc.generation.vllm_process import capacity_of, device_here, start_vllm, stop_vllm
+from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
 from rlhpc.generation.weight_link import BUSY, DONE, TORN
 from rlhpc.types import Int32, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
@@ -59,7 +58,7 @@ class VllmEngine(GenerationEngine):
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
-        self._capacity_samples = _capacity(llm.vllm_config, config.generation.max_num_seqs)
+        self._capacity_samples = capacity_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
@@ -80,7 +79,7 @@ class VllmEngine(GenerationEngine):
 
         Sets environment variables of this process.  Raises EngineError; no process is left then.
         """
-        engine = cls(*start_vllm(engine_profile(config, seed=seed, device=_device())), config, clock)
+        engine = cls(*start_vllm(engine_profile(config, seed=seed, device=device_here())), config, clock)
         try:
             await engine._prepare()
         except BaseException:
@@ -228,7 +227,7 @@ class VllmEngine(GenerationEngine):
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
-                self._llm.generate(prompt, self._sampling_params(request), request_id)
+                self._llm.generate(prompt, vllm_sampling_params(request, self._stop_token_ids), request_id)
             ) as outputs:
                 async for output in outputs:
                     return output
@@ -237,26 +236,6 @@ class VllmEngine(GenerationEngine):
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
             raise self._die(f"vLLM: {error!r}") from error
         raise self._die(f"vLLM ended {request_id} without an output")
-
-    def _sampling_params(self, request: RolloutRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        num_done = len(request.prefix.token_ids) if request.prefix is not None else 0
-        return SamplingParams(
-            max_tokens=sampling.max_tokens - num_done,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=sorted({*sampling.stop_token_ids, *self._stop_token_ids}),
-            ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids: one rule instead of two
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-            # Cheaper than a stream, and vLLM keeps all that is wanted until the end.
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
@@ -369,26 +348,3 @@ async def _undisturbed(work: Coroutine[Any, Any, float]) -> float:
 
 def _json(message: object) -> str:
     return msgspec.json.encode(message).decode()
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _capacity(vllm_config: Any, max_num_seqs: int) -> int:
-    cache = vllm_config.cache_config
-    kv_tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
-    return int(max(1, min(max_num_seqs, kv_tokens // vllm_config.model_config.max_model_len)))
-
-
-def end_of_sequence_ids(model: Path) -> frozenset[int]:
-    """Those that the checkpoint itself names; chat models often have several."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = model / name
-        if path.exists():
-            ids = json.loads(path.read_text()).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)

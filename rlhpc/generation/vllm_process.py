@@ -59,6 +59,20 @@ def stop_processes(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(alive, timeout=SHUTDOWN_S)
 
 
+def device_here() -> str:
+    """ "cuda" where there is a device, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def capacity_of(vllm_config: Any, max_num_seqs: int) -> int:
+    """Sequences of the greatest length that the KV cache holds, from 1 to `max_num_seqs`."""
+    cache = vllm_config.cache_config
+    kv_tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
+    return int(max(1, min(max_num_seqs, kv_tokens // vllm_config.model_config.max_model_len)))
+
+
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:
     """Processes below this one that were not there; python's resource tracker serves the whole process and stays."""
     return [child for child in set(psutil.Process().children(recursive=True)) - before if not _is_tracker(child)]

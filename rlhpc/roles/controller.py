@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, CheckpointError, RoleFailed
+from rlhpc.errors import ChannelError, CheckpointError, RoleFailed, SegmentError
 from rlhpc.messages import Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
@@ -170,9 +170,10 @@ class Controller:
     async def _greet(self, name: str, message: Hello) -> None:
         known = self._fleet.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
-            await self._lose(name)  # it died and came back before anybody noticed: what it held is lost
+            await self._lose(name, "was started again")  # what it held is lost
         if not self._fleet.greet(name, message):
-            await self._control.send(name, StopRole("other settings than the run's"))
+            with suppress(ChannelError):  # it is gone already
+                await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
             await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
 
@@ -193,22 +194,22 @@ class Controller:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for name in self._fleet.silent():
-                await self._lose(name)
+                await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
             self._books.totals.leases_regranted += len(self._books.ledger.expire())
             for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._books.segments.tick)
             self._granting.wake()
-            self._board.write()
+            await asyncio.to_thread(self._board.write, self._board.document())
 
-    async def _lose(self, name: str) -> None:
+    async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  Generators are expendable; the others are not."""
         member = self._fleet.member(name)
         self._fleet.forget(name)
-        log.warning("%s is gone", name)
+        log.warning("%s %s", name, why)
         if member is not None and member.hello.role == "trainer":
-            raise RoleFailed(f"{name} is silent for {self._context.config.transport.dead_after_s:g} s")
+            raise RoleFailed(f"{name} {why}")
         if member is not None and member.hello.role == "generator":
             self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
             await self._publication.lost(name)
@@ -235,8 +236,12 @@ class Controller:
                     await self._trainer.tell(StopRole("the run has ended"))
                 else:
                     await self._control.send(name, StopRole("the run has ended"), timeout_s=FAREWELL_S)
-        self._board.write()
+        self._board.write(self._board.document())
 
     def close(self) -> None:
-        """Flush metrics."""
+        """Put on disk what is only in memory: metrics, and rollouts that a failed run still holds."""
         self._recorder.close()
+        try:
+            self._books.segments.seal_all()
+        except SegmentError:
+            log.exception("%d groups could not be sealed", self._books.segments.num_pending)

@@ -37,8 +37,8 @@ class StatusBoard:
         self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
         self.progress = Progress()
 
-    def write(self) -> None:
-        """Replace the file."""
+    def document(self) -> bytes:
+        """What the file shall say."""
         progress = self.progress
         document = {
             "name": self._config.run.name,
@@ -49,7 +49,11 @@ class StatusBoard:
             "roles": self._fleet.report(),
             **{name: getattr(progress, name) for name in Progress.__slots__},
         }
+        return json.dumps(document).encode()
+
+    def write(self, document: bytes) -> None:
+        """Replace the file.  Touches nothing else, so that a slow disk may hold up a thread instead of the loop."""
         try:
-            write_atomically(self._path, json.dumps(document).encode())
+            write_atomically(self._path, document)
         except OSError as error:
             log.warning("%s not written: %s", self._path, error)
