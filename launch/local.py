@@ -41,7 +41,7 @@ class LocalExecutor:
         self._running: list[_Running] = []
         self._interrupts = 0
         self._deadline: float | None = None  # when what is left is killed
-        self._failure = ""
+        self._failure, self._status = "", 0  # of the first process that failed
         self._old_handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -66,8 +66,8 @@ class LocalExecutor:
     def wait(self, every: Callable[[], None]) -> int:
         """Watch until every process has ended; call `every` a few times a second.  Returns the exit status.
 
-        0: the run is complete, or was stopped and has saved.  130: interrupted.  Otherwise the status of the first
-        process that failed.
+        0: the run is complete, or was stopped and has closed its books.  130: interrupted, and killed before it could.
+        Otherwise the status of the first process that failed.
         """
         while any(running.process.poll() is None for running in self._running):
             self._notice_ends()
@@ -79,10 +79,9 @@ class LocalExecutor:
         every()
         if self._failure:
             self._tell(self._failure)
-        statuses = [r.process.returncode for r in self._running if not r.plan.is_expendable]
-        if self._interrupts and self._failure == "":
-            return 130 if any(statuses) else 0
-        return next((abs(status) for status in statuses if status), 0)
+            return self._status
+        is_saved = all(r.process.returncode == 0 for r in self._running if r.plan.role == "controller")
+        return 0 if is_saved else 130
 
     # ------------------------------------------------------------------------------------------------------- internals
 
@@ -108,18 +107,26 @@ class LocalExecutor:
                 continue
             running.is_reported = True
             self._signal_group(running, signal.SIGKILL)  # children it may have left behind
-            if running.plan.role == "controller":
-                self._grant_grace(FINISH_GRACE_S)  # it has told the others; or it failed, and they have nobody
-                if status:
-                    self._end_all(signal.SIGTERM)
-            if status and self._deadline is None and not running.plan.is_expendable:
-                self._tell(self._obituary(running, status))
-                self._grant_grace(FINISH_GRACE_S)
-                self._end_all(signal.SIGTERM)
+            if running.plan.role == "controller" or (status and self._is_missed(running)):
+                self._wind_up(running, status)
             elif status and self._deadline is None:
                 self._tell(self._obituary(running, status) + "; the run goes on with the rest")
-            elif status and running.plan.role == "controller" and not self._interrupts:
-                self._failure = self._obituary(running, status)
+
+    def _is_missed(self, running: _Running) -> bool:
+        """True if the run cannot go on without this process, or it was the last of its role."""
+        others = (r for r in self._running if r.plan.role == running.plan.role and r.process.poll() is None)
+        return not running.plan.is_expendable or not any(others)
+
+    def _wind_up(self, running: _Running, status: int) -> None:
+        """The run is over.  After success everybody has been told by the controller; after a failure they are now."""
+        if status and self._deadline is None:
+            self._failure, self._status = self._obituary(running, status), abs(status)
+            for other in self._running:
+                if other.process.poll() is None:
+                    # SIGINT makes the controller close its books at once: nobody will finish the step it waits for.
+                    is_controller = other.plan.role == "controller"
+                    self._signal_group(other, signal.SIGINT if is_controller else signal.SIGTERM)
+        self._grant_grace(FINISH_GRACE_S)
 
     def _obituary(self, running: _Running, status: int) -> str:
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -156,6 +163,9 @@ class LocalExecutor:
 
 
 def _last_words(log: bytes) -> str:
-    """The last line of a log that says something."""
+    """What the last line of a log says, without its time stamp and names."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+    if not lines:
+        return "no output"
+    _, error, words = lines[-1].partition(" ERROR ")
+    return words if error else lines[-1]

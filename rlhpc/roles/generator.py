@@ -36,6 +36,7 @@ from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
+DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
 
 
 def run(context: RoleContext) -> None:
@@ -68,7 +69,7 @@ async def _generate(context: RoleContext) -> None:
                 generator.obey(control, stop),
                 beat(control, config.transport.heartbeat_s, generator.heartbeat),
             )
-            await generator.hand_back()
+            await generator.leave()
 
 
 async def _connect(context: RoleContext, channel: str, server_replica: int) -> ClientChannel:
@@ -101,6 +102,7 @@ class Generator:
         self._now = asyncio.get_running_loop().time
         self._rate = Rate(10.0, self._now())
         self._is_draining = False
+        self._run_is_over = False
 
     # ------------------------------------------------------------------------------------------------- leases in
 
@@ -182,6 +184,7 @@ class Generator:
                 await control.send(await self._receive(message))
             elif isinstance(message, StopRole):
                 log.info("told to stop: %s", message.reason)
+                self._run_is_over = True
                 stop.set()
                 return
 
@@ -224,8 +227,17 @@ class Generator:
         """One group more than fits, so that a finished sequence is replaced within the same decoding step."""
         return self._engine.capacity_samples + self._context.config.admission.group_size
 
-    async def hand_back(self) -> None:
-        """Stop sampling; each task gives its unfinished rollout back, as a prefix for another generator, and ends."""
+    async def leave(self) -> None:
+        """Stop sampling.
+
+        While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another generator;
+        after its end nobody wants them.
+        """
         self._is_draining = True
-        for request_id in list(self._sampling):
-            await self._engine.abort(request_id)
+        if not self._run_is_over:
+            for request_id in list(self._sampling):
+                await self._engine.abort(request_id)
+            if self._sampling:
+                await asyncio.wait(self._sampling.values(), timeout=DRAIN_S)
+        for task in self._sampling.values():
+            task.cancel()
