@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -25,7 +26,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import numpy as np
 import zmq
 
 from rlhpc.config import TransportConfig
+from rlhpc.messages import CancelGroup
 from rlhpc.topology import LEASES
 from rlhpc.transport.codec import Codec
 from rlhpc.transport.keys import mint_run_keys
@@ -46,6 +47,7 @@ from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 DISTINCT = 32  # rollouts that go round
 WARM = 200  # messages before the clock starts
 QUEUE = 200
+SPEC = dataclasses.replace(LEASES, capacity_messages=QUEUE)
 
 
 @functools.cache
@@ -104,7 +106,7 @@ def from_pickle(wire: bytes) -> tuple[int, Any]:
 # ---------------------------------------------------------------------------------------------- producing process
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Order:
     contender: str
     address: str
@@ -129,7 +131,7 @@ def cpu_seconds() -> Any:
 
 def produce_channel(order: Order) -> None:
     client = ZmqBlockingClient(
-        LEASES,
+        SPEC,
         order.address,
         name="generator-0",
         incarnation="bench",
@@ -139,6 +141,7 @@ def produce_channel(order: Order) -> None:
     )
     for message in cycle(rollouts(order.num_tokens), order.count):
         client.send(message, timeout_s=30)
+    client.receive(60)  # closing flushes for a second only; the consumer may need longer
     client.close()
 
 
@@ -222,7 +225,7 @@ class Stopwatch:
 async def consume_channel(order: Order, start: Callable[[Order], None], watch: Stopwatch) -> None:
     config = TransportConfig(kind="tcp", curve="CURVE" in order.contender)
     server = ZmqServer(
-        LEASES,
+        SPEC,
         name="controller-0",
         config=config,
         secrets=order.secrets,
@@ -233,6 +236,7 @@ async def consume_channel(order: Order, start: Callable[[Order], None], watch: S
     for _ in range(order.count):
         _, scored = await server.receive(30)
         watch.saw(scored.rollout.group_id, scored.rollout.token_ids)
+    await server.send("generator-0", CancelGroup(0))
     if server.messages_lost or server.statistics.messages_rejected:
         raise SystemExit("messages were lost")
     await server.close()
@@ -279,7 +283,7 @@ def consume_raw(order: Order, start: Callable[[Order], None], watch: Stopwatch) 
                 watch.tick()
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Result:
     per_second: float
     cpu_us: Any  # per rollout: [producing thread, consuming thread, other threads]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_DIGITS = 3
-MAX_DIGITS = 4
+MAX_DIGITS = 5
 MAX_PROMPT_CHARACTERS = 2 * MAX_DIGITS + 2  # both numbers, plus, equals
 MAX_ANSWER_CHARACTERS = 9 * MAX_DIGITS + MAX_DIGITS + 1  # "7+6+0=13;" for each column, then the total
 
@@ -66,7 +66,7 @@ def draw_problem(rng: random.Random, *, held_out: bool = False) -> Problem:
         num_digits = rng.randint(MIN_DIGITS, MAX_DIGITS)
         lowest, highest = 10 ** (num_digits - 1), 10**num_digits - 1
         problem = Problem(rng.randint(lowest, highest), rng.randint(lowest, highest))
-        if problem.is_held_out == held_out:
+        if problem.left + problem.right > highest and problem.is_held_out == held_out:
             return problem
 
 

@@ -6,6 +6,7 @@ Eats RolloutRequest and the engine's arrays, makes Rollout.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,15 @@ class FinishedRequest:
     logprobs: Float32  # [n] natural log
     versions: Int32  # [n]
     reason: str  # an engine's word: "stop", "length", "abort"
+
+    @classmethod
+    def of_vllm(cls, completion: Any, versions: Int32) -> FinishedRequest:
+        """Convert vLLM's CompletionOutput, asked for with logprobs=0 and flat_logprobs."""
+        flat, logprobs = completion.logprobs, np.empty(0, np.float32)
+        if completion.token_ids:
+            logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
+        tokens = np.asarray(completion.token_ids, np.int32)
+        return cls(token_ids=tokens, logprobs=logprobs, versions=versions, reason=completion.finish_reason)
 
     @classmethod
     def nothing(cls, reason: str) -> FinishedRequest:

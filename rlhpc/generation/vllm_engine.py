@@ -70,6 +70,8 @@ class VllmEngine(GenerationEngine):
         self._death = ""  # why this engine is dead; "" while it lives
         self._has_spans = hasattr(llm, "update_weight_version")
         self._updating = asyncio.Lock()
+        self._adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
+        self._adopted.set()
         self._pausing = asyncio.Lock()
         self._pauses_for_update = False
 
@@ -117,6 +119,8 @@ class VllmEngine(GenerationEngine):
         self._busy.enter()
         try:
             output = await self._run(request_id, request)
+            # What was sampled after a load may overtake the load's own answer, which says from which token on.
+            await self._adopted.wait()
             return self._finish(flight, output)
         finally:
             self._busy.leave()
@@ -164,7 +168,7 @@ class VllmEngine(GenerationEngine):
         self._require_life()
         async with self._updating:
             timeout_s = self._config.weights.timeout_s
-            begun = await self._rpc("rlhpc_begin_join", _json(group), member, timeout_s)
+            begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)
             await self._received(begun, f"epoch {group.epoch}")
 
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
@@ -173,7 +177,7 @@ class VllmEngine(GenerationEngine):
         async with self._updating:
             began = self._clock()
             try:
-                begun = await self._rpc("rlhpc_begin_receive", _json(manifest))
+                begun = await self._rpc("rlhpc_begin_receive", msgspec.json.encode(manifest).decode())
                 await self._received(begun, f"version {manifest.policy_version}, epoch {manifest.epoch}")
             except GroupFailed as error:
                 raise TornWeights(str(error)) from error
@@ -239,20 +243,10 @@ class VllmEngine(GenerationEngine):
 
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
-        num_tokens = len(completion.token_ids)
-        self._num_tokens += num_tokens
-        flat = completion.logprobs
-        logprobs = np.empty(0, np.float32)
-        if num_tokens:
-            logprobs = np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
-        versions = self._versions(flight, getattr(completion, "weight_versions", None), num_tokens)
-        finished = FinishedRequest(
-            token_ids=np.asarray(completion.token_ids, np.int32),
-            logprobs=logprobs,
-            versions=versions,
-            reason=completion.finish_reason,
-        )
-        return rollout_of(flight.request, finished)
+        self._num_tokens += len(completion.token_ids)
+        spans = getattr(completion, "weight_versions", None)
+        versions = self._versions(flight, spans, len(completion.token_ids))
+        return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
 
     def _versions(self, flight: _InFlight, spans: Any, num_tokens: int) -> Int32:
         own = flight.record.versions(num_tokens)
@@ -291,18 +285,26 @@ class VllmEngine(GenerationEngine):
         if pausing:
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
             await asyncio.sleep(DRAIN_S)
-        # Sent together, these are all done before the engine's next step.
+        self._adopted.clear()
+        try:
+            loaded = await self._load_between_steps(policy_version)
+            self._adopt(policy_version, loaded[0][1])
+        finally:
+            self._adopted.set()
+        if pausing:
+            await self._call(self._llm.resume_generation())
+            return self._clock() - began
+        return max(float(seconds) for seconds, _ in loaded)
+
+    async def _load_between_steps(self, policy_version: int) -> list[Any]:
+        """Sent together, these are all done before the engine's next step; if one fails the engine is dead."""
         calls: list[Any] = [self._rpc("rlhpc_load")]
         if self._has_spans:
             calls.append(self._call(self._llm.update_weight_version(str(policy_version))))
         if self._config.generation.recompute_kv:
             calls.append(self._call(self._llm.reset_prefix_cache(reset_running_requests=True)))
-        loaded, *_ = await asyncio.gather(*calls)  # if one fails the engine is dead
-        self._adopt(policy_version, loaded[0][1])
-        if pausing:
-            await self._call(self._llm.resume_generation())
-            return self._clock() - began
-        return max(float(seconds) for seconds, _ in loaded)
+        loaded, *_ = await asyncio.gather(*calls)
+        return list(loaded)
 
     def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
         self._policy_version = policy_version
@@ -344,7 +346,3 @@ async def _undisturbed(work: Coroutine[Any, Any, float]) -> float:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _json(message: object) -> str:
-    return msgspec.json.encode(message).decode()

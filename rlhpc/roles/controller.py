@@ -23,6 +23,7 @@ from rlhpc.errors import ChannelError, CheckpointError, RoleFailed, SegmentError
 from rlhpc.messages import Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
@@ -140,6 +141,7 @@ class Controller:
         self._close_books()
 
     async def _train(self, stop: asyncio.Event) -> None:
+        await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
         ready = await self._trainer.ready()
         if ready.policy_version != self._loop.version:
             raise CheckpointError(

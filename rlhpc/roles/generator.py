@@ -230,8 +230,8 @@ class Generator:
     async def leave(self) -> None:
         """Stop sampling.
 
-        While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another generator;
-        after its end nobody wants them.
+        While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another;
+        after the end of the run nobody wants them.
         """
         self._is_draining = True
         if not self._run_is_over:

@@ -54,6 +54,7 @@ _DTYPES = {
 }
 _SCALARS = (int, float, str, bool, types.NoneType)
 _CONTAINERS = (tuple, dict, types.UnionType, typing.Union)
+_MALFORMED = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError, RecursionError)
 _WHERE = re.compile(r"^(?P<why>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?$", re.DOTALL)
 
 
@@ -68,7 +69,7 @@ class Codec:
         """Compile one plan per type.  Raises TypeError for a field that cannot travel."""
         self._max_message_bytes = max_message_bytes
         self._arrays: list[Array] = []  # of the message that is being encoded
-        self._source = _Source(b"", (), 0, False)  # of the message that is being decoded
+        self._source = _NOTHING  # of the message that is being decoded
         self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
         plans = [self._compile(message_type) for message_type in message_types]
@@ -90,7 +91,7 @@ class Codec:
             header = self._encoder.encode(message)
             plan.checker.decode(header)  # a wrong field is the sender's error, not a riddle for the receiver
             arrays = self._arrays
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except _MALFORMED as error:
             raise _explain("", plan, error) from error
         finally:
             self._arrays = []
@@ -108,8 +109,10 @@ class Codec:
             source.skip_padding()
             message = plan.decoder.decode(memoryview(head)[_PREFIX.size : end])
             source.finish()
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except _MALFORMED as error:
             raise _explain(peer, plan, error) from error
+        finally:
+            self._source = _NOTHING  # or the codec would keep the frames alive
         return sequence, message
 
     # ------------------------------------------------------------------------------------------------- encoding
@@ -139,12 +142,11 @@ class Codec:
     def _detach(self, value: object) -> object:
         """Take an array out of the header; what remains is [dtype, *shape]."""
         if isinstance(value, np.ndarray):
-            if value.dtype.str not in _DTYPES:
-                raise ValueError(f"arrays of {value.dtype} do not travel")
-            if value.ndim == 0:  # ascontiguousarray would make it one-dimensional
-                raise ValueError("arrays without a dimension do not travel")
+            code = value.dtype.str
+            if code not in _DTYPES or not 1 <= value.ndim <= MAX_DIMENSIONS:
+                raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions do not travel")
             self._arrays.append(value if value.flags.c_contiguous else np.ascontiguousarray(value))
-            return (value.dtype.str, *value.shape)
+            return (code, *value.shape)
         if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
             return value.item()
         raise TypeError(f"{type(value).__name__} does not travel")
@@ -162,8 +164,8 @@ class Codec:
         if sum(map(len, frames)) > self._max_message_bytes:
             raise ProtocolError(peer, "head", f"more than {self._max_message_bytes} bytes")
         actual = zlib.crc32(memoryview(first)[_CRC.size :])
-        for frame in frames[1:]:
-            actual = zlib.crc32(frame, actual)
+        for index in range(1, len(frames)):
+            actual = zlib.crc32(frames[index], actual)
         if actual != crc or first[7]:
             raise ProtocolError(peer, "crc32", "the message was altered")
         if flags & ~_ALL_INLINE or _padded(_PREFIX.size + header_bytes) > head_bytes:
@@ -178,9 +180,10 @@ class Codec:
         dtype = self._dtypes[annotation]
         return self._source.take(dtype, _read_array_form(dtype, wire))
 
-    def _check(self, annotation: Any, wire: object) -> Array:
-        """Like _attach, without the data: used on what we are about to send."""
-        _read_array_form(self._dtypes[annotation], wire)
+    def _check(self, annotation: Any, wire: Any) -> Array:
+        """Stand in for _attach on what we are about to send: the form is our own, the dtype may be wrong."""
+        if wire[0] != self._dtypes[annotation].str:
+            raise ValueError(f"dtype {wire[0]!r} where {self._dtypes[annotation].str!r} is due")
         return _NO_DATA
 
     # ------------------------------------------------------------------------------------------------- compiling
@@ -265,6 +268,9 @@ class _Source:
         if count == 1:
             return _aligned(np.frombuffer(frames[0], dtype))
         return np.frombuffer(b"".join(frames), dtype)
+
+
+_NOTHING = _Source(b"", (), 0, False)
 
 
 def _read_array_form(wanted: np.dtype[Any], wire: object) -> tuple[int, ...]:

@@ -1,0 +1,31 @@
+"""Reward functions for whole runs, named by their run files as "tests.ring.ring_rewards:parity" and so on."""
+
+from __future__ import annotations
+
+import time
+
+from rlhpc.contracts import RewardOutcome
+
+SLOW_S = 0.01
+
+
+def parity(completion: str, reference: str) -> RewardOutcome:
+    """Random text is right about half the time, so that most groups have spread."""
+    reward = float(sum(map(ord, completion)) % 2)
+    return RewardOutcome(reward, reward > 0, parts={"odd": reward}, detail=f"against {reference}")
+
+
+def slow_parity(completion: str, reference: str) -> RewardOutcome:
+    """Bounds the pace of a run from below, so that there is a middle in which something can happen to it."""
+    time.sleep(SLOW_S)
+    return parity(completion, reference)
+
+
+def nothing(completion: str, reference: str) -> RewardOutcome:
+    """Nobody is ever right: no group has spread."""
+    return RewardOutcome(0.0, is_correct=False)
+
+
+def fail(completion: str, reference: str) -> RewardOutcome:
+    """The verifier is broken."""
+    raise OSError(f"no compiler to judge {reference} with")

@@ -1,0 +1,80 @@
+"""Read a run's segments with h5py and numpy alone, as docs/rollout_format.md says a stranger can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOnDisk:
+    """One row of rollouts/, with what its group says."""
+
+    group_id: int
+    sample_index: int
+    admitted_version: int
+    consumed_step: int  # −1: none
+    drop_reason: str
+    reward: float
+    verdict: str
+    versions: NDArray[np.int32]  # [Lc]
+    token_ids: NDArray[np.int32]  # [Lc]
+
+
+def rollouts_on_disk(directory: Path) -> list[RolloutOnDisk]:
+    """Every rollout of the timeline that counts, in the order of the segments."""
+    return [rollout for path in sorted(directory.glob("segment_*.h5")) for rollout in _rollouts_of(path)]
+
+
+def consumed(directory: Path) -> list[RolloutOnDisk]:
+    """Those that were trained on."""
+    return [rollout for rollout in rollouts_on_disk(directory) if rollout.consumed_step >= 0]
+
+
+def group_steps(directory: Path) -> list[tuple[int, int]]:
+    """(group, step) of every row of groups/ that was trained on, with whatever appears twice."""
+    pairs = []
+    for path in sorted(directory.glob("segment_*.h5")):
+        with h5py.File(path, "r", locking=False) as file:
+            ids, steps = file["groups/group_id"][:], file["groups/consumed_step"][:]
+        pairs += [(int(i), int(s)) for i, s in zip(ids, steps, strict=True) if s >= 0]
+    return pairs
+
+
+def assert_full_batches_trained_once(directory: Path, num_steps: int, groups_per_step: int, group_size: int) -> None:
+    """Steps 0 … num_steps − 1 each have a whole batch, and no group and no rollout stands twice."""
+    pairs, rollouts = group_steps(directory), consumed(directory)
+    assert len({group for group, _ in pairs}) == len(pairs)
+    found = {step: sum(s == step for _, s in pairs) for step in {s for _, s in pairs}}
+    assert found == dict.fromkeys(range(num_steps), groups_per_step)
+    names = {(rollout.group_id, rollout.sample_index) for rollout in rollouts}
+    assert len(names) == len(rollouts) == num_steps * groups_per_step * group_size
+
+
+def _rollouts_of(path: Path) -> list[RolloutOnDisk]:
+    with h5py.File(path, "r", locking=False) as file:
+        groups = {name: column[:] for name, column in file["groups"].items()}
+        rollouts = {name: column[:] for name, column in file["rollouts"].items()}
+    found = []
+    for g, group_id in enumerate(groups["group_id"]):
+        for r in range(*groups["rollout_offsets"][g : g + 2]):
+            tokens = slice(*rollouts["token_offsets"][r : r + 2])
+            assert rollouts["group_id"][r] == group_id
+            found.append(
+                RolloutOnDisk(
+                    group_id=int(group_id),
+                    sample_index=int(rollouts["sample_index"][r]),
+                    admitted_version=int(groups["admitted_version"][g]),
+                    consumed_step=int(groups["consumed_step"][g]),
+                    drop_reason=groups["drop_reason"][g].decode(),
+                    reward=float(rollouts["reward"][r]),
+                    verdict=rollouts["verdict"][r].decode(),
+                    versions=rollouts["versions"][tokens],
+                    token_ids=rollouts["token_ids"][tokens],
+                )
+            )
+    return found

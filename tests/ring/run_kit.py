@@ -1,0 +1,228 @@
+"""Start whole runs as processes and see what becomes of them.
+
+Eats settings, makes a run file and `rlhpc run` as a subprocess.  Every process of a run, however deep, carries an
+environment variable of its own, by which what is left of it is found and ended, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from launch.demo.task import write_dataset
+from rlhpc.run_layout import RunLayout
+from tests.tiny_models import make_tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+MARKER = "RLHPC_TEST_RUN"
+START_LIMIT_S = 90.0  # to the first step: a vLLM engine on a busy machine
+RUN_LIMIT_S = 150.0
+
+Settings = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """A model, a dataset, and a place for runs."""
+
+    root: Path
+    model: Path
+    dataset: Path
+
+    def run_file(self, name: str, **sections: Mapping[str, Any]) -> Path:
+        """Write NAME.toml: a small, quick run with these sections laid over it; returns its path."""
+        settings = quick_settings(self, name)
+        for section, values in sections.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        path = self.root / f"{name}.toml"
+        path.write_text(to_toml(settings), encoding="utf-8")
+        return path
+
+    def layout(self, name: str) -> RunLayout:
+        """Where the run of that name lives."""
+        return RunLayout(self.root / "runs" / name)
+
+
+def make_lab(root: Path) -> Lab:
+    """Make a tiny checkpoint and 500 additions."""
+    model = make_tiny_checkpoint(root / "model")
+    write_dataset(root / "train.jsonl", 500, seed=0)
+    return Lab(root, model, root / "train.jsonl")
+
+
+def quick_settings(lab: Lab, name: str) -> dict[str, dict[str, Any]]:
+    """Six steps of 4 × 4 rollouts of at most 24 tokens from the scripted engine."""
+    return {
+        "run": {"name": name, "directory": str(lab.root / "runs" / name), "num_steps": 6, "seed": 1},
+        "model": {"path": str(lab.model), "dtype": "float32"},
+        "data": {"path": str(lab.dataset), "task": "tests.ring.ring_rewards:parity"},
+        "generation": {
+            "engine": "scripted",
+            "max_prompt_tokens": 12,
+            "max_completion_tokens": 24,
+            "max_num_seqs": 16,
+            "kv_cache_bytes": 64 << 20,
+        },
+        "admission": {"groups_per_step": 4, "group_size": 4, "max_staleness": 1},
+        "trainer": {"token_budget": 256, "learning_rate": 1e-4, "device": "cpu"},
+        "weights": {"timeout_s": 20.0},
+        "checkpoint": {"every_steps": 4},
+        "buffer": {"segment_groups": 8},
+        "transport": {"heartbeat_s": 0.2},
+        "metrics": {"samples_every_steps": 2, "histograms_every_steps": 2},
+    }
+
+
+def to_toml(settings: Settings) -> str:
+    """Spell two levels of settings as TOML, whose scalars are JSON's."""
+    lines = []
+    for section, values in settings.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+class Run:
+    """One `rlhpc run`.  Use as a context manager: leaving it kills whatever is left."""
+
+    def __init__(self, run_file: Path, directory: RunLayout, *words: str) -> None:
+        """`words` are options and overrides of the command line."""
+        self.layout = directory
+        self._mark = uuid.uuid4().hex
+        self.output_path = run_file.with_name(f"{run_file.stem}-{self._mark[:8]}.out")
+        with self.output_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "launch.cli", "run", str(run_file), *words],
+                cwd=run_file.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=command_environment() | {MARKER: self._mark},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.survivors():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """What the command has printed."""
+        return self.output_path.read_text(encoding="utf-8")
+
+    def finish(self, timeout_s: float = RUN_LIMIT_S) -> int:
+        """Wait for the command to end; returns its exit status.  Fails with what the roles said if it does not."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s\n{self.story()}") from None
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Send the launcher a signal, as Ctrl-C does."""
+        self.process.send_signal(number)
+
+    def status(self) -> dict[str, Any]:
+        """status.json, {} while there is none."""
+        try:
+            document: dict[str, Any] = json.loads(self.layout.status.read_bytes())
+        except FileNotFoundError:
+            return {}
+        return document
+
+    def wait_until(self, is_so: Callable[[dict[str, Any]], bool], timeout_s: float = START_LIMIT_S) -> dict[str, Any]:
+        """Wait until the status is so and return it.  Fails when the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self.status()
+            if status and is_so(status):
+                return status
+            assert self.process.poll() is None, f"the run has ended\n{self.story()}"
+            time.sleep(0.05)
+        raise AssertionError(f"not so after {timeout_s:g} s\n{self.story()}")
+
+    def wait_for_step(self, step: int) -> dict[str, Any]:
+        """Wait until so many steps are done; returns the status."""
+        return self.wait_until(lambda status: status["step"] >= step)
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every process that this command has started and that lives, itself included."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def assert_nothing_is_left(self, within_s: float = 2.0) -> None:
+        """The command has ended; so has everything that it started."""
+        deadline = time.monotonic() + within_s
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, [process.cmdline() for process in left]
+
+    def story(self) -> str:
+        """What was said, and the last lines of every log: for the message of a failed test."""
+        logs = sorted(self.layout.logs.rglob("*.log"))
+        tails = [f"--- {log.parent.name}/{log.name}\n{_tail(log)}" for log in logs]
+        return "\n".join([self.output, *tails])
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARKER) == self._mark
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            return False
+
+
+def run_to_the_end(lab: Lab, name: str, *words: str, **sections: Mapping[str, Any]) -> RunLayout:
+    """Do a run that should succeed and leave nothing behind; returns where it is."""
+    with Run(lab.run_file(name, **sections), lab.layout(name), *words) as run:
+        status = run.finish()
+        assert status == 0, run.story()
+        run.assert_nothing_is_left()
+    return lab.layout(name)
+
+
+def rlhpc(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Do another command in a process of its own."""
+    command = [sys.executable, "-m", "launch.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=command_environment())
+
+
+def command_environment() -> dict[str, str]:
+    """This process's environment, in which tests.ring.ring_rewards can be imported."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def summary_of(layout: RunLayout) -> dict[str, Any]:
+    """summary.json."""
+    document: dict[str, Any] = json.loads(layout.summary.read_bytes())
+    return document
+
+
+@contextlib.contextmanager
+def within(limit_s: float, what: str) -> Iterator[None]:
+    """Fail when the block takes longer."""
+    began = time.monotonic()
+    yield
+    took_s = time.monotonic() - began
+    assert took_s <= limit_s, f"{what} took {took_s:.1f} s; allowed: {limit_s:g} s"
+
+
+def _tail(log: Path, num_lines: int = 25) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])

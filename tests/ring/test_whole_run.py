@@ -1,0 +1,134 @@
+"""A run from its first process to its summary, looked at from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
+from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed, rollouts_on_disk
+from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of
+
+pytestmark = pytest.mark.ring
+NUM_STEPS, GROUPS, GROUP_SIZE = 10, 4, 4
+KEYS = (
+    "steps", "rollouts_trained", "reward_first_tenth", "reward_last_tenth", "staleness_max", "staleness_bound",
+    "rollouts_spanning_update", "packing_fill", "generator_tokens_per_s", "trainer_tokens_per_s",
+    "generator_idle_ratio", "trainer_idle_ratio", "wall_s",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_run(lab: Lab) -> RunLayout:
+    return run_to_the_end(lab, "whole", run={"num_steps": NUM_STEPS})
+
+
+@pytest.fixture(scope="module")
+def events(whole_run: RunLayout) -> EventAccumulator:
+    accumulator = EventAccumulator(str(whole_run.tensorboard), size_guidance={TENSORS: 0})  # 0: keep all
+    accumulator.Reload()
+    return accumulator
+
+
+def test_the_summary_has_every_promised_figure(whole_run: RunLayout) -> None:
+    summary = summary_of(whole_run)
+    assert set(KEYS) <= set(summary)
+    assert summary["steps"] == NUM_STEPS
+    assert summary["rollouts_trained"] == NUM_STEPS * GROUPS * GROUP_SIZE
+    assert 0 <= summary["staleness_max"] <= summary["staleness_bound"] == 1
+    for share in ("rollouts_spanning_update", "packing_fill", "generator_idle_ratio", "trainer_idle_ratio"):
+        assert 0 <= summary[share] <= 1, share
+    for rate in ("generator_tokens_per_s", "trainer_tokens_per_s", "wall_s"):
+        assert summary[rate] > 0, rate
+
+
+def test_every_batch_was_full_and_nothing_was_trained_twice(whole_run: RunLayout) -> None:
+    assert_full_batches_trained_once(whole_run.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
+
+
+def test_rewards_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) -> None:
+    by_version: dict[int, list[float]] = defaultdict(list)
+    for rollout in rollouts_on_disk(whole_run.rollouts):
+        if rollout.drop_reason in ("", "no_spread") and rollout.verdict != "verifier_error":
+            by_version[rollout.admitted_version].append(rollout.reward)
+    summary = summary_of(whole_run)
+    for key, version in (("reward_first_tenth", 0), ("reward_last_tenth", NUM_STEPS - 1)):
+        rewards = by_version[version]
+        assert summary[key] == pytest.approx(sum(rewards) / len(rewards), abs=1e-12), key
+    assert summary["reward_by_version"] == [
+        [version, pytest.approx(sum(r) / len(r)), len(r)] for version, r in sorted(by_version.items())
+    ]
+
+
+def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) -> None:
+    trained, summary = consumed(whole_run.rollouts), summary_of(whole_run)
+    assert summary["staleness_max"] == max(r.consumed_step - r.admitted_version for r in trained)
+    assert min(r.consumed_step - r.admitted_version for r in trained) >= 0
+    spanning = sum(len(set(r.versions.tolist())) > 1 for r in trained)
+    assert summary["rollouts_spanning_update"] == pytest.approx(spanning / len(trained))
+    assert all(r.versions[0] >= r.admitted_version and r.versions[-1] <= r.consumed_step for r in trained)
+
+
+def test_every_group_that_was_trained_has_spread(whole_run: RunLayout) -> None:
+    rewards: dict[int, set[float]] = defaultdict(set)
+    for rollout in consumed(whole_run.rollouts):
+        rewards[rollout.group_id].add(rollout.reward)
+    assert all(len(values) == 2 for values in rewards.values())
+
+
+def test_tensorboard_holds_documented_scalars_at_every_step(events: EventAccumulator) -> None:
+    written = _tags_of(events, "scalars")
+    for name in written:
+        find_metric(name.removeprefix("by_tokens/").removeprefix("by_seconds/"))  # raises for an unknown one
+    assert {"by_tokens/reward/mean", "by_seconds/reward/mean", "reward_part/odd"} <= written
+    assert [event.step for event in events.Tensors("trainer/loss")] == list(range(NUM_STEPS))
+
+
+def test_every_documented_scalar_is_written_unless_it_had_no_occasion(events: EventAccumulator) -> None:
+    named = {name for name in METRICS if not name.endswith("/*")}
+    assert named - _tags_of(events, "scalars") == set()
+
+
+def test_tensorboard_holds_histograms_texts_and_the_dashboard(events: EventAccumulator, whole_run: RunLayout) -> None:
+    assert _tags_of(events, "histograms") == set(HISTOGRAMS)
+    settings = events.Tensors("run/config")[0].tensor_proto.string_val[0].decode()
+    assert json.loads(whole_run.config.read_bytes())["hash"] in settings
+    assert "**reward" in events.Tensors("samples/0")[0].tensor_proto.string_val[0].decode()
+    assert _tags_of(events, "custom_scalars")
+
+
+def test_the_run_directory_holds_what_the_layout_says(whole_run: RunLayout) -> None:
+    assert whole_run.secrets.stat().st_mode & 0o777 == 0o700
+    assert len(whole_run.attempts.read_text().splitlines()) == 1
+    assert json.loads(whole_run.status.read_bytes())["phase"] == "complete"
+    assert {path.name for path in whole_run.logs.iterdir()} == {"controller-0", "reward-0", "trainer-0", "generator-0"}
+    assert not list(whole_run.root.rglob("*.partial"))
+    found = latest_complete(whole_run.checkpoints)
+    assert found is not None
+    assert found[0] == NUM_STEPS
+
+
+def test_the_checkpoint_at_the_end_leaves_as_a_model(whole_run: RunLayout, tmp_path: Path) -> None:
+    done = rlhpc("export", str(whole_run.root), str(tmp_path / "model"))
+    assert done.returncode == 0, done.stderr
+    assert {"config.json", "tokenizer.json"} <= set(os.listdir(tmp_path / "model"))
+    assert list((tmp_path / "model").glob("*.safetensors"))
+
+
+def test_status_of_a_run_that_is_over_says_so(whole_run: RunLayout) -> None:
+    done = rlhpc("status", str(whole_run.root))
+    assert done.returncode == 0
+    assert f"complete, step {NUM_STEPS}/{NUM_STEPS}" in done.stdout
+    assert "not running on this machine" in done.stdout
+
+
+def _tags_of(events: EventAccumulator, plugin: str) -> set[str]:
+    tags = events.Tags()["tensors"]
+    return {tag for tag in tags if events.SummaryMetadata(tag).plugin_data.plugin_name == plugin}

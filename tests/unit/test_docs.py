@@ -1,0 +1,230 @@
+"""What README and docs say is so: commands run, links lead somewhere, every key stands in the table, files exist.
+
+`python -m tests.unit.test_docs` prints the tables of configs/README.md anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+import pytest
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from launch.cli import main
+from rlhpc.config import Config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.md")])
+PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md", ROOT / "docs" / "install.md"]
+NAMES_OF_PAGES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+# Commands of the pages that no test here executes, and why.  Everything else in a bash or console block is executed.
+NOT_RUN = {
+    "make setup": "installs for minutes; this very test runs in what it made",
+    "make demo": "minutes; CI runs it on its own",
+    "make test": "would run this test",
+    "make check": "would run this test",
+    "sudo apt-get install python3-venv make": "needs root",
+    "python3 -m venv .venv": "installs; make setup does the same",
+    ".venv/bin/pip install '.[gpu]'": "installs gigabytes, for a machine with a GPU",
+    "source .venv/bin/activate": "changes the shell",
+    "rlhpc run RUN.toml": "starts engines for a minute; tests/ring starts whole runs",
+    "rlhpc run RUN.toml --resume": "needs a run; tests/ring resumes one",
+    "rlhpc status runs/first": "needs a run",
+    "rlhpc stop runs/first": "needs a run that lives",
+    "rlhpc export runs/first trained-model": "needs a checkpoint; tests/unit/training/test_export.py exports one",
+    "tensorboard --logdir runs": "serves until it is stopped",
+}
+
+# What stands in backticks and looks like a file of the repository, but is one of the reader's.
+FILES_OF_THE_READER = {"trained-model/", "my_rewards.py", "RUN.toml", "train.jsonl"}
+
+
+# ------------------------------------------------------------------------------------------------------ configs/README
+
+
+def table_of(section: str) -> str:
+    """The table of one section of the run file, as configs/README.md holds it."""
+    model: Any = Config.model_fields[section].annotation
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        meaning = " ".join(str(info.description).split())
+        rows.append(f"| `{name}` | {_type_in_words(info)} | {_default_in_words(info)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _type_in_words(info: FieldInfo) -> str:
+    annotation, metadata = info.annotation, list(info.metadata)
+    if type(None) in get_args(annotation):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        metadata += [bound for part in more for bound in part.metadata]
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
+    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}[annotation]
+    return f"{words}{_bounds_in_words(metadata)}"
+
+
+def _bounds_in_words(metadata: list[Any]) -> str:
+    words = {annotated_types.Gt: ("gt", "above"), annotated_types.Ge: ("ge", "from"), annotated_types.Lt: ("lt", "below"),
+             annotated_types.Le: ("le", "up to")}  # fmt: skip
+    found = [f"{words[type(b)][1]} {getattr(b, words[type(b)][0])}" for b in metadata if type(b) in words]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default_in_words(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "**required**"
+    return "none" if info.default is None else f"`{_toml(info.default)}`"
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case int() if value >= 10_000:
+            return f"{value:_}"
+        case _:
+            return str(value)
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_every_key_of_a_section_stands_in_the_table_with_its_type_and_default(section: str) -> None:
+    page = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    assert f"## [{section}]\n" in page
+    assert table_of(section) in page, f"configs/README.md is behind; paste:\n{table_of(section)}"
+
+
+def test_the_table_tells_types_bounds_and_defaults() -> None:
+    table = table_of("trainer")
+    assert "| `token_budget` | integer above 0 | **required** |" in table
+    assert '| `device` | `"auto"` or `"cpu"` or `"cuda"` | `"auto"` |' in table
+    assert "| `adam_beta2` | number from 0, below 1 | `0.95` |" in table
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def _blocks(page: Path, *languages: str) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        if language in languages:
+            yield block
+
+
+def _commands(page: Path) -> Iterator[tuple[str, list[str] | None]]:
+    """Commands with the output that is printed below them (console blocks), or None (bash blocks)."""
+    for block in _blocks(page, "bash"):
+        yield from ((line.partition("  #")[0].strip(), None) for line in block.splitlines() if line.strip())
+    for block in _blocks(page, "console"):
+        for part in block.split("$ ")[1:]:
+            command, *output = part.splitlines()
+            yield command.strip(), output
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory such as README describes: model, data, RUN.toml."""
+    from tests.tiny_models import make_tiny_checkpoint
+
+    make_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(next(_blocks(ROOT / "README.md", "json")))
+    (tmp_path / "RUN.toml").write_text(next(_blocks(ROOT / "README.md", "toml")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_do_what_the_page_shows(
+    page: Path, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command, expected in _commands(page):
+        if command in NOT_RUN:
+            assert expected is None, f"{command!r} is shown with output that nothing checks"
+            continue
+        program, *arguments = shlex.split(command)
+        assert program == "rlhpc", f"{page.name}: {command!r} is neither executed nor in NOT_RUN with a reason"
+        monkeypatch.setattr(sys, "argv", ["rlhpc", *arguments])
+        try:
+            status = main(arguments)
+        except SystemExit as end:  # argparse, after --help
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        printed = (captured.out + captured.err).replace(str(workplace), "/home/me").rstrip("\n").splitlines()
+        if expected is None:
+            assert status == 0, f"{command!r}: {printed}"
+        else:
+            assert printed == expected, command
+
+
+def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:
+    shown = {command for page in PAGES_WITH_COMMANDS for command, _ in _commands(page)}
+    assert set(NOT_RUN) <= shown
+
+
+# ------------------------------------------------------------------------------------------------------ links and names
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ +(.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES_OF_PAGES)
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in _anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES_OF_PAGES)
+def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
+    known_tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    missing = [word for word in re.findall(r"`([^`\s]+)`", _prose(page)) if not _exists(word, known_tests)]
+    assert not missing
+
+
+def _exists(word: str, known_tests: str) -> bool:
+    """True for what names no file or test of the repository, or one that is there."""
+    if word in FILES_OF_THE_READER or any(letter in word for letter in "*{}<>…="):
+        return True
+    if re.fullmatch(r"test_\w+", word):
+        return f"def {word}(" in known_tests
+    top = word.split("/")[0]
+    if "/" in word and top in {"rlhpc", "launch", "tests", "docs", "configs", "bench", "slurm", "requirements", ".ci"}:
+        return (ROOT / word.partition(":")[0]).exists()
+    if word.endswith(".py"):
+        return any((ROOT / root).exists() for root in (word, f"rlhpc/{word}")) or any(
+            path.name == word for folder in ("rlhpc", "launch", "tests") for path in (ROOT / folder).rglob("*.py")
+        )
+    return True
+
+
+def test_pages_stay_short_enough_to_be_read() -> None:
+    lines = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
+    assert lines["README.md"] <= 200
+    assert lines["design.md"] <= 320
+
+
+if __name__ == "__main__":
+    for title in Config.model_fields:
+        sys.stdout.write(f"## [{title}]\n\n{table_of(title)}\n\n")
