@@ -81,7 +81,9 @@ def launcher_of(layout: RunLayout) -> int | None:
         return None
     try:
         process = psutil.Process(record["pid"])
-        return record["pid"] if abs(process.create_time() - record["created"]) < 1.0 else None
+        is_it = abs(process.create_time() - record["created"]) < 1.0
+        # One that has ended keeps its pid until whoever started it asks for its status, which may be never.
+        return record["pid"] if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
 

@@ -1,4 +1,4 @@
-"""The demo from end to end: make a model that adds carelessly, teach it by RL through the whole ring, show what came of it.
+"""The demo from end to end: make a model that adds carelessly, teach it by RL through the ring, show what came of it.
 
 Everything is made on the spot from seeds; nothing is downloaded.
 """

@@ -6,8 +6,6 @@ and goes through the same code as a real one.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,12 +14,13 @@ CHARACTERS = "0123456789+-*/=();\n "
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = range(len(SPECIAL_TOKENS))
 
 _TOKENS = (*SPECIAL_TOKENS, *CHARACTERS)
+_IDS = {token: i for i, token in enumerate(_TOKENS)}
 VOCAB_SIZE = len(_TOKENS)  # 24: a multiple of 8, as matrix kernels like it, without rows that are no token
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer; it adds no token of its own to a text, and decodes to the very text that was encoded."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(_TOKENS)}, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(_IDS, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # not ".": that leaves out newlines
     tokenizer.decoder = decoders.Fuse()  # without it decode() puts a space between tokens
     return PreTrainedTokenizerFast(
@@ -29,6 +28,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Write the tokenizer's files into a checkpoint directory."""
-    make_tokenizer().save_pretrained(directory)
+def encode(text: str) -> list[int]:
+    """Return what the tokenizer makes of a text of CHARACTERS, without its overhead.  Raises KeyError for others."""
+    return [_IDS[character] for character in text]

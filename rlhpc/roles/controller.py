@@ -227,7 +227,8 @@ class Controller:
                 self._intake.drop(group.group_id, DropReason.CANCELLED)
             self._books.segments.seal_all()
             self._recorder.close_totals()
-            summarise(self._context.layout, self._books.totals, self._books.ledger.staleness_bound)
+            bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
+            summarise(self._context.layout, self._books.totals, bound, group_size)
         self._board.progress.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:

@@ -92,14 +92,15 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
         log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
         return EXIT_CONFIG
     except RlhpcError as error:
-        log.exception("%s", type(error).__name__)
+        log.exception("failed")
+        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
         return EXIT_FAULT
     except KeyboardInterrupt:
         return 0
     except BaseExceptionGroup as group:
         log.exception("failed")
         first = first_leaf(group)
-        log.error("%s: %s", type(first).__name__, first)  # noqa: TRY400  said once more, as the last line
+        log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
         if isinstance(first, ConfigError):
             return EXIT_CONFIG
         return EXIT_FAULT if isinstance(first, RlhpcError) else EXIT_BUG
@@ -117,10 +118,15 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while stack:
         error = stack.pop()
         if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
+            stack.extend(reversed(error.exceptions))
         else:
             leaves.append(error)
     return next((leaf for leaf in leaves if isinstance(leaf, RlhpcError)), leaves[0])
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The launcher shows the last line of a log; a message of several lines must not lose its head there."""
+    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def stop_event() -> asyncio.Event:

@@ -1,7 +1,7 @@
 """The figures of a whole run, written once at its end.
 
 Eats the counters and the sealed segments, makes summary.json.  The reward curve is read from the segments and nowhere
-else: a rollout counts for the version under which its group was admitted, whether it was trained on or had no spread.
+else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rlhpc.roles.totals import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Verdict
 
-_SCORED_REASONS = ("", "no_spread")  # consumed, or dropped after every member was judged
 
+def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float, int]]:
+    """Return {admitted version: (mean reward, number of rollouts)} over all groups whose every member was judged.
 
-def reward_by_version(rollouts: Path) -> dict[int, tuple[float, int]]:
-    """Return {admitted version: (mean reward, number of rollouts)} over all groups that were judged whole."""
+    Whatever became of them: without the groups that had no spread, or that the end of the run left over, the curve
+    would show which groups are trained on and not what the policy can.
+    """
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
     for path in segment_paths(rollouts):
         columns = read_columns(
             path,
-            ("groups/group_id", "groups/admitted_version", "groups/consumed_step", "groups/drop_reason",
-             "rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
-        )  # fmt: skip
-        is_judged = np.isin(columns["groups/drop_reason"], _SCORED_REASONS)
-        version_of = dict(
-            zip(columns["groups/group_id"][is_judged], columns["groups/admitted_version"][is_judged], strict=True)
+            ("groups/group_id", "groups/admitted_version", "rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
         )
-        rows = zip(columns["rollouts/group_id"], columns["rollouts/reward"], columns["rollouts/verdict"], strict=True)
-        for group_id, reward, verdict in rows:
-            if group_id in version_of and verdict != Verdict.VERIFIER_ERROR.value:
-                sums[int(version_of[group_id])] += float(reward)
-                counts[int(version_of[group_id])] += 1
+        is_judged = columns["rollouts/verdict"] != Verdict.VERIFIER_ERROR.value
+        owner, reward = columns["rollouts/group_id"][is_judged], columns["rollouts/reward"][is_judged]
+        group_ids, num_judged = np.unique(owner, return_counts=True)
+        whole = set(group_ids[num_judged == group_size].tolist())
+        for group_id, version in zip(columns["groups/group_id"], columns["groups/admitted_version"], strict=True):
+            if int(group_id) in whole:
+                sums[int(version)] += float(reward[owner == group_id].sum())
+                counts[int(version)] += group_size
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
 
 
@@ -51,9 +51,9 @@ def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[fl
     return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
 
 
-def summarise(layout: RunLayout, totals: Totals, staleness_bound: int) -> dict[str, Any]:
+def summarise(layout: RunLayout, totals: Totals, staleness_bound: int, group_size: int) -> dict[str, Any]:
     """Write summary.json and return what it says."""
-    curve = reward_by_version(layout.rollouts)
+    curve = reward_by_version(layout.rollouts, group_size)
     first, last = tenth_means(curve, totals.steps)
     seconds = totals.training_s or 1.0
     summary = {

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import annotated_types
 import pytest
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -74,9 +73,10 @@ def _type_in_words(info: FieldInfo) -> str:
 
 
 def _bounds_in_words(metadata: list[Any]) -> str:
-    words = {annotated_types.Gt: ("gt", "above"), annotated_types.Ge: ("ge", "from"), annotated_types.Lt: ("lt", "below"),
-             annotated_types.Le: ("le", "up to")}  # fmt: skip
-    found = [f"{words[type(b)][1]} {getattr(b, words[type(b)][0])}" for b in metadata if type(b) in words]
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
+    found = [
+        f"{word} {getattr(bound, name)}" for bound in metadata for name, word in words.items() if hasattr(bound, name)
+    ]
     return f" {', '.join(found)}" if found else ""
 
 
@@ -166,6 +166,15 @@ def test_commands_do_what_the_page_shows(
             assert status == 0, f"{command!r}: {printed}"
         else:
             assert printed == expected, command
+
+
+def test_every_command_stands_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) >= 6
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [command for command in commands if f"| `rlhpc {command} " not in page] == []
 
 
 def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:

@@ -1,0 +1,69 @@
+"""The ring with other parts: sockets between machines, several ranks, weights by file, real data, strict order."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
+from tests.ring.run_kit import ROOT, Lab, Run, run_to_the_end, summary_of
+
+pytestmark = pytest.mark.ring
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> None:
+    run_file = lab.run_file(
+        "spread-out",
+        run={"num_steps": 4},
+        trainer={"num_ranks": 2},
+        weights={"transport": "disk"},
+        transport={"kind": "tcp"},
+        rewards={"num_replicas": 2},
+    )
+    layout = lab.layout("spread-out")
+    with Run(run_file, layout) as run:
+        run.wait_until(lambda status: "name" in status)  # the controller has bound its sockets
+        addresses = [json.loads(path.read_bytes())["address"] for path in layout.rendezvous.glob("*.json")]
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert len(addresses) >= 3
+    assert all(address.startswith("tcp://") for address in addresses)
+    assert_full_batches_trained_once(layout.rollouts, 4, 4, 4)
+    assert summary_of(layout)["staleness_max"] <= 1
+    assert not list(layout.weights.rglob("*.safetensors"))  # nothing of the broadcasts stays on disk
+
+
+@pytest.mark.vllm
+def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab) -> None:
+    layout = run_to_the_end(
+        lab, "synchronous", run={"num_steps": 3}, generation={"engine": "vllm"}, admission={"max_staleness": 0},
+        trainer={"device": "auto"}, weights={"timeout_s": 60.0},
+    )  # fmt: skip
+    assert_full_batches_trained_once(layout.rollouts, 3, 4, 4)
+    for rollout in consumed(layout.rollouts):
+        assert rollout.admitted_version == rollout.consumed_step
+        assert set(rollout.versions.tolist()) == {rollout.consumed_step}
+    summary = summary_of(layout)
+    assert (summary["staleness_max"], summary["staleness_bound"], summary["rollouts_spanning_update"]) == (0, 0, 0)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no copy of GSM8K beside the repository")
+def test_three_steps_of_gsm8k_are_judged_by_math_verify(lab: Lab) -> None:
+    layout = run_to_the_end(
+        lab,
+        "gsm8k",
+        run={"num_steps": 3},
+        data={
+            "path": str(GSM8K / "train.jsonl"),
+            "task": "math_answer",
+            "prompt_template": "Question: {question}\nAnswer:",
+            "reference_field": "answer",
+        },
+        generation={"max_prompt_tokens": 1024},
+        admission={"active_sampling": False},
+        trainer={"token_budget": 2048},
+    )
+    assert_full_batches_trained_once(layout.rollouts, 3, 4, 4)
+    assert {rollout.verdict for rollout in consumed(layout.rollouts)} <= {"correct", "wrong"}

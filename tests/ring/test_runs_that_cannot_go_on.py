@@ -1,0 +1,45 @@
+"""Runs that must end by themselves, soon, with the reason and the remedy in a line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
+from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of
+
+pytestmark = pytest.mark.ring
+HOPELESS = {"task": "tests.ring.ring_rewards:nothing"}
+
+
+def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> None:
+    run_file = lab.run_file("starved", data=HOPELESS, admission={"max_groups_without_spread": 12})
+    with Run(run_file, lab.layout("starved")) as run:
+        assert run.finish() == 3, run.story()
+        run.assert_nothing_is_left()
+    lines = [line for line in run.output.splitlines() if "StarvedError" in line]
+    assert len(lines) == 1, run.output
+    for word in ("12 groups in a row", "data.task", "warm-start", "admission.active_sampling=false"):
+        assert word in lines[0]
+    assert "Traceback" not in run.output
+    dropped = rollouts_on_disk(lab.layout("starved").rollouts)  # what it did sample is not lost
+    assert {rollout.drop_reason for rollout in dropped} == {"no_spread"}
+
+
+def test_the_same_run_goes_to_its_end_when_it_may_train_without_spread(lab: Lab) -> None:
+    admission = {"max_groups_without_spread": 12, "active_sampling": False}
+    layout = run_to_the_end(lab, "not-starved", run={"num_steps": 4}, data=HOPELESS, admission=admission)
+    assert_full_batches_trained_once(layout.rollouts, 4, 4, 4)
+    summary = summary_of(layout)
+    assert summary["reward_last_tenth"] == 0
+    assert summary["groups_without_spread"] >= 16
+
+
+def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> None:
+    run_file = lab.run_file("unjudged", data={"task": "tests.ring.ring_rewards:fail"})
+    with Run(run_file, lab.layout("unjudged")) as run:
+        assert run.finish() == 3, run.story()
+        run.assert_nothing_is_left()
+    assert "rewards.max_error_share" in run.output
+    assert "no compiler to judge" in run.output
+    assert "Traceback" not in run.output
+    assert all(rollout.consumed_step == -1 for rollout in rollouts_on_disk(lab.layout("unjudged").rollouts))

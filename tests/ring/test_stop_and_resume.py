@@ -1,0 +1,94 @@
+"""A run that is ended from outside, and what the next start makes of its directory."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
+from tests.ring.run_kit import Lab, Run, rlhpc, summary_of, within
+
+pytestmark = pytest.mark.ring
+GROUPS, GROUP_SIZE = 4, 4
+SLOW = {"task": "tests.ring.ring_rewards:slow_parity"}
+ENDLESS = {"num_steps": 100_000}
+CTRL_C_LIMIT_S = 10.0
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_last_step(lab: Lab) -> None:
+    run_file, layout = lab.run_file("interrupted", run=ENDLESS, data=SLOW), lab.layout("interrupted")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(7)
+        with within(CTRL_C_LIMIT_S, "Ctrl-C"):
+            run.interrupt()
+            status = run.finish()
+        run.assert_nothing_is_left()
+        assert status in (0, 130), run.story()
+
+    refused = rlhpc("run", str(run_file))
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert str(layout.root) in refused.stderr
+    assert "--resume" in refused.stderr
+    assert "--fresh" in refused.stderr
+    assert len(layout.attempts.read_text().splitlines()) == 1
+
+    saved = _saved_step(layout)
+    assert saved >= 4
+    num_steps = saved + 5
+    with Run(run_file, layout, "--resume", f"run.num_steps={num_steps}") as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        assert "resumed with run.num_steps" in run.output
+    assert_full_batches_trained_once(layout.rollouts, num_steps, GROUPS, GROUP_SIZE)
+    summary = summary_of(layout)
+    assert summary["steps"] == num_steps
+    assert summary["rollouts_trained"] == num_steps * GROUPS * GROUP_SIZE
+    attempts = [json.loads(line) for line in layout.attempts.read_text().splitlines()]
+    assert [attempt["resume_step"] for attempt in attempts] == [None, saved]
+
+
+def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
+    run_file, layout = lab.run_file("stopped", run=ENDLESS, data=SLOW, checkpoint={"every_steps": 1000}), lab.layout(
+        "stopped"
+    )
+    with Run(run_file, layout) as run:
+        run.wait_for_step(3)
+        living = rlhpc("status", str(layout.root))
+        assert living.returncode == 0
+        assert all(name in living.stdout for name in ("generator-0", "reward-0", "trainer-0"))
+        with_the_living = rlhpc("run", str(run_file), "--fresh")
+        assert with_the_living.returncode == 2
+        assert "a run lives here" in with_the_living.stderr
+        stopped = rlhpc("stop", str(layout.root))
+        assert stopped.returncode == 0, stopped.stderr
+        assert "stopped" in stopped.stdout
+        assert run.finish(timeout_s=5) == 0, run.story()
+        run.assert_nothing_is_left()
+    step = _saved_step(layout)
+    assert step >= 3  # nothing was saved on schedule
+    assert json.loads(layout.status.read_bytes())["phase"] == "stopped"
+    assert not layout.summary.exists()
+    assert_full_batches_trained_once(layout.rollouts, step, GROUPS, GROUP_SIZE)
+    again = rlhpc("stop", str(layout.root))
+    assert again.returncode == 0
+    assert "nothing runs here" in again.stdout
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_behind(lab: Lab) -> None:
+    run_file, layout = lab.run_file("orphaned", run=ENDLESS, data=SLOW), lab.layout("orphaned")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(1)
+        run.interrupt(signal.SIGKILL)
+        run.process.wait()
+        run.assert_nothing_is_left(within_s=20.0)
+
+
+def _saved_step(layout: RunLayout) -> int:
+    found = latest_complete(layout.checkpoints)
+    assert found is not None
+    return found[0]
