@@ -81,7 +81,11 @@ def _check(options: argparse.Namespace) -> int:
     findings = preflight(config)
     print(describe_plan(plan_run(config, RunLayout(config.run_directory)), config))
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions})")
-    print(f"data        {findings.dataset}")
+    data = findings.dataset
+    print(
+        f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
+        f"{data.longest_prompt_tokens} at most ({data.longest_source})"
+    )
     return 0
 
 
@@ -132,7 +136,7 @@ def _stop(options: argparse.Namespace) -> int:
     os.kill(pid, signal.SIGTERM)
     while launcher_of(layout) is not None:
         time.sleep(0.2)
-    print(f"{layout.root}: stopped; `rlhpc run … --resume` goes on")
+    print(f"{layout.root}: " + ("complete" if layout.summary.exists() else "stopped; `rlhpc run … --resume` goes on"))
     return 0
 
 

@@ -94,7 +94,7 @@ class LocalExecutor:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **plan.environment},
+            env={**plan.defaults, **os.environ, **plan.environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone; the group can be ended as one
         )
         self._running.append(_Running(plan, process, log))
@@ -163,9 +163,7 @@ class LocalExecutor:
 
 
 def _last_words(log: bytes) -> str:
-    """What the last line of a log says, without its time stamp and names."""
+    """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    if not lines:
-        return "no output"
-    _, error, words = lines[-1].partition(" ERROR ")
-    return words if error else lines[-1]
+    errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
+    return errors[-1] if errors else lines[-1] if lines else "no output"

@@ -19,6 +19,7 @@ class ProcessPlan:
     replica: int
     arguments: tuple[str, ...]  # after `python -m rlhpc.roles`
     environment: dict[str, str] = field(default_factory=dict)  # set on top of the caller's
+    defaults: dict[str, str] = field(default_factory=dict)  # set where the caller has nothing
     is_expendable: bool = False  # the run goes on without it
 
     @property
@@ -36,8 +37,8 @@ class RunPlan:
     processes: tuple[ProcessPlan, ...]
 
 
-# Nothing on a compute node may look for the internet, and no library may start a thread per core of a shared node.
-_COMMON_ENVIRONMENT = {
+# Nothing on a compute node may look for the internet.
+_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -45,6 +46,7 @@ _COMMON_ENVIRONMENT = {
     "HDF5_USE_FILE_LOCKING": "FALSE",  # one writer per file is our own rule; Lustre and NFS often lack locks
     "PYTHONUNBUFFERED": "1",
 }
+_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per core of a shared node hurts everybody
 
 
 def plan_run(config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None) -> RunPlan:
@@ -54,10 +56,7 @@ def plan_run(config: Config, layout: RunLayout, *, attempt: int = 0, resume_step
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
-        environment = dict(_COMMON_ENVIRONMENT)
-        if role != "generator":  # engines choose for themselves
-            environment["OMP_NUM_THREADS"] = "1"
-        return ProcessPlan(role, replica, tuple(arguments), environment, is_expendable)
+        return ProcessPlan(role, replica, tuple(arguments), _ENVIRONMENT, _DEFAULTS, is_expendable)
 
     ranks, rewards, generators = config.trainer.num_ranks, config.rewards.num_replicas, config.generation.num_replicas
     return RunPlan(

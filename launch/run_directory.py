@@ -26,8 +26,9 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
 from rlhpc.transport.keys import mint_run_keys
 
-# What a checkpoint is of: prompt order, ledger and weights of another would be nonsense.
-FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:")
+# What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
+FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
+    "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> At
         return _take_up(config, layout)
     if exists:
         shutil.rmtree(layout.root)
+    layout.root.mkdir(parents=True, mode=0o755)
+    write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
     _make(layout)
-    write_resolved(config, layout, _commit())
     return _note(layout, Attempt(0, None))
 
 
@@ -74,7 +76,7 @@ def mint_keys(plan: RunPlan) -> None:
 def launcher_of(layout: RunLayout) -> int | None:
     """Return the pid of the launcher that lives in this directory on this machine, or None."""
     try:
-        record = json.loads((layout.root / "launcher.json").read_bytes())
+        record = json.loads((layout.launcher).read_bytes())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if record["host"] != socket.gethostname():
@@ -91,7 +93,7 @@ def launcher_of(layout: RunLayout) -> int | None:
 def register_launcher(layout: RunLayout) -> None:
     """Note that this process runs the run."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "created": psutil.Process().create_time()}
-    write_atomically(layout.root / "launcher.json", json.dumps(record).encode())
+    write_atomically(layout.launcher, json.dumps(record).encode())
 
 
 def _refuse_if_alive(layout: RunLayout) -> None:
@@ -118,6 +120,10 @@ def _take_up(config: Config, layout: RunLayout) -> Attempt:
         stale.unlink(missing_ok=True)
     _make(layout)
     found = latest_complete(layout.checkpoints)
+    if found and found[0] > config.run.num_steps:
+        raise RunDirectoryError(
+            f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {found[0]} already"
+        )
     index = len(layout.attempts.read_text().splitlines())
     return _note(layout, Attempt(index, found[0] if found else None, tuple(changed)))
 

@@ -110,7 +110,7 @@ class AdmissionConfig(Section):
     max_staleness: NonNegative = 1
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
-    """A batch may take finished groups at most this many admissions past the oldest one not yet taken (W).
+    """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
     Default: groups_per_step, or 1 (strict order) when max_staleness is 0."""
     lease_deadline_s: PositiveFloat = 600.0
     """A generator that has not delivered by then loses the lease; the rest is granted to another."""
@@ -162,8 +162,8 @@ class AlgorithmConfig(Section):
     """The ratio counts no further below 1 − clip_low."""
     clip_high: PositiveFloat = 0.28
     """Nor above 1 + clip_high (clip-higher, DAPO)."""
-    importance_cap: PositiveFloat | None = 2.0
-    """Truncated importance sampling: cap of π_proximal / π_behaviour; None: no such weight."""
+    importance_cap: PositiveFloat | Literal["off"] = 2.0
+    """Truncated importance sampling: cap of the weight π_proximal / π_behaviour; "off": no such weight."""
     proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
     """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the step, which
     with one optimiser step a batch are the current ones ("current"), or those of a forward pass of their own

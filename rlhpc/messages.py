@@ -144,7 +144,6 @@ class TrainerReady:
     """Trainer → controller, once: the model is loaded."""
 
     policy_version: int
-    step: int
     manifest: WeightManifest  # of what it will broadcast; epoch 0
     weight_transport: str  # what weights.transport comes to on its device
 
@@ -172,6 +171,5 @@ class SaveReport:
     """Trainer → controller: your part is on disk."""
 
     step: int
-    files: dict[str, int]  # name inside the directory → bytes
     seconds: float
     error: str = ""

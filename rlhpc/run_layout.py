@@ -26,6 +26,11 @@ class RunLayout:
         return self.root / "attempts.jsonl"
 
     @property
+    def launcher(self) -> Path:
+        """Process that runs the run: pid, host, time of its birth."""
+        return self.root / "launcher.json"
+
+    @property
     def secrets(self) -> Path:
         """CURVE keys, 0700."""
         return self.root / "secrets"

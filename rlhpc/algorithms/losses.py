@@ -42,7 +42,8 @@ def make_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     With proximal = "behaviour" or "recompute" the loss takes log-probabilities as `proximal`; with "loglinear" it takes
     the share α of the current policy in the proximal one (proximal.current_share); with "current" it takes no notice.
     """
-    loss = DecoupledLoss(config.clip_low, config.clip_high, config.importance_cap)
+    cap = None if config.importance_cap == "off" else config.importance_cap
+    loss = DecoupledLoss(config.clip_low, config.clip_high, cap)
     match config.proximal:
         case "loglinear":
             return LoglinearLoss(loss)

@@ -212,6 +212,15 @@ class AdmissionLedger:
 
     # ------------------------------------------------------------------------------------------------ inspection
 
+    def is_wanted(self, group_id: int, sample_index: int) -> bool:
+        """True if `deliver` would take this member."""
+        group = self._untaken.get(group_id)
+        return (
+            group is not None
+            and 0 <= sample_index < len(group.members)
+            and not group.members[sample_index].is_delivered
+        )
+
     def is_open(self, group_id: int) -> bool:
         """True while a group is in flight or finished: neither taken nor dropped."""
         return group_id in self._untaken

@@ -18,7 +18,6 @@ class DropReason(StrEnum):
     VERIFIER_ERROR = "verifier_error"  # a reward could not be had
     POISON = "poison"  # every lease of one of its members was lost
     CANCELLED = "cancelled"  # somebody asked for it
-    LOST_TIMELINE = "lost_timeline"  # admitted under a version that a restart has undone
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from rlhpc.errors import SegmentError
+from rlhpc.files import sync_directory
 
 _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
 
@@ -32,15 +33,6 @@ def write_sealed(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 leftover.unlink()
         raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable.  Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def segment_paths(directory: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Small instruments: how fast, how idle, how late, how long still.
+"""Small instruments: how fast, how late, how long still.
 
 Pure but for LoopLag; time comes in as an argument or as a clock, always monotonic seconds.  A clock that stands still
 gives zero, never a division by it.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from rlhpc.contracts import Clock
 
@@ -40,47 +39,6 @@ class Rate:
             self._sum -= self._events.popleft()[1]
         if not self._events:
             self._sum = 0.0  # rounding does not add up over weeks
-
-
-class IdleMeter:
-    """Share of time spent in named waits.  Waits of one meter do not overlap: it belongs to one loop."""
-
-    def __init__(self, clock: Clock) -> None:
-        """Begin to count now."""
-        self._clock = clock
-        self._began = clock()
-        self._waited_s: dict[str, float] = {}
-        self._current: tuple[str, float] | None = None  # (name, since)
-
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Count the time in the block as waiting for `name`, also when it raises."""
-        assert self._current is None, f"waiting for {name!r} inside waiting for {self._current}"
-        self._current = (name, self._clock())
-        try:
-            yield
-        finally:
-            self._account(self._clock())
-            self._current = None
-
-    @property
-    def waits_for(self) -> str:
-        """Name of the wait going on now, "" where there is none."""
-        return self._current[0] if self._current else ""
-
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Return (idle ratio, seconds by name) since the last take, and begin anew; a wait going on is cut in two."""
-        now = self._clock()
-        self._account(now)
-        waited_s, span_s = self._waited_s, now - self._began
-        self._waited_s, self._began = {}, now
-        return (min(1.0, sum(waited_s.values()) / span_s) if span_s > 0 else 0.0), waited_s
-
-    def _account(self, now: float) -> None:
-        if self._current is not None:
-            name, since = self._current
-            self._waited_s[name] = self._waited_s.get(name, 0.0) + now - since
-            self._current = (name, now)
 
 
 class LoopLag:

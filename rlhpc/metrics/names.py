@@ -36,7 +36,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "group/all_wrong_share": Metric("share", "groups finished lately, all rewarded alike, not above 0: too hard"),
         "group/dropped_total": Metric("groups", "given up since the start, for whatever reason"),
         "group/replaced_total": Metric("groups", "replaced since the start because they had no spread"),
-        "group/regranted_total": Metric("leases", "granted again since the start because a generator was lost or late"),
+        "group/regranted_total": Metric("groups", "granted again since the start: a lease of theirs was lost or late"),
         # Lengths.
         "length/prompt_mean": Metric("tokens", "mean over the rollouts finished lately"),
         "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately", on_every_axis=True),
@@ -67,14 +67,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/ess": Metric("ratio", "effective sample size of importance weights, as a share; below 0.3: trouble"),
         "policy/kl_k1": Metric("nats", "KL of behaviour from current policy, estimator k1 (may be negative)"),
         "policy/kl_k3": Metric("nats", "KL of behaviour from current policy, estimator k3; healthy up to 0.1"),
-        "policy/mismatch_abs_mean": Metric("nats", "|trainer − sampler log-probability| under the same weights"),
-        "policy/mismatch_kl": Metric("nats", "KL of sampler from trainer under the same weights; healthy up to 0.001"),
+        "policy/mismatch_abs_mean": Metric("nats", "|proximal − sampler log-probability|: arithmetic and age"),
+        "policy/mismatch_kl": Metric("nats", "KL of sampler from proximal policy; up to 0.001 at staleness 0"),
         # Generators, summed or averaged over replicas.
         "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),
         "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators", on_every_axis=True),
         "generator/running": Metric("rollouts", "being decoded"),
         "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
-        "generator/kv_usage": Metric("share", "KV cache blocks in use, mean over generators"),
+        "generator/kv_usage": Metric("share", "KV cache in use, mean over generators; 0: not known"),
         "generator/preemptions": Metric("rollouts", "thrown out of the KV cache and computed again, since the start"),
         "generator/live": Metric("generators", "heard of lately"),
         # Weight updates.

@@ -20,7 +20,7 @@ from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, CheckpointError, RoleFailed, SegmentError
-from rlhpc.messages import Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
+from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
@@ -104,7 +104,7 @@ class Controller:
         self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
         self._lag = LoopLag(clock)
         self._recorder = RunRecorder(
-            context, self._books, self._board.progress, self._fleet, self._publication, self._intake, self._lag
+            context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
         )
 
     def _make_loop(self) -> TrainLoop:
@@ -134,7 +134,7 @@ class Controller:
             stopped = group.create_task(stop.event.wait())
             await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
             if not training.done():  # it ends by itself at the next step boundary, having saved
-                is_training = self._board.progress.phase == "training"
+                is_training = self._board.figures.phase == "training"
                 await asyncio.wait((training,), timeout=stop.patience_s if is_training else 0.0)
             for task in (*loops, stopped, training):
                 task.cancel()
@@ -149,7 +149,7 @@ class Controller:
                 "they restored different checkpoints"
             )
         self._publication.describe(ready.manifest, ready.weight_transport)
-        self._board.progress.phase = "waiting for generators"
+        self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
         await self._loop.run(stop, self._recorder.record, self._checkpoint)
@@ -186,10 +186,19 @@ class Controller:
             if isinstance(message, ScoredRollout):
                 if not self._intake.take(name, message):
                     continue
+                await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
                 self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._granting.wake()
+
+    async def _cancel_dropped(self) -> None:
+        """Spare generators the work on groups that nobody wants any more."""
+        while self._intake.cancelled:
+            cancel = CancelGroup(self._intake.cancelled.pop())
+            for name in self._publication.ready_members:
+                with suppress(ChannelError):  # it is gone, or too busy to hear: then it works in vain
+                    await self._leases.send(name, cancel)
 
     async def _watch(self) -> None:
         """Look for what does not announce itself: silence, lateness, poison, full segments."""
@@ -229,7 +238,7 @@ class Controller:
             self._recorder.close_totals()
             bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
             summarise(self._context.layout, self._books.totals, bound, group_size)
-        self._board.progress.phase = "complete" if is_complete else "stopped"
+        self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
         """Tell every process that it may go."""

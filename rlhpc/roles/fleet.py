@@ -16,7 +16,7 @@ log = logging.getLogger("rlhpc.fleet")
 
 
 @dataclass(slots=True)
-class Member:
+class RoleProcess:
     """One process, as last heard of."""
 
     hello: Hello
@@ -29,14 +29,14 @@ class Fleet:
 
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
         self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, RoleProcess] = {}
 
     def greet(self, name: str, hello: Hello) -> bool:
         """Take a process in.  False, and it stays out, if it runs with other settings than ours."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False
-        self._members[name] = Member(hello, Heartbeat("starting", "", -1), self._clock())
+        self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
         log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
         return True
 
@@ -59,7 +59,7 @@ class Fleet:
         """Names of all, or of those of one role."""
         return [name for name, member in self._members.items() if role in (None, member.hello.role)]
 
-    def member(self, name: str) -> Member | None:
+    def member(self, name: str) -> RoleProcess | None:
         """One member, if it is there."""
         return self._members.get(name)
 

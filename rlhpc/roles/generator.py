@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 
 from rlhpc.contracts import ClientChannel, GenerationEngine
@@ -22,7 +21,6 @@ from rlhpc.messages import (
     JoinGroup,
     LeaseReturn,
     ReceiveWeights,
-    RewardReply,
     RewardRequest,
     StopRole,
     WeightsLive,
@@ -36,6 +34,7 @@ from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
+JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue is no reason to ask twice
 DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
 
 
@@ -157,14 +156,15 @@ class Generator:
             completion=self._completion_text(rollout),
             reference=rollout.prompt.reference,
         )
-        reply = RewardReply(0, 0.0, Verdict.VERIFIER_ERROR.value, {}, "not judged")
-        for _ in range(rewards.max_attempts):
-            try:
-                reply = await self._judges.call(request, timeout_s=2 * rewards.timeout_s + 5.0)
-            except ChannelTimeout as error:
-                reply = replace(reply, detail=str(error))
-            if reply.verdict != Verdict.VERIFIER_ERROR.value:
-                break
+        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.timeout_s)
+        try:
+            reply = await self._judges.call(request, timeout_s)
+            for _ in range(1, rewards.max_attempts):
+                if reply.verdict != Verdict.VERIFIER_ERROR.value:
+                    break
+                reply = await self._judges.call(request, timeout_s)
+        except ChannelTimeout as error:  # every replica was asked
+            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error))
         return ScoredRollout(rollout, reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
 
     def _completion_text(self, rollout: Rollout) -> str:

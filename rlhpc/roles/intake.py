@@ -41,21 +41,25 @@ class Intake:
         self._last_rewards: list[float] = []
         self.tokens_total = 0
         self.harvest = Harvest()
+        self.cancelled: list[int] = []  # groups dropped while members of them are sampled: somebody should say so
 
     def take(self, holder: str, scored: ScoredRollout) -> bool:
         """Take one rollout in.  True: a slot came free or a group is finished.
 
         Raises StarvedError when nothing with spread has come for too long, RoleFailed when verifiers fail too often.
         """
-        num_tokens = len(scored.rollout.token_ids)
+        rollout = scored.rollout
+        if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
+            return False  # a second copy, or its group was dropped meanwhile
+        num_tokens = len(rollout.token_ids)
         self.tokens_total += num_tokens
         self.harvest.num_tokens += num_tokens
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()
         group = self._buffer.deliver(holder, scored)
         if scored.verdict is Verdict.VERIFIER_ERROR:
-            log.warning("group %d: verifier error: %s", scored.rollout.group_id, scored.detail)
-            self.drop(scored.rollout.group_id, DropReason.VERIFIER_ERROR)
+            log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
+            self.drop(rollout.group_id, DropReason.VERIFIER_ERROR)
             return True
         if group is None:
             return False
@@ -70,7 +74,10 @@ class Intake:
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Give a group up; its slot is free at once.  Nothing happens if it is resolved already."""
-        if self._buffer.ledger.is_open(group_id):
+        ledger = self._buffer.ledger
+        if ledger.is_open(group_id):
+            if not ledger.group(group_id).is_finished:
+                self.cancelled.append(group_id)
             self._buffer.drop(group_id, reason)
             self.harvest.num_dropped[reason.value] = self.harvest.num_dropped.get(reason.value, 0) + 1
 

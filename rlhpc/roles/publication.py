@@ -28,6 +28,8 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.membership import Membership
 
 log = logging.getLogger("rlhpc.publication")
+MAX_FAILED_BROADCASTS = 8
+PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,11 @@ class Publication:
     async def publish(self, version: int) -> None:
         """Broadcast `version` until the trainer got it out to some group.
 
-        Raises RoleFailed when no generator is there for `first_member_s`.
+        Raises RoleFailed when no generator is there for `first_member_s`, or broadcast after broadcast fails.
         """
         if self._manifest is None:
             raise RoleFailed("weights cannot be published before the trainer has described them")
-        while True:
+        for failures in range(1, MAX_FAILED_BROADCASTS + 1):
             group = await self._current_group()
             manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
             await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
@@ -117,6 +119,10 @@ class Publication:
                 return
             log.warning("epoch %d dissolved: %s", group.epoch, report.error)
             self._group = None
+            await asyncio.sleep(PAUSE_S * failures)
+        raise RoleFailed(
+            f"version {version}: {MAX_FAILED_BROADCASTS} broadcasts in a row failed, the last: {report.error}"
+        )
 
     async def settle(self, version: int) -> bool:
         """Wait for the acknowledgements.  True: the version is live on at least one generator.

@@ -19,7 +19,7 @@ from rlhpc.roles.generator_meter import GeneratorMeter
 from rlhpc.roles.intake import Harvest, Intake
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.publication import Publication
-from rlhpc.roles.status_board import Progress
+from rlhpc.roles.status_board import LiveFigures
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
@@ -34,13 +34,13 @@ class RunRecorder:
         self,
         context: RoleContext,
         books: Books,
-        progress: Progress,
+        live: LiveFigures,
         fleet: Fleet,
         publication: Publication,
         intake: Intake,
         lag: LoopLag,
     ) -> None:
-        self._config, self._totals, self._progress = context.config, books.totals, progress
+        self._config, self._totals, self._live = context.config, books.totals, live
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
         self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
         self._clock = asyncio.get_running_loop().time
@@ -54,6 +54,7 @@ class RunRecorder:
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
         self._wall_from = now - books.totals.wall_s
         self._last_step_at: float | None = None
+        live.step, live.version = books.step, books.policy_version
 
     def training_begins(self) -> None:
         """The first weights are live: from now on time counts as training time."""
@@ -61,7 +62,7 @@ class RunRecorder:
         self._last_step_at = now
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
         self._generators.look()
-        self._progress.phase = "training"
+        self._live.phase = "training"
 
     def record(self, record: StepRecord) -> None:
         """Account for one step and write it."""
@@ -168,11 +169,11 @@ class RunRecorder:
         ]
 
     def _show(self, record: StepRecord, figures: dict[str, float], now: float) -> None:
-        progress = self._progress
+        live = self._live
         self._eta.step_done(record.report.step + 1, now)
-        progress.step, progress.version = record.report.step + 1, record.report.policy_version
-        progress.reward = figures.get("reward/mean", progress.reward)
-        progress.staleness_max = self._totals.staleness_max
-        progress.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
-        progress.generator_tokens_per_s = figures["generator/tokens_per_s"]
-        progress.eta_s = self._eta.remaining_s()
+        live.step, live.version = record.report.step + 1, record.report.policy_version
+        live.reward = figures.get("reward/mean", live.reward)
+        live.staleness_max = self._totals.staleness_max
+        live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
+        live.generator_tokens_per_s = figures["generator/tokens_per_s"]
+        live.eta_s = self._eta.remaining_s()

@@ -17,7 +17,7 @@ log = logging.getLogger("rlhpc.status")
 
 
 @dataclass(slots=True)
-class Progress:
+class LiveFigures:
     """The figures of the live line."""
 
     phase: str = "starting"
@@ -35,19 +35,19 @@ class StatusBoard:
 
     def __init__(self, layout: RunLayout, config: Config, fleet: Fleet, ledger: AdmissionLedger) -> None:
         self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
-        self.progress = Progress()
+        self.figures = LiveFigures()
 
     def document(self) -> bytes:
         """What the file shall say."""
-        progress = self.progress
+        figures = self.figures
         document = {
             "name": self._config.run.name,
             "unix_time_s": time.time(),
             "num_steps": self._config.run.num_steps,
             "staleness_bound": self._ledger.staleness_bound,
-            "queue": self._ledger.counts(),
+            "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
             "roles": self._fleet.report(),
-            **{name: getattr(progress, name) for name in Progress.__slots__},
+            **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()
 

@@ -54,6 +54,8 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
         "packing/lockstep_slowdown": record.lockstep_slowdown,
         "time/wait_for_groups_s": record.wait_for_groups_s,
         "time/pack_s": record.pack_s,
+        "time/wait_for_weights_s": record.settle_s,
+        "time/checkpoint_s": record.checkpoint_s,
     }
 
 

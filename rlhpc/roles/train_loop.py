@@ -42,6 +42,8 @@ class StepRecord:
     lockstep_slowdown: float  # slowest rank's work over the mean rank's
     wait_for_groups_s: float
     pack_s: float
+    settle_s: float  # of the version before this step
+    checkpoint_s: float  # of the last checkpoint
 
 
 class TrainLoop:
@@ -69,7 +71,8 @@ class TrainLoop:
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._nobody_is_live = False
         self._num_skipped_in_a_row = 0
-        self.num_skipped = 0
+        self.settle_s = 0.0  # of the last version: from its broadcast until it was live
+        self.checkpoint_s = 0.0  # of the last one
 
     def groups_changed(self) -> None:
         """A group is finished or gone: perhaps a batch is full."""
@@ -96,12 +99,17 @@ class TrainLoop:
                 break
             record(await self._train(groups, waited_s))
             if self.step % every == 0 and self.step < last:
-                await self._settled()
-                await checkpoint()
+                await self._save(checkpoint)
                 saved = self.step
         await self._settled()
         if self.step > saved:
-            await checkpoint()
+            await self._save(checkpoint)
+
+    async def _save(self, checkpoint: Callable[[], Awaitable[None]]) -> None:
+        await self._settled()
+        began = time.monotonic()
+        await checkpoint()
+        self.checkpoint_s = time.monotonic() - began
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -141,7 +149,9 @@ class TrainLoop:
         await self._publish()
         slowdown = batch_slowdown(batch, self._cost)
         self.step += 1
-        return StepRecord(report, batch, tuple(groups), trained, slowdown, waited_s, packed_s)
+        return StepRecord(
+            report, batch, tuple(groups), trained, slowdown, waited_s, packed_s, self.settle_s, self.checkpoint_s
+        )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
         """The bound holds by construction; should it not, the construction is broken and nothing may be trained."""
@@ -168,7 +178,6 @@ class TrainLoop:
         if report.applied:
             self._num_skipped_in_a_row = 0
             return
-        self.num_skipped += 1
         self._num_skipped_in_a_row += 1
         log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
         if self._num_skipped_in_a_row >= self._config.trainer.max_skipped_steps:
@@ -186,7 +195,10 @@ class TrainLoop:
         self._settling = asyncio.create_task(self._settle(self.version))
 
     async def _settle(self, version: int) -> None:
-        if await self._publication.settle(version):
+        began = time.monotonic()
+        is_live = await self._publication.settle(version)
+        self.settle_s = time.monotonic() - began
+        if is_live:
             self._buffer.release(self._unreleased)
             self._unreleased.clear()
             self._wake()

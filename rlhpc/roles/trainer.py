@@ -7,7 +7,6 @@ anything: which batch, when to publish and when to save is the controller's.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from rlhpc.algorithms.proximal import current_share
 from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
-from rlhpc.errors import CheckpointError, WeightsError
+from rlhpc.errors import CheckpointError, ProtocolError, WeightsError
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -33,6 +32,7 @@ from rlhpc.messages import (
     SaveCheckpoint,
     SaveReport,
     StepReport,
+    StopRole,
     TrainerReady,
 )
 from rlhpc.roles.command_stream import CommandStream
@@ -42,7 +42,7 @@ from rlhpc.roles.trainer_presence import TrainerPresence
 from rlhpc.topology import BATCHES
 from rlhpc.training.make import open_backend
 from rlhpc.transport.open import connect_blocking
-from rlhpc.types import PackedBatch, PackedMicrobatch
+from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.make import make_publisher, resolve_transport
 
@@ -60,8 +60,8 @@ def run(context: RoleContext) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
+        presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang, too
         backend = open_backend(
             context.config,
             rank=context.replica,
@@ -73,7 +73,6 @@ def run(context: RoleContext) -> None:
         if channel is not None:
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
-        presence = stack.enter_context(TrainerPresence(context))
         trainer = Trainer(context, backend, channel, presence)
         stack.callback(trainer.close)
         trainer.begin()
@@ -108,6 +107,7 @@ class Trainer:
         self._loss = make_policy_loss(self._config.algorithm)
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
+        self._manifest: WeightManifest | None = None  # of what is broadcast; version and epoch filled in each time
         self._waiting_since = time.monotonic()
 
     def begin(self) -> None:
@@ -118,15 +118,15 @@ class Trainer:
             self._version = self._backend.num_steps_applied
         if self._channel is None:
             return
-        manifest = make_manifest(self._version, 0, self._backend.tensor_specs(), self._config.weights.bucket_bytes)
-        self._manifest = manifest
+        specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
+        self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
         weights = self._config.weights
         device, shares_gpu = self._backend.device, _shares_gpu(self._config)
         transport = resolve_transport(weights.transport, device, shares_gpu)
         self._publisher = make_publisher(
             weights, directory=self._context.layout.weights, device=device, shares_gpu=shares_gpu
         )
-        self._channel.send(TrainerReady(self._version, step or 0, manifest, transport))
+        self._channel.send(TrainerReady(self._version, self._manifest, transport))
         self._presence.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:
@@ -140,9 +140,11 @@ class Trainer:
                 self._publish(command)
             case SaveCheckpoint():
                 self._save(command)
-            case _:
+            case StopRole():
                 log.info("told to stop")
                 return False
+            case _:
+                raise ProtocolError("controller", type(command).__name__, "not a command")
         self._waiting_since = time.monotonic()
         return True
 
@@ -202,7 +204,7 @@ class Trainer:
         """Broadcast; on failure the epoch is dissolved and the controller forms another."""
         began, error = time.monotonic(), ""
         self._presence.now("publishing", "generators", self._version)
-        if self._publisher is None or self._channel is None:
+        if self._publisher is None or self._channel is None or self._manifest is None:
             for _ in self._backend.weights():
                 pass  # ranks besides the lead take part in the export
             return
@@ -220,16 +222,16 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, command: SaveCheckpoint) -> None:
-        began, error, files = time.monotonic(), "", {}
+        began, error = time.monotonic(), ""
         self._presence.now("saving", "", self._version)
         directory = Path(command.directory) / TRAINER_DIRECTORY
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            files = self._backend.save(directory)
+            self._backend.save(directory)
         except (CheckpointError, OSError) as failure:
             error = str(failure)
         if self._channel is not None:
-            self._channel.send(SaveReport(command.step, files, time.monotonic() - began, error))
+            self._channel.send(SaveReport(command.step, time.monotonic() - began, error))
 
 
 def _shares_gpu(config: Config) -> bool:

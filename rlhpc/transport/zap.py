@@ -68,7 +68,9 @@ class ZapHandler:
             while True:
                 self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except zmq.ContextTerminated:
-            self._socket.close()
+            return
+        finally:
+            self._socket.close()  # whatever happened: terminating the context waits for it
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Request: version, request id, domain, address, routing id, mechanism, credentials."""

@@ -53,8 +53,9 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_l
 
 
 def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
-    run_file, layout = lab.run_file("stopped", run=ENDLESS, data=SLOW, checkpoint={"every_steps": 1000}), lab.layout(
-        "stopped"
+    run_file, layout = (
+        lab.run_file("stopped", run=ENDLESS, data=SLOW, checkpoint={"every_steps": 1000}),
+        lab.layout("stopped"),
     )
     with Run(run_file, layout) as run:
         run.wait_for_step(3)

@@ -135,7 +135,7 @@ def test_the_importance_weight_scales_the_gradient_up_to_its_cap() -> None:
 
 
 def test_without_a_cap_there_is_no_weight_but_its_figures_remain() -> None:
-    _, gradient, metrics = evaluate(one(behaviour=-4.0), importance_cap=None)
+    _, gradient, metrics = evaluate(one(behaviour=-4.0), importance_cap="off")
     assert gradient.item() == -1.0
     assert metrics["importance_weight"] == pytest.approx(np.exp(3.0))
     assert metrics["importance_capped"] == 0
@@ -173,7 +173,7 @@ def test_mismatch_is_between_sampler_and_proximal_policy() -> None:
 
 def test_an_absurd_but_finite_token_stays_finite() -> None:
     for batch in (one(current=-1e4), one(behaviour=-1e4), one(proximal=-1e4, advantages=-1.0)):
-        loss, gradient, metrics = evaluate(batch, importance_cap=None)
+        loss, gradient, metrics = evaluate(batch, importance_cap="off")
         assert torch.isfinite(loss)
         assert torch.isfinite(gradient).all()
         assert np.isfinite(list(metrics.values())).all()

@@ -1,11 +1,10 @@
 import asyncio
-import contextlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.metrics.meters import Eta, IdleMeter, LoopLag, Rate
+from rlhpc.metrics.meters import Eta, LoopLag, Rate
 
 
 class Clock:
@@ -42,43 +41,6 @@ def test_a_rate_is_what_lies_in_the_window_over_the_window(events):
         kept.append((now, amount))
     expected = sum(amount for when, amount in kept if when > now - 10.0) / 10.0
     assert rate.per_second(now) == pytest.approx(expected, abs=1e-3)
-
-
-def test_idle_is_the_share_of_time_in_waits_by_name():
-    clock = Clock()
-    meter = IdleMeter(clock)
-    with meter.waiting("batch"):
-        assert meter.waits_for == "batch"
-        clock.now += 3
-    clock.now += 5
-    with meter.waiting("weights"):
-        clock.now += 2
-    assert meter.waits_for == ""
-    assert meter.take() == (0.5, {"batch": 3.0, "weights": 2.0})
-    clock.now += 1
-    assert meter.take() == (0.0, {})
-    assert meter.take() == (0.0, {})  # no time has passed
-
-
-def test_a_wait_that_still_lasts_is_cut_in_two():
-    clock = Clock()
-    meter = IdleMeter(clock)
-    with meter.waiting("batch"):
-        clock.now += 4
-        assert meter.take() == (1.0, {"batch": 4.0})
-        clock.now += 1
-    clock.now += 1
-    assert meter.take() == (0.5, {"batch": 1.0})
-
-
-def test_a_wait_that_raises_is_counted_and_over():
-    clock = Clock()
-    meter = IdleMeter(clock)
-    with contextlib.suppress(TimeoutError), meter.waiting("batch"):
-        clock.now += 4
-        raise TimeoutError
-    assert meter.waits_for == ""
-    assert meter.take() == (1.0, {"batch": 4.0})
 
 
 async def test_loop_lag_is_how_late_a_sleep_ends():

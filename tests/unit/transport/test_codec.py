@@ -78,7 +78,7 @@ MESSAGES = [
     m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining"),
     m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),
-    m.SaveReport(2, {"trainer.safetensors": 12}, 0.5),
+    m.SaveReport(step=2, seconds=0.5),
 ]
 
 

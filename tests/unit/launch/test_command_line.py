@@ -1,0 +1,263 @@
+"""The commands besides `run`, and what `run` makes of a directory that is there already."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from launch import cli
+from launch.cli import EXIT_USER, main
+from launch.plan import plan_run
+from launch.run_directory import claim, launcher_of, mint_keys, register_launcher
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import RunDirectoryError
+from rlhpc.run_layout import RunLayout
+from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture
+def config(lab: Lab, tmp_path: Path) -> Config:
+    """Of a run whose directory is not there yet."""
+    return load_config(lab.run_file("bench"), [f"run.directory={str(tmp_path / 'run')!r}"])
+
+
+@pytest.fixture
+def layout(config: Config) -> RunLayout:
+    return RunLayout(config.run_directory)
+
+
+@pytest.mark.parametrize("command", ["run", "check", "status", "stop", "export", "demo"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"rlhpc {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["walk"], ["run"], ["run", "r.toml", "--again"], ["status", "here", "a=b"]])
+def test_a_command_line_that_makes_no_sense_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == EXIT_USER
+    assert "usage: rlhpc" in capsys.readouterr().err
+
+
+def test_resume_and_fresh_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "r.toml", "--resume", "--fresh"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    words = [f"run.directory={str(directory)!r}", "generation.num_replicas=2", "trainer.num_ranks=2"]
+    assert main(["check", str(lab.run_file("bench")), *words]) == 0
+    plan = capsys.readouterr().out
+    for line in (
+        f"bench: 6 steps in {directory}",
+        "1 controller, 1 reward, 2 trainer, 2 generator",
+        "4 groups of 4 = 16 rollouts a step, up to 12 + 24 tokens each",
+        "staleness never above 1",
+        "encrypted, this run's keys only",
+        "qwen2, context 4096",
+        "500",
+    ):
+        assert line in plan
+    assert not directory.exists()
+
+
+def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:
+    code = (
+        "import sys; from launch.cli import main; main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'vllm', 'zmq'} & set(sys.modules)"
+    )
+    words = [sys.executable, "-c", code, "check", str(lab.run_file("light"))]
+    done = subprocess.run(words, capture_output=True, text=True, env=command_environment(), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli, "run_locally", lambda config, **how: seen.append((config.run.num_steps, how)) or 0)
+    assert main(["run", str(lab.run_file("bench")), "--fresh", "run.num_steps=9"]) == 0
+    assert main(["run", str(lab.run_file("bench")), "run.num_steps=8", "--resume"]) == 0
+    assert seen == [(9, {"resume": False, "fresh": True}), (8, {"resume": True, "fresh": False})]
+
+
+# ------------------------------------------------------------------------------------------------ status, stop, export
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_directory_that_is_no_run_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        assert main([command, str(directory)]) == EXIT_USER
+        assert capsys.readouterr().err == f"rlhpc: {directory}: not a run directory\n"
+
+
+def test_export_of_what_has_no_checkpoint_is_refused(
+    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_USER
+    assert "not a run directory" in capsys.readouterr().err
+
+
+def test_status_of_a_run_without_controller_says_how_far_it_got(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    assert main(["status", str(layout.root)]) == 0
+    assert "never got as far as a controller" in capsys.readouterr().out
+    register_launcher(layout)
+    assert main(["status", str(layout.root)]) == 0
+    assert f"starting (launcher pid {os.getpid()})" in capsys.readouterr().out
+
+
+def test_stop_where_nothing_runs_says_so_and_is_content(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    assert main(["stop", str(layout.root)]) == 0
+    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+
+
+def test_a_launcher_that_ended_unreaped_is_not_taken_for_a_living_one(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    record = {"pid": launcher.pid, "host": socket.gethostname(), "created": psutil.Process(launcher.pid).create_time()}
+    (layout.root / "launcher.json").write_text(json.dumps(record))
+    assert launcher_of(layout) == launcher.pid
+    launcher.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+    assert launcher_of(layout) is None
+    launcher.wait()
+    assert launcher_of(layout) is None
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_launcher(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "created": psutil.Process().create_time() - 60}
+    (layout.root / "launcher.json").write_text(json.dumps(record))
+    assert launcher_of(layout) is None
+
+
+# ------------------------------------------------------------------------------------------------- the run directory
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **settings: object) -> NoReturn:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr("launch.local.subprocess.Popen", refuse)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_run_refuses_a_directory_that_exists_and_says_what_to_do(
+    lab: Lab, config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.root.mkdir(parents=True)
+    layout.config.write_text("{}")
+    words = ["run", str(lab.run_file("bench")), f"run.directory={str(layout.root)!r}"]
+    assert main(words) == EXIT_USER
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(layout.root) in error
+    assert "--resume" in error
+    assert "--fresh" in error
+    assert [path.name for path in layout.root.iterdir()] == ["config.json"]
+
+
+def test_fresh_never_deletes_what_is_not_a_run(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True)
+    (layout.root / "thesis.tex").touch()
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        claim(config, layout, resume=False, fresh=True)
+    assert (layout.root / "thesis.tex").exists()
+
+
+def test_fresh_starts_anew_and_resume_counts_on(config: Config, layout: RunLayout) -> None:
+    assert claim(config, layout, resume=False, fresh=False).index == 0
+    (layout.rollouts / "segment_000000.h5").touch()
+    assert claim(config, layout, resume=True, fresh=False).index == 1
+    assert claim(config, layout, resume=True, fresh=False).index == 2
+    assert (layout.rollouts / "segment_000000.h5").exists()
+    assert claim(config, layout, resume=False, fresh=True).index == 0
+    assert not list(layout.rollouts.iterdir())
+
+
+def test_an_empty_directory_may_become_a_run(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True)
+    assert claim(config, layout, resume=False, fresh=False).resume_step is None
+
+
+def test_resume_of_nothing_is_refused(config: Config, layout: RunLayout) -> None:
+    with pytest.raises(RunDirectoryError, match="nothing to resume"):
+        claim(config, layout, resume=True, fresh=False)
+    assert not layout.root.exists()
+
+
+def test_a_living_run_is_left_alone(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    register_launcher(layout)
+    for how in ({"resume": True, "fresh": False}, {"resume": False, "fresh": True}, {"resume": False, "fresh": False}):
+        with pytest.raises(RunDirectoryError, match=f"a run lives here .launcher pid {os.getpid()}"):
+            claim(config, layout, **how)
+    assert len(layout.attempts.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("run.seed=7", "run.seed"), ("admission.group_size=8", "admission.group_size"), ("data.shuffle=false", "data.shuffle")],
+)  # fmt: skip
+def test_what_a_checkpoint_is_of_cannot_change_on_resume(
+    lab: Lab, config: Config, layout: RunLayout, word: str, key: str
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    before = layout.config.read_bytes()
+    other = load_config(lab.run_file("bench"), [f"run.directory={str(layout.root)!r}", word])
+    with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {key}: "):
+        claim(other, layout, resume=True, fresh=False)
+    assert layout.config.read_bytes() == before
+
+
+def test_other_settings_may_change_and_are_told(lab: Lab, config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    words = [f"run.directory={str(layout.root)!r}", "run.num_steps=9", "trainer.learning_rate=1e-5"]
+    other = load_config(lab.run_file("bench"), words)
+    attempt = claim(other, layout, resume=True, fresh=False)
+    assert attempt.changed == ("run.num_steps: 6 → 9", "trainer.learning_rate: 0.0001 → 1e-05")
+    assert json.loads(layout.config.read_bytes())["config"]["run"]["num_steps"] == 9
+
+
+def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    mint_keys(plan_run(config, layout))
+    first = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
+    mint_keys(plan_run(config, layout, attempt=1))
+    second = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
+    assert first.keys() == second.keys()
+    assert all(first[name] != second[name] for name in first)
+    assert layout.secrets.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in layout.secrets.iterdir())
