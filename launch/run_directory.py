@@ -61,7 +61,7 @@ def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> At
         return _take_up(config, layout)
     if exists:
         shutil.rmtree(layout.root)
-    layout.root.mkdir(parents=True, mode=0o755)
+    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
     write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
     _make(layout)
     return _note(layout, Attempt(0, None))

@@ -10,7 +10,8 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -60,9 +61,13 @@ def table_of(section: str) -> str:
 
 
 def _type_in_words(info: FieldInfo) -> str:
-    annotation, metadata = info.annotation, list(info.metadata)
-    if type(None) in get_args(annotation):
-        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    annotation = info.annotation
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    words = [_part_in_words(part, list(info.metadata)) for part in parts if part is not type(None)]
+    return " or ".join(words)
+
+
+def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         metadata += [bound for part in more for bound in part.metadata]

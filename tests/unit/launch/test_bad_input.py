@@ -65,7 +65,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("run", "num_steps", 0, ["run.num_steps=0", "greater than 0"]),
         ("run", "name", "../elsewhere", ["run.name='../elsewhere'"]),
         ("model", "dtype", "float16", ["model.dtype='float16'", "'float32' or 'bfloat16'"]),
-        ("trainer", "learning_rate", "1e-4", ["trainer.learning_rate='1e-4'", "number"]),
+        ("trainer", "learning_rate", "small", ["trainer.learning_rate='small'", "number"]),
         ("trainer", "recompute_activations", "perhaps", ["trainer.recompute_activations='perhaps'", "boolean"]),
         ("admission", "group_size", 1, ["admission.group_size=1", "algorithm.advantage='grpo'", "legal: 2 or more"]),
         ("generation", "top_p", 0.9, ["generation.top_p=0.9", "importance ratio", "legal: top_p=1.0"]),
