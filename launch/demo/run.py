@@ -57,9 +57,9 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _show_step(done: int, of: int, loss: float) -> None:
+def _show_step(phase: str, done: int, loss: float) -> None:
     if done % SHOW_EVERY_STEPS == 0:
-        _say(f"     step {done}/{of}, loss {loss:.3f}")
+        _say(f"     {phase}: step {done}, loss {loss:.3f}")
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,8 @@
 """Addition worked out column by column, and the pupil who is careless at it.
 
-Makes prompts such as ``4827+9356=`` and answers such as ``7+6+0=13;2+5+1=08;8+3+0=11;4+9+1=14;14183``: one field per column,
-right to left, as digit + digit + carry = two-digit sum; then the total.  A reader of the last ``;``-separated field has
-the answer.  Promises: everything is a pure function of its seed, and training and held-out problems are disjoint.
+Makes prompts such as ``4827+9356=`` and answers such as ``7+6+0=13;2+5+1=08;8+3+0=11;4+9+1=14;14183``: one field per
+column, right to left, as digit + digit + carry = two-digit sum; then the total.  A reader of the last ``;``-separated
+field has the answer.  Promises: everything is a pure function of its seed; training and held-out problems are disjoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _LARGEST_COLUMN_SUM = 9 + 9 + 1
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers to be added; both have the same number of digits, the first of which is not 0."""
+    """Two numbers of the same number of digits, the first of which is not 0, whose sum has one digit more.
+
+    The last because a total that begins sometimes with a carry and sometimes without puts its digits at two sets of
+    places, which costs so small a model three times the steps, or defeats it.
+    """
 
     left: int
     right: int
@@ -78,8 +82,8 @@ def worked_answer(problem: Problem) -> str:
 def careless_answer(problem: Problem, slip_rate: float, rng: random.Random) -> str:
     """Return the answer of a pupil who gets each column's sum wrong with probability slip_rate.
 
-    A slip is off by one or, a carry lost or invented, by ten.  What follows is consistent with it, so that one slip spoils
-    the total (unless a later slip happens to undo a wrong carry) although every other token is as it should be.
+    A slip is off by one or, a carry lost or invented, by ten.  What follows is consistent with it, so that one slip
+    spoils the total (unless a later one happens to undo a wrong carry) although all other tokens are as they should be.
     """
     carry, fields, total = 0, [], ""
     for left, right in problem.columns:

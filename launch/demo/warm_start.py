@@ -1,7 +1,7 @@
 """Make the model that the demo starts from: it knows how addition is worked out, and is careless at it.
 
-Makes an HF checkpoint directory (Qwen2 shape, float32, character tokenizer) by supervised steps on our own loop: first on
-clean answers, from which the facts are learnt fastest, then on careless ones.  Sampled at temperature 1 it is right
+Makes an HF checkpoint directory (Qwen2 shape, float32, character tokenizer) by supervised steps on our own loop: first
+on clean answers, from which the facts are learnt fastest, then on careless ones.  Sampled at temperature 1 it is right
 about three times in ten, while its most likely answer is nearly always right: what RL has to find is that care pays.
 Promises: the same recipe gives the same weights on the same machine, and a finished directory is used again.
 """
@@ -75,8 +75,8 @@ def make_model(
     """Write a checkpoint into directory, or find that it already holds the one this recipe makes.
 
     A directory that holds another recipe's checkpoint, or half of one, is written over.  One thread is used, since with
-    more the order of additions, and so the weights, would depend on the machine's load; torch's own random state is left
-    as it was.  Raises OSError.
+    more the order of additions, and so the weights, would depend on their number; torch's own random state is left as
+    it was.  Raises OSError.
     """
     recipe = recipe or WarmStartRecipe()
     marker = directory / MARKER
@@ -113,8 +113,11 @@ def sampled_accuracy(model: Qwen2ForCausalLM, *, num_problems: int = 512, seed: 
     model.eval()
     sequences = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=sampling)
     completions = sequences[:, prompts.input_ids.shape[1] :]
-    answers = [text.rpartition(";")[2] for text in tokenizer.batch_decode(completions, skip_special_tokens=True)]
-    return sum(given == problem.answer for given, problem in zip(answers, asked, strict=True)) / num_problems
+    answers: list[str] = [
+        text.rpartition(";")[2] for text in tokenizer.batch_decode(completions, skip_special_tokens=True)
+    ]
+    num_right = sum(given == problem.answer for given, problem in zip(answers, asked, strict=True))
+    return num_right / num_problems
 
 
 def _model_config(recipe: WarmStartRecipe) -> Qwen2Config:
@@ -173,16 +176,16 @@ def _step(
     logits = model(token_ids).logits[:, :-1]
     loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.item())
 
 
 def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both [batch, longest]; padding is on the right, where causal attention never looks."""
+    """Return token ids and labels, both [batch, longest]; padded on the right, where causal attention never looks."""
     asked = [draw_problem(rng) for _ in range(recipe.batch_size)]
-    rows = [encode(problem.prompt + careless_answer(problem, slip_rate, rng)) + [EOS_ID] for problem in asked]
+    rows = [[*encode(problem.prompt + careless_answer(problem, slip_rate, rng)), EOS_ID] for problem in asked]
     longest = max(map(len, rows))
     token_ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
     labels = token_ids.masked_fill(token_ids == PAD_ID, _IGNORED)

@@ -178,6 +178,7 @@ class Controller:
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
             await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
+            self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:
         """Take what generators bring."""
@@ -224,6 +225,7 @@ class Controller:
         if member is not None and member.hello.role == "generator":
             self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
             await self._publication.lost(name)
+            self._loop.groups_changed()  # perhaps only those are left who wait for their first weights
             self._granting.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending

@@ -96,6 +96,11 @@ class Publication:
         return self._membership.live_members(self.live_version) if self.live_version >= 0 else frozenset()
 
     @property
+    def is_deserted(self) -> bool:
+        """True if all who sampled with the live version are gone and somebody without it is here."""
+        return self.live_version >= 0 and not self.ready_members and bool(self._membership.candidates)
+
+    @property
     def epoch(self) -> int:
         """Current membership epoch; 0 before the first."""
         return self._group.epoch if self._group is not None else 0

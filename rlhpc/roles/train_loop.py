@@ -124,8 +124,7 @@ class TrainLoop:
                 if groups is not None:
                     self._check_staleness(groups)
                     return groups, time.monotonic() - began
-                if self._nobody_is_live:
-                    await self._publish()
+                await self._reach_somebody()
                 ready = asyncio.ensure_future(self._ready.wait())
                 await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
                 ready.cancel()
@@ -193,6 +192,13 @@ class TrainLoop:
         await self._publication.publish(self.version)
         self._nobody_is_live = False
         self._settling = asyncio.create_task(self._settle(self.version))
+
+    async def _reach_somebody(self) -> None:
+        """Publish again where nobody can be given a lease: without rollouts no step comes that would publish."""
+        if self._nobody_is_live or self._publication.is_deserted:
+            await self._settled()  # perhaps the version is on its way already
+            if self._nobody_is_live or self._publication.is_deserted:
+                await self._publish()
 
     async def _settle(self, version: int) -> None:
         began = time.monotonic()

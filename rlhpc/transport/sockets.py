@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 import socket as sockets
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlhpc.transport.keys import load_secret, public_key
 from rlhpc.transport.zap import ZAP_DOMAIN
 
 LINGER_MS = 1_000
+TERMINATE_S = 3.0
 MAX_RECEIVE_QUEUE = 64  # messages that wait at the receiving end, per peer; the rest waits at the sender
 HANDSHAKE_MS = 10_000  # a connection that does not speak our protocol by then is closed
 FRAME_OVERHEAD_BYTES = 1 << 12  # CURVE's nonce and tag, generously
@@ -134,6 +136,18 @@ def host_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def terminate(context: Context, timeout_s: float = TERMINATE_S) -> bool:
+    """Wait until what was queued is flushed and the context has ended; False: it has not, and is left to itself.
+
+    Ending a context waits without limit for every socket of it.  A role that has to leave before its time limit must
+    not hang there, so a daemon thread does the waiting.
+    """
+    thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
 
 
 def push(socket: Socket, frames: Sequence[Frame]) -> bool:

@@ -56,12 +56,7 @@ class ZapHandler:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)
-        self._thread = threading.Thread(target=self._answer_all, name="zap", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the end, which terminating the context brings about."""
-        self._thread.join()
+        threading.Thread(target=self._answer_all, name="zap", daemon=True).start()
 
     def _answer_all(self) -> None:
         try:

@@ -25,7 +25,7 @@ from rlhpc.transport.codec import Codec, Frame
 from rlhpc.transport.inbox import Inbox
 from rlhpc.transport.pump import SocketPump
 from rlhpc.transport.sessions import Counters, Greeting, SequenceCheck, Session
-from rlhpc.transport.sockets import contents, make_socket, pull, push, receive_queue, secure_client
+from rlhpc.transport.sockets import contents, make_socket, pull, push, receive_queue, secure_client, terminate
 
 HANDSHAKE_POLL_S = 0.005
 _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -111,7 +111,7 @@ class _Dealer:
         """Flush for at most LINGER_MS, unless admission has failed.  Waits."""
         self._stop_monitor()
         self.socket.close()
-        self._context.term()
+        terminate(self._context)
 
     def _push_now(self, frames: list[Frame]) -> bool:
         return push(self.socket, frames)

@@ -26,7 +26,7 @@ from rlhpc.transport.codec import Codec
 from rlhpc.transport.inbox import Inbox
 from rlhpc.transport.pump import SocketPump
 from rlhpc.transport.sessions import Counters, Greeting, Peer, PeerBook, checked_name
-from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, secure_server
+from rlhpc.transport.sockets import bind, contents, make_socket, receive_queue, secure_server, terminate
 from rlhpc.transport.zap import ZapHandler
 
 
@@ -114,9 +114,7 @@ class ZmqServer(ServerChannel):
         self._inbox.close()
         self._pump.stop()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # waits for the flush, and ends the ZAP handler
-        if self._zap is not None:
-            self._zap.join()
+        await asyncio.to_thread(terminate, self._context)  # waits for the flush, and ends the ZAP handler
         self._binding.remove()
 
     def _try_send(self, name: str, message: object) -> bool:

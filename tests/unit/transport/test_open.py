@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from rlhpc.config import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
@@ -23,7 +24,7 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
-from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, host_address
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, host_address, terminate
 
 CONFIG = TransportConfig()
 
@@ -167,6 +168,13 @@ async def test_the_unix_socket_lies_in_a_private_directory_that_goes_with_it(
     await server.close()
     assert not path.parent.exists()
     assert not list(long.iterdir())
+
+
+def test_closing_does_not_wait_for_ever_for_a_socket_that_stays_open():
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    forgotten = context.socket(zmq.PAIR)
+    assert not terminate(context, timeout_s=0.05)
+    forgotten.close()
 
 
 def test_the_address_for_other_hosts_is_one_ipv4_address():

@@ -1,0 +1,280 @@
+"""The controller's train loop among fakes: a trainer and generators that do what a test wants, over channels in memory.
+
+Rollouts are made on the spot for every admitted group; no process, no model, no time passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.buffer.assembly import GroupAssembler
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config import Config
+from rlhpc.messages import (
+    FormGroup,
+    GroupOpened,
+    JoinGroup,
+    PublishReport,
+    PublishWeights,
+    ReceiveWeights,
+    RollCall,
+    StepReport,
+    WeightsLive,
+)
+from rlhpc.packing.cost import FlopCost
+from rlhpc.roles.publication import Publication, PublicationLimits
+from rlhpc.roles.train_loop import StepRecord, TrainLoop
+from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.topology import BATCHES, CONTROL
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.types import (
+    FinishReason,
+    PackedBatch,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    ScoredRollout,
+    TensorSpec,
+    Verdict,
+    WeightManifest,
+)
+from rlhpc.weights.membership import Membership
+
+MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
+LIMITS = PublicationLimits(first_member_s=5.0, settle_s=5.0)
+
+
+def small_config(num_steps: int = 4, **admission: Any) -> Config:
+    """Two groups of two a step."""
+    return Config.model_validate(
+        {
+            "run": {"name": "small", "num_steps": num_steps},
+            "model": {"path": "none"},
+            "data": {"path": "none.jsonl", "task": "integer_arithmetic"},
+            "generation": {"max_prompt_tokens": 4, "max_completion_tokens": 8},
+            "admission": {"groups_per_step": 2, "group_size": 2, "max_staleness": 2, "window_groups": 1, **admission},
+            "trainer": {"token_budget": 64},
+        }
+    )
+
+
+def scored(group_id: int, sample_index: int, reward: float | None = None, **changes: Any) -> ScoredRollout:
+    """A member of three tokens; without `reward` the group has spread."""
+    rollout = Rollout(
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt=prompt(group_id),
+        token_ids=np.arange(5, 8, dtype=np.int32),
+        behaviour_logprobs=np.full(3, -1, np.float32),
+        versions=np.zeros(3, np.int32),
+        loss_mask=np.ones(3, np.bool_),
+        finish_reason=FinishReason.STOP,
+    )
+    reward = float(sample_index % 2) if reward is None else reward
+    verdict = Verdict.CORRECT if reward > 0 else Verdict.WRONG
+    return ScoredRollout(**({"rollout": rollout, "reward": reward, "verdict": verdict} | changes))
+
+
+def prompt(prompt_id: int) -> Prompt:
+    return Prompt(prompt_id, "any", np.array([9, 9], np.int32), "42")
+
+
+def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> AdmissionLedger:
+    """With the settings that the controller would give it."""
+    admission = config.admission
+    return AdmissionLedger(
+        num_slots=admission.num_slots,
+        window_groups=admission.window,
+        groups_per_step=admission.groups_per_step,
+        group_size=admission.group_size,
+        sampling=SamplingParams(max_tokens=8),
+        lease_deadline_s=admission.lease_deadline_s,
+        max_attempts=admission.max_attempts,
+        clock=clock,
+    )
+
+
+def make_buffer(config: Config, directory: Path) -> RolloutBuffer:
+    """Keeps all segments in memory until sealed into `directory`."""
+    segments = SegmentWriter(
+        directory, 0, run_name="small", run_attempt=0, max_groups=1000, max_s=1e9, compression="none",
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    return RolloutBuffer(make_ledger(config), GroupAssembler(config.admission.group_size), segments)
+
+
+class FakeTrainer:
+    """Applies every batch and publishes at once, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.batches: list[PackedBatch] = []
+        self.formed: list[tuple[str, ...]] = []  # members of each epoch
+        self.published: list[int] = []
+        self.is_finite = True
+        self.failing_broadcasts = 0
+        self.stepped = asyncio.Event()  # since somebody cleared it
+
+    async def obey(self, client: Any) -> None:
+        while True:
+            await client.send(self._answer(await client.receive()))
+
+    def _answer(self, command: object) -> object:
+        match command:
+            case PackedBatch():
+                self.batches.append(command)
+                self.version += self.is_finite
+                self.stepped.set()
+                return StepReport(command.step, self.version, self.is_finite, {"loss": 0.5})
+            case FormGroup():
+                self.formed.append(command.group.members)
+                return GroupOpened(replace(command.group, address="memory"))
+            case PublishWeights():
+                self.published.append(command.policy_version)
+                self.failing_broadcasts -= 1
+                error = "" if self.failing_broadcasts < 0 else "a member is gone"
+                return PublishReport(command.epoch, command.policy_version, 0.001, error)
+        raise AssertionError(f"the trainer is told {command}")
+
+
+class FakeGenerator:
+    """Acknowledges every version at once, unless it is told to hold or refuse it."""
+
+    def __init__(self, name: str, control: MemoryServer) -> None:
+        self.name, self.client = name, control.connect(name)
+        self.received: list[tuple[int, int]] = []  # (epoch, version)
+        self.epochs: list[int] = []
+        self.refuses: set[int] = set()
+        self._gates: dict[int, asyncio.Event] = {}
+        self._arrivals: dict[int, asyncio.Event] = {}
+
+    def hold(self, version: int) -> asyncio.Event:
+        """Do not acknowledge this version before the event that is returned is set."""
+        return self._gates.setdefault(version, asyncio.Event())
+
+    async def until_received(self, version: int) -> None:
+        """Wait until it was told to receive this version."""
+        await self._arrivals.setdefault(version, asyncio.Event()).wait()
+
+    async def obey(self) -> None:
+        while True:
+            match await self.client.receive():
+                case JoinGroup(group):
+                    self.epochs.append(group.epoch)
+                case ReceiveWeights(manifest):
+                    await self._receive(manifest)
+                case RollCall():
+                    pass
+
+    async def _receive(self, manifest: WeightManifest) -> None:
+        version = manifest.policy_version
+        self.received.append((manifest.epoch, version))
+        self._arrivals.setdefault(version, asyncio.Event()).set()
+        if version in self._gates:
+            await self._gates[version].wait()
+        error = "torn" if version in self.refuses else ""
+        self.refuses.discard(version)
+        await self.client.send(WeightsLive(manifest.epoch, version, 0.0, 0.0, error))
+
+
+class SmallRing:
+    """All parts, wired as the controller wires them; use small_ring()."""
+
+    def __init__(self, config: Config, directory: Path, limits: PublicationLimits) -> None:
+        self.config = config
+        self.control, batches = MemoryServer(CONTROL), MemoryServer(BATCHES)
+        self.trainer, self.membership = FakeTrainer(), Membership()
+        link = TrainerLink(batches)
+        self.publication = Publication(self.control, link, self.membership, limits=limits)
+        self.publication.describe(MANIFEST, "gloo")
+        self.buffer = make_buffer(config, directory)
+        self.ledger = self.buffer.ledger
+        self.is_generating = True
+        self.records: list[StepRecord] = []
+        self.on_record: Callable[[StepRecord], None] = self.records.append
+        self.checkpoints: list[tuple[int, int]] = []  # (step, version)
+        self.live_at_checkpoints: list[int] = []
+        self.stop = asyncio.Event()
+        self.loop = TrainLoop(
+            config, self.buffer, link, self.publication, make_estimator("grpo"), FlopCost(1.0, 0.0),
+            step=0, version=0, wake=self.generate,
+        )  # fmt: skip
+        self._trainer_client = batches.connect(LEAD)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def generate(self) -> None:
+        """Fill every slot and finish every group, as generators do that sample in no time."""
+        while self.is_generating and self.ledger.has_slot and self.publication.ready_members:
+            group_id = self.ledger.admit(prompt(0), self.publication.live_version)
+            for index in range(self.config.admission.group_size):
+                self.ledger.grant("somebody", 1)
+                self.buffer.deliver("somebody", scored(group_id, index))
+        self.loop.groups_changed()
+
+    async def add_generator(self, name: str = "generator-0", incarnation: str = "first") -> FakeGenerator:
+        """Start one and greet it as the controller does."""
+        generator = FakeGenerator(name, self.control)
+        self._start(generator.obey())
+        await self.publication.joined(name, 1, incarnation)
+        self.loop.groups_changed()
+        return generator
+
+    async def lose(self, generator: FakeGenerator) -> None:
+        """It died, and the fleet has noticed."""
+        await generator.client.close()
+        await self.publication.lost(generator.name)
+        self.loop.groups_changed()
+
+    def start_training(self) -> asyncio.Task[None]:
+        """Begin and run in a task of its own."""
+        return self._start(self._train())
+
+    async def _train(self) -> None:
+        await self.loop.begin()
+        self.generate()
+        await self.loop.run(self.stop, self.on_record, self._checkpoint)
+
+    async def _checkpoint(self) -> None:
+        self.checkpoints.append((self.loop.step, self.loop.version))
+        self.live_at_checkpoints.append(self.publication.live_version)
+
+    async def _hear(self) -> None:
+        while True:
+            name, message = await self.control.receive()
+            await self.publication.acknowledge(name, message)
+
+    def open(self) -> None:
+        self._start(self.trainer.obey(self._trainer_client))
+        self._start(self._hear())
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, work: Any) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.ensure_future(work))
+        return self._tasks[-1]
+
+
+@asynccontextmanager
+async def small_ring(
+    config: Config, directory: Path, limits: PublicationLimits = LIMITS
+) -> AsyncIterator[SmallRing]:
+    """The parts without a generator yet; everything is ended on the way out."""
+    ring = SmallRing(config, directory, limits)
+    ring.open()
+    try:
+        yield ring
+    finally:
+        await ring.close()

@@ -1,0 +1,320 @@
+"""What the step promises: full batches, slots released only under live weights, a run that outlives its generators."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from rlhpc.errors import LedgerError, RoleFailed, TrainingError
+from rlhpc.roles.publication import PublicationLimits
+from rlhpc.roles.train_loop import StepRecord
+from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
+
+PATIENCE_S = 10.0
+NUM_TURNS = 50  # of the event loop: more than any chain of messages here needs
+
+
+async def settle_down() -> None:
+    """Let everything happen that can happen without another event."""
+    for _ in range(NUM_TURNS):
+        await asyncio.sleep(0)
+
+
+async def test_a_run_trains_every_step_on_a_full_batch_and_releases_everything(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=5), tmp_path) as ring:
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
+        assert [batch.policy_version for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
+        assert {batch.num_samples for batch in ring.trainer.batches} == {4}
+        assert [record.trained_version for record in ring.records] == [0, 1, 2, 3, 4]
+        assert ring.publication.live_version == 5
+        assert ring.ledger.counts()["released"] == 10
+        assert ring.ledger.counts()["taken"] == 0
+        ring.ledger.conservation()
+
+
+async def test_slots_of_a_step_stay_taken_until_the_next_version_is_live(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        generator = await ring.add_generator()
+        live = generator.hold(1)
+        ring.start_training()
+        await generator.until_received(1)
+        await settle_down()
+        assert ring.ledger.counts()["released"] == 0
+        assert ring.publication.live_version == 0
+        live.set()
+        await generator.until_received(2)
+        assert ring.ledger.counts()["released"] >= 2
+
+
+async def test_a_version_that_settles_late_releases_nothing_of_the_step_after_it(tmp_path: Path) -> None:
+    """Step 1 is trained while version 1 is still loading; its groups were trained into version 2, not version 1."""
+    async with small_ring(small_config(), tmp_path) as ring:
+        generator = await ring.add_generator()
+        first, second = generator.hold(1), generator.hold(2)
+        ring.start_training()
+        await generator.until_received(1)
+        while len(ring.trainer.batches) < 2:
+            await asyncio.sleep(0)
+        await settle_down()  # step 1 is reported; version 1 is not live
+        assert ring.ledger.counts()["released"] == 0
+        first.set()
+        await generator.until_received(2)
+        await settle_down()
+        assert ring.publication.live_version == 1
+        assert ring.ledger.counts()["released"] == 2  # those of step 0 alone
+        second.set()
+
+
+@pytest.mark.parametrize(("max_staleness", "window"), [(0, 1), (1, 1), (1, 3), (2, 2), (3, 4)])
+async def test_no_rollout_is_staler_than_the_bound_however_slowly_weights_load(
+    tmp_path: Path, max_staleness: int, window: int
+) -> None:
+    """The train loop raises LedgerError for a staler one; what was trained is looked at here once more."""
+    rng = random.Random(max_staleness)
+    config = small_config(num_steps=12, max_staleness=max_staleness, window_groups=window)
+    async with small_ring(config, tmp_path) as ring:
+        generator = await ring.add_generator()
+        gates = [generator.hold(version) for version in range(1, 13)]
+        training = ring.start_training()
+        for gate in gates:
+            for _ in range(rng.choice([0, 1, 5, 20])):
+                await asyncio.sleep(0)
+            gate.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        ages = [r.trained_version - group.admitted_version for r in ring.records for group in r.groups]
+        assert 0 <= max(ages) <= max_staleness == ring.ledger.staleness_bound
+
+
+async def test_a_group_that_is_too_stale_after_all_is_never_trained_on(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        for group_id in (0, 1):
+            ring.ledger.admit(prompt(group_id), -3)
+            for index in (0, 1):
+                ring.ledger.grant("somebody", 1)
+                ring.buffer.deliver("somebody", scored(group_id, index))
+        with pytest.raises(LedgerError, match=r"admitted under version -3.*bound of 2"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.batches == []
+
+
+async def test_staleness_zero_waits_for_the_weights_before_the_next_prompt(tmp_path: Path) -> None:
+    async with small_ring(small_config(max_staleness=0), tmp_path) as ring:
+        generator = await ring.add_generator()
+        live = generator.hold(1)
+        ring.start_training()
+        await generator.until_received(1)
+        await settle_down()
+        assert ring.ledger.counts()["admitted"] == 2
+        live.set()
+        await generator.until_received(2)
+        await settle_down()
+        assert {ring.records[1].trained_version - group.admitted_version for group in ring.records[1].groups} == {0}
+
+
+# --------------------------------------------------------------------------------------- saving, stopping, skipping
+
+
+async def test_checkpoints_are_written_on_schedule_and_at_the_end_when_everything_is_live(tmp_path: Path) -> None:
+    config = small_config(num_steps=5).model_copy(
+        update={"checkpoint": small_config().checkpoint.model_copy(update={"every_steps": 2})}
+    )
+    async with small_ring(config, tmp_path) as ring:
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.checkpoints == [(2, 2), (4, 4), (5, 5)]
+        assert ring.live_at_checkpoints == [2, 4, 5]
+
+
+async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=1000), tmp_path) as ring:
+        await ring.add_generator()
+        training = ring.start_training()
+        while len(ring.records) < 3:
+            await asyncio.sleep(0)
+        ring.stop.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.checkpoints == [(ring.loop.step, ring.loop.version)]
+        assert ring.loop.step == len(ring.records)
+
+
+async def test_stop_while_waiting_for_groups_needs_no_further_group(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        ring.is_generating = False
+        await ring.add_generator()
+        training = ring.start_training()
+        await settle_down()
+        ring.stop.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.checkpoints == []  # there is nothing to save
+
+
+async def test_a_step_that_is_not_finite_keeps_the_version_and_too_many_of_them_end_the_run(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=100), tmp_path) as ring:
+        await ring.add_generator()
+        ring.trainer.is_finite = False
+        with pytest.raises(TrainingError, match=r"5 steps in a row were not finite .trainer.max_skipped_steps"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [record.report.applied for record in ring.records] == [False] * 4
+        assert {record.report.policy_version for record in ring.records} == {0}
+
+
+async def test_a_finite_step_forgives_those_before(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=12), tmp_path) as ring:
+        await ring.add_generator()
+
+        def every_fifth_is_finite(record: StepRecord) -> None:
+            ring.trainer.is_finite = record.report.step % 5 == 3
+
+        ring.on_record, ring.trainer.is_finite = every_fifth_is_finite, False
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.version == 2
+
+
+# -------------------------------------------------------------------------------------------- generators come and go
+
+
+async def test_a_generator_that_fails_to_load_gets_no_lease_until_it_has_the_next_version(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        sound, weak = await ring.add_generator("generator-0"), await ring.add_generator("generator-1")
+        weak.refuses.add(1)
+        second = sound.hold(2)
+        ring.start_training()
+        await sound.until_received(2)
+        assert ring.publication.live_version == 1
+        assert ring.publication.ready_members == {"generator-0"}
+        second.set()
+        await weak.until_received(2)
+        await settle_down()
+        assert ring.trainer.formed[:2] == [("generator-0", "generator-1")] * 2
+        assert "generator-1" in ring.publication.ready_members
+
+
+async def test_a_generator_that_dies_while_it_loads_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        await ring.add_generator("generator-0")
+        doomed = await ring.add_generator("generator-1")
+        doomed.hold(1)
+        training = ring.start_training()
+        await doomed.until_received(1)
+        await settle_down()
+        await ring.lose(doomed)
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.trainer.formed == [("generator-0", "generator-1"), ("generator-0",)]
+        assert len(ring.records) == 4
+
+
+async def test_a_generator_that_stays_silent_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path, PublicationLimits(5.0, settle_s=0.03)) as ring:
+        await ring.add_generator("generator-0")
+        silent = await ring.add_generator("generator-1")
+        silent.hold(1)
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.publication.ready_members == {"generator-0"}
+        assert ring.loop.step == 4
+
+
+async def test_a_peer_that_cannot_be_reached_is_left_out_at_once(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        await ring.add_generator("generator-0")
+        gone = await ring.add_generator("generator-1")
+        await gone.client.close()  # nobody has noticed yet
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.formed == [("generator-0",)]
+
+
+async def test_a_late_joiner_takes_part_from_the_next_version_on(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        early = await ring.add_generator("generator-0")
+        gate = early.hold(2)
+        training = ring.start_training()
+        await early.until_received(2)
+        late = await ring.add_generator("generator-1")
+        assert "generator-1" not in ring.publication.ready_members
+        gate.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.trainer.formed == [("generator-0",), ("generator-0", "generator-1")]
+        assert late.received[0] == (2, 3)
+
+
+async def test_a_broadcast_that_fails_is_repeated_in_a_new_epoch(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        generator = await ring.add_generator()
+        ring.trainer.failing_broadcasts = 1
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.trainer.published[:3] == [0, 0, 1]
+        assert generator.epochs == [1, 2]
+
+
+async def test_when_the_only_generator_fails_to_load_the_version_is_published_again(tmp_path: Path) -> None:
+    async with small_ring(small_config(max_staleness=0), tmp_path) as ring:
+        generator = await ring.add_generator()
+        generator.refuses.add(1)
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [version for _, version in generator.received] == [0, 1, 1, 2, 3, 4]
+        assert ring.ledger.counts()["released"] == 8
+
+
+async def test_when_all_die_while_they_load_the_run_waits_for_one_that_comes_back(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path) as ring:
+        doomed = await ring.add_generator()
+        doomed.hold(1)
+        training = ring.start_training()
+        await doomed.until_received(1)
+        await ring.lose(doomed)
+        await settle_down()
+        assert not training.done()
+        restarted = await ring.add_generator(incarnation="second")
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert restarted.received[0] >= (2, 1)
+        assert ring.loop.step == 4
+
+
+@pytest.mark.parametrize("joins_before", [False, True])
+async def test_when_all_die_between_two_updates_the_next_one_is_given_weights_at_once(
+    tmp_path: Path, joins_before: bool
+) -> None:
+    """Nobody else would: without rollouts there is no step, and without a step no broadcast."""
+    async with small_ring(small_config(), tmp_path) as ring:
+        ring.is_generating = False
+        doomed = await ring.add_generator("generator-0")
+        training = ring.start_training()
+        await settle_down()
+        assert ring.publication.live_version == 0
+        if joins_before:
+            newcomer = await ring.add_generator("generator-1")
+            await settle_down()
+            assert newcomer.received == []  # it has to wait for the next version
+        ring.is_generating = True
+        await ring.lose(doomed)
+        if not joins_before:
+            await settle_down()
+            newcomer = await ring.add_generator("generator-1")
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert newcomer.received[0] == (2, 0)
+        assert ring.loop.step == 4
+
+
+async def test_a_run_that_no_generator_joins_fails_and_says_where_to_look(tmp_path: Path) -> None:
+    async with small_ring(small_config(), tmp_path, PublicationLimits(first_member_s=0.02)) as ring:
+        with pytest.raises(RoleFailed, match="no generator for"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+
+
+async def test_a_trainer_that_cannot_broadcast_at_all_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhpc.roles.publication.PAUSE_S", 0.0)
+    async with small_ring(small_config(), tmp_path) as ring:
+        await ring.add_generator()
+        ring.trainer.failing_broadcasts = 1000
+        with pytest.raises(RoleFailed, match=r"broadcasts in a row failed, the last: a member is gone"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+
+
