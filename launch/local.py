@@ -57,7 +57,8 @@ class LocalExecutor:
     ) -> None:
         """Kill what is left, by the process groups that we made."""
         for running in self._running:
-            self._signal_group(running, signal.SIGKILL)
+            if not running.is_reported:  # its group is gone, and by now the number may be somebody else's
+                self._signal_group(running, signal.SIGKILL)
             running.process.wait()
             running.log.close()
         for number, handler in self._old_handlers.items():

@@ -21,6 +21,7 @@ MAX_ANSWER_CHARACTERS = 9 * MAX_DIGITS + MAX_DIGITS + 1  # "7+6+0=13;" for each 
 
 _HELD_OUT_ONE_IN = 16
 _LARGEST_COLUMN_SUM = 9 + 9 + 1
+_CARRY_SLIP_SHARE = 0.6  # a lost carry is one habit to unlearn, a slip by one about 200 facts to be sure of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,5 +104,7 @@ def write_dataset(path: Path, n: int, seed: int, *, held_out: bool = False) -> N
 
 
 def _slip(column_sum: int, rng: random.Random) -> int:
-    wrong = [column_sum + error for error in (-10, -1, 1, 10)]
+    if rng.random() < _CARRY_SLIP_SHARE:
+        return (column_sum + 10) % 20
+    wrong = (column_sum - 1, column_sum + 1)
     return rng.choice([value for value in wrong if 0 <= value <= _LARGEST_COLUMN_SUM])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.crc import crc32
 from rlhpc.errors import SegmentError
 from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollout, Verdict
 
@@ -71,8 +71,8 @@ class _GroupRow:
     @property
     def crc32(self) -> int:
         numbers = (self.group_id, self.prompt_id, self.admitted_version, self.consumed_step, self.attempts)
-        crc = zlib.crc32(struct.pack("<7q", *numbers, self.num_rollouts, len(self.prompt_token_ids)))
-        crc = zlib.crc32(self.prompt_token_ids.data, crc)
+        crc = crc32(struct.pack("<7q", *numbers, self.num_rollouts, len(self.prompt_token_ids)))
+        crc = crc32(self.prompt_token_ids.data, crc)
         return _crc_of_texts(crc, self.drop_reason, self.task, self.reference)
 
 
@@ -91,9 +91,9 @@ class _RolloutRow:
 
     @property
     def crc32(self) -> int:
-        crc = zlib.crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
+        crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
         for values in self.tokens:
-            crc = zlib.crc32(values.data, crc)
+            crc = crc32(values.data, crc)
         return _crc_of_texts(crc, self.verdict, self.finish_reason, self.detail, self.reward_parts)
 
 
@@ -254,7 +254,7 @@ def _to_scored(row: _RolloutRow, reward_parts: dict[str, float], prompt: Prompt)
 
 def _crc_of_texts(crc: int, *texts: bytes) -> int:
     for text in texts:  # the length first: "ab", "c" is not "a", "bc"
-        crc = zlib.crc32(text, zlib.crc32(struct.pack("<q", len(text)), crc))
+        crc = crc32(text, crc32(struct.pack("<q", len(text)), crc))
     return crc
 
 

@@ -6,7 +6,6 @@ Eats segment files, makes ResolvedGroup.  Whatever is wrong with a file is a Seg
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from rlhpc.buffer.segment_columns import (
 )
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC
+from rlhpc.crc import crc32
 from rlhpc.errors import SegmentError
 
 _MALFORMED = (KeyError, ValueError, TypeError, RuntimeError, IndexError, OverflowError)  # what h5py and decoding raise
@@ -91,7 +91,7 @@ def _verify_file(path: Path, data: bytes) -> None:
     body = memoryview(data)[USER_BLOCK_BYTES:]
     if fields.get(b"bytes") != str(len(body)).encode():
         raise SegmentError(f"{path} is truncated or damaged: {len(body)} bytes follow its head")
-    if fields.get(b"crc32") != f"{zlib.crc32(body):08x}".encode():
+    if fields.get(b"crc32") != f"{crc32(body):08x}".encode():
         raise SegmentError(f"{path} is damaged: the checksum of the file differs")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import threading
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_columns import SCHEMA, Columns, to_columns
 from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.contracts import Clock
+from rlhpc.crc import crc32
 from rlhpc.errors import SegmentError
 from rlhpc.run_layout import RunLayout
 
@@ -139,7 +139,7 @@ def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression
         file.attrs["num_completion_tokens"] = len(columns["rollouts/token_ids"])
         _write_columns(file, columns, compression)
     body = image.getbuffer()[USER_BLOCK_BYTES:]
-    head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {zlib.crc32(body):08x}\n".encode()
+    head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {crc32(body):08x}\n".encode()
     image.getbuffer()[: len(head)] = head
     return image.getvalue()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
 from rlhpc.training.file_record import FileRecord, check_file
@@ -140,7 +140,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _checksum(manifest: Any) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _refuse_other_model(path: Path, found: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 
 READ_BYTES = 16 << 20
@@ -25,7 +25,7 @@ def record_of(path: Path) -> FileRecord:
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
             num_bytes += len(block)
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
     return FileRecord(num_bytes, crc)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory
 from rlhpc.training.file_record import FileRecord
@@ -65,7 +65,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterator
 
 def _write_body(file: BinaryIO, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> FileRecord:
     header = _header_of(specs)
-    num_bytes, crc = file.write(header), zlib.crc32(header)
+    num_bytes, crc = file.write(header), crc32(header)
     for spec in specs:
         tensor = next(tensors).detach()
         found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -73,7 +73,7 @@ def _write_body(file: BinaryIO, specs: Sequence[TensorSpec], tensors: Iterator[T
         # bfloat16 has no numpy type: look at the bytes.
         content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         num_bytes += file.write(content)
-        crc = zlib.crc32(content, crc)
+        crc = crc32(content, crc)
     return FileRecord(num_bytes, crc)
 
 

@@ -22,7 +22,6 @@ import re
 import struct
 import types
 import typing
-import zlib
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -31,6 +30,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
 
 SCHEMA = 1
@@ -133,9 +133,9 @@ class Codec:
         flags = _ALL_INLINE if is_small else 0
         _PREFIX.pack_into(head, 0, 0, SCHEMA, flags, plan.tag, len(header), sequence, len(head))
         view = memoryview(head)
-        crc = zlib.crc32(view[_CRC.size :])
+        crc = crc32(view[_CRC.size :])
         for frame in own_frames:
-            crc = zlib.crc32(frame, crc)
+            crc = crc32(frame, crc)
         _CRC.pack_into(head, 0, crc)
         return [view, *own_frames] if len(head) <= MAX_FRAME_BYTES else [*_cut(view), *own_frames]
 
@@ -163,9 +163,9 @@ class Codec:
             raise ProtocolError(peer, "schema", f"{schema}, this end speaks {SCHEMA}")
         if sum(map(len, frames)) > self._max_message_bytes:
             raise ProtocolError(peer, "head", f"more than {self._max_message_bytes} bytes")
-        actual = zlib.crc32(memoryview(first)[_CRC.size :])
+        actual = crc32(memoryview(first)[_CRC.size :])
         for index in range(1, len(frames)):
-            actual = zlib.crc32(frames[index], actual)
+            actual = crc32(frames[index], actual)
         if actual != crc or first[7]:
             raise ProtocolError(peer, "crc32", "the message was altered")
         if flags & ~_ALL_INLINE or _padded(_PREFIX.size + header_bytes) > head_bytes:
@@ -194,7 +194,7 @@ class Codec:
         self._dtypes.update(_array_annotations(message_type))
         return _Plan(
             message_type,
-            zlib.crc32(message_type.__name__.encode()),
+            crc32(message_type.__name__.encode()),
             msgspec.msgpack.Decoder(message_type, dec_hook=self._attach),
             msgspec.msgpack.Decoder(message_type, dec_hook=self._check),
         )

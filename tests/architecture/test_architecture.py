@@ -39,6 +39,7 @@ DOORS = {
     "matplotlib": {"launch/demo"},
     "psutil": {"launch", "rlhpc/generation"},  # both end processes that they started
     "submitit": {"launch"},
+    "zlib_ng": {"rlhpc"},  # rlhpc/crc.py
     "megatron": {"rlhpc/training"},
     "deepspeed": {"rlhpc/training"},
     "pickle": set(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
-from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed, rollouts_on_disk
+from tests.ring.rollouts_on_disk import RolloutOnDisk, assert_full_batches_trained_once, consumed, rollouts_on_disk
 from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of
 
 pytestmark = pytest.mark.ring
@@ -54,10 +53,14 @@ def test_every_batch_was_full_and_nothing_was_trained_twice(whole_run: RunLayout
 
 
 def test_rewards_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) -> None:
-    by_version: dict[int, list[float]] = defaultdict(list)
+    groups: dict[int, list[RolloutOnDisk]] = defaultdict(list)
     for rollout in rollouts_on_disk(whole_run.rollouts):
-        if rollout.drop_reason in ("", "no_spread") and rollout.verdict != "verifier_error":
-            by_version[rollout.admitted_version].append(rollout.reward)
+        if rollout.verdict != "verifier_error":
+            groups[rollout.group_id].append(rollout)
+    by_version: dict[int, list[float]] = defaultdict(list)
+    for members in groups.values():
+        if len(members) == GROUP_SIZE:
+            by_version[members[0].admitted_version] += [member.reward for member in members]
     summary = summary_of(whole_run)
     for key, version in (("reward_first_tenth", 0), ("reward_last_tenth", NUM_STEPS - 1)):
         rewards = by_version[version]
@@ -118,7 +121,7 @@ def test_the_run_directory_holds_what_the_layout_says(whole_run: RunLayout) -> N
 def test_the_checkpoint_at_the_end_leaves_as_a_model(whole_run: RunLayout, tmp_path: Path) -> None:
     done = rlhpc("export", str(whole_run.root), str(tmp_path / "model"))
     assert done.returncode == 0, done.stderr
-    assert {"config.json", "tokenizer.json"} <= set(os.listdir(tmp_path / "model"))
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
     assert list((tmp_path / "model").glob("*.safetensors"))
 
 

@@ -229,8 +229,12 @@ def test_a_living_run_is_left_alone(config: Config, layout: RunLayout) -> None:
 
 @pytest.mark.parametrize(
     ("word", "key"),
-    [("run.seed=7", "run.seed"), ("admission.group_size=8", "admission.group_size"), ("data.shuffle=false", "data.shuffle")],
-)  # fmt: skip
+    [
+        ("run.seed=7", "run.seed"),
+        ("admission.group_size=8", "admission.group_size"),
+        ("data.shuffle=false", "data.shuffle"),
+    ],
+)
 def test_what_a_checkpoint_is_of_cannot_change_on_resume(
     lab: Lab, config: Config, layout: RunLayout, word: str, key: str
 ) -> None:

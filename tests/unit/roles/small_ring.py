@@ -123,7 +123,6 @@ class FakeTrainer:
         self.published: list[int] = []
         self.is_finite = True
         self.failing_broadcasts = 0
-        self.stepped = asyncio.Event()  # since somebody cleared it
 
     async def obey(self, client: Any) -> None:
         while True:
@@ -134,7 +133,6 @@ class FakeTrainer:
             case PackedBatch():
                 self.batches.append(command)
                 self.version += self.is_finite
-                self.stepped.set()
                 return StepReport(command.step, self.version, self.is_finite, {"loss": 0.5})
             case FormGroup():
                 self.formed.append(command.group.members)
@@ -268,9 +266,7 @@ class SmallRing:
 
 
 @asynccontextmanager
-async def small_ring(
-    config: Config, directory: Path, limits: PublicationLimits = LIMITS
-) -> AsyncIterator[SmallRing]:
+async def small_ring(config: Config, directory: Path, limits: PublicationLimits = LIMITS) -> AsyncIterator[SmallRing]:
     """The parts without a generator yet; everything is ended on the way out."""
     ring = SmallRing(config, directory, limits)
     ring.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ NUM_TURNS = 50  # of the event loop: more than any chain of messages here needs
 async def settle_down() -> None:
     """Let everything happen that can happen without another event."""
     for _ in range(NUM_TURNS):
+        await asyncio.sleep(0)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Turn the event loop until it is so."""
+    while not is_so():  # noqa: ASYNC110  the fakes have no event for everything
         await asyncio.sleep(0)
 
 
@@ -58,8 +65,7 @@ async def test_a_version_that_settles_late_releases_nothing_of_the_step_after_it
         first, second = generator.hold(1), generator.hold(2)
         ring.start_training()
         await generator.until_received(1)
-        while len(ring.trainer.batches) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(ring.trainer.batches) == 2)
         await settle_down()  # step 1 is reported; version 1 is not live
         assert ring.ledger.counts()["released"] == 0
         first.set()
@@ -136,8 +142,7 @@ async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path
     async with small_ring(small_config(num_steps=1000), tmp_path) as ring:
         await ring.add_generator()
         training = ring.start_training()
-        while len(ring.records) < 3:
-            await asyncio.sleep(0)
+        await until(lambda: len(ring.records) >= 3)
         ring.stop.set()
         await asyncio.wait_for(training, PATIENCE_S)
         assert ring.checkpoints == [(ring.loop.step, ring.loop.version)]
@@ -316,5 +321,3 @@ async def test_a_trainer_that_cannot_broadcast_at_all_ends_the_run(
         ring.trainer.failing_broadcasts = 1000
         with pytest.raises(RoleFailed, match=r"broadcasts in a row failed, the last: a member is gone"):
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-
-

@@ -1,0 +1,138 @@
+"""Who is there, and how busy, as far as heartbeats tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.messages import Heartbeat, Hello
+from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.generator_meter import Activity, GeneratorMeter
+from tests.unit.buffer.rollout_samples import ManualClock
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def fleet(clock: ManualClock) -> Fleet:
+    return Fleet("hash", 10.0, clock)
+
+
+def hello(role: str = "generator", replica: int = 0, incarnation: str = "a", config_hash: str = "hash") -> Hello:
+    return Hello(role, replica, incarnation, config_hash, pid=100 + replica, host="here", num_weight_ranks=1)
+
+
+def beat(capacity: int = 0, **metrics: float) -> Heartbeat:
+    return Heartbeat("running", "leases", 3, capacity, metrics)
+
+
+def test_a_process_with_other_settings_stays_out(fleet: Fleet) -> None:
+    assert not fleet.greet("generator-0", hello(config_hash="other"))
+    assert fleet.names() == []
+    assert fleet.greet("generator-0", hello())
+    assert fleet.names() == ["generator-0"]
+
+
+def test_silence_is_counted_from_the_last_sign_of_life(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.greet("generator-0", hello())
+    fleet.greet("reward-0", hello("reward"))
+    clock.advance(8)
+    fleet.hear("reward-0", beat())
+    clock.advance(3)
+    assert fleet.silent() == ["generator-0"]
+    fleet.forget("generator-0")
+    fleet.forget("generator-0")
+    assert fleet.silent() == []
+
+
+def test_a_heartbeat_of_someone_unknown_changes_nothing(fleet: Fleet) -> None:
+    fleet.hear("generator-7", beat(capacity=64))
+    assert fleet.names() == []
+    assert fleet.capacity("generator-7") == 0
+
+
+def test_credit_is_what_the_last_heartbeat_said_and_nothing_before_the_first(fleet: Fleet) -> None:
+    fleet.greet("generator-0", hello())
+    assert fleet.capacity("generator-0") == 0
+    fleet.hear("generator-0", beat(capacity=64))
+    assert fleet.capacity("generator-0") == 64
+    fleet.greet("generator-0", hello(incarnation="b"))  # started again
+    assert fleet.capacity("generator-0") == 0
+
+
+def test_totals_are_of_one_role(fleet: Fleet) -> None:
+    for name, member in (("generator-0", hello()), ("generator-1", hello(replica=1)), ("reward-0", hello("reward"))):
+        fleet.greet(name, member)
+        fleet.hear(name, beat(running=2.0))
+    assert fleet.total("running", "generator") == 4
+    assert fleet.total("never heard of", "generator") == 0
+    assert fleet.names("generator") == ["generator-0", "generator-1"]
+
+
+def test_the_report_has_a_row_for_everyone_with_pid_and_wait(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.greet("reward-0", hello("reward"))
+    fleet.greet("generator-0", hello())
+    fleet.hear("generator-0", beat(running=2.0))
+    clock.advance(1.5)
+    first, second = fleet.report()
+    assert (first["name"], second["name"]) == ("generator-0", "reward-0")
+    assert {key: first[key] for key in ("state", "waits_for", "version", "silent_s", "pid", "metrics")} == {
+        "state": "running", "waits_for": "leases", "version": 3, "silent_s": 1.5, "pid": 100,
+        "metrics": {"running": 2.0},
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ meter
+
+
+def test_idle_time_is_what_lies_between_heartbeats_and_was_not_busy(fleet: Fleet, clock: ManualClock) -> None:
+    meter = GeneratorMeter(fleet)
+    fleet.greet("generator-0", hello())
+    fleet.hear("generator-0", beat(busy_s=5.0, tokens=100.0))
+    assert meter.look() == Activity()  # the first look only reads
+    clock.advance(4)
+    fleet.hear("generator-0", beat(busy_s=8.0, tokens=160.0))
+    assert meter.look() == Activity(seconds=4.0, idle_s=1.0, tokens=60.0)
+    assert meter.look() == Activity()  # nothing new was heard
+
+
+def test_a_restart_counts_nothing_backwards(fleet: Fleet, clock: ManualClock) -> None:
+    meter = GeneratorMeter(fleet)
+    fleet.greet("generator-0", hello())
+    fleet.hear("generator-0", beat(busy_s=50.0, tokens=1000.0))
+    meter.look()
+    clock.advance(10)
+    fleet.greet("generator-0", hello(incarnation="b"))
+    fleet.hear("generator-0", beat(busy_s=1.0, tokens=10.0))
+    assert meter.look() == Activity()
+    clock.advance(2)
+    fleet.hear("generator-0", beat(busy_s=2.0, tokens=30.0))
+    assert meter.look() == Activity(seconds=2.0, idle_s=1.0, tokens=20.0)
+
+
+def test_time_of_several_generators_adds_up_and_a_lost_one_no_longer_counts(fleet: Fleet, clock: ManualClock) -> None:
+    meter = GeneratorMeter(fleet)
+    for replica in (0, 1):
+        fleet.greet(f"generator-{replica}", hello(replica=replica))
+        fleet.hear(f"generator-{replica}", beat())
+    fleet.greet("reward-0", hello("reward"))
+    meter.look()
+    clock.advance(3)
+    for replica in (0, 1):
+        fleet.hear(f"generator-{replica}", beat(busy_s=3.0 * replica))
+    assert meter.look() == Activity(seconds=6.0, idle_s=3.0)
+    fleet.forget("generator-0")
+    clock.advance(1)
+    fleet.hear("generator-1", beat(busy_s=4.0))
+    assert meter.look() == Activity(seconds=1.0)
+
+
+def test_an_engine_that_counts_more_than_passed_is_never_idle_below_zero(fleet: Fleet, clock: ManualClock) -> None:
+    meter = GeneratorMeter(fleet)
+    fleet.greet("generator-0", hello())
+    meter.look()
+    clock.advance(1)
+    fleet.hear("generator-0", beat(busy_s=1.2))
+    assert meter.look().idle_s == 0

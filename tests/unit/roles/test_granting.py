@@ -1,0 +1,166 @@
+"""Slots are filled at once, and no generator is given more than it said it would hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.contracts import PromptSource
+from rlhpc.roles.granting import Granting
+from rlhpc.topology import LEASES
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.types import Lease, Prompt
+from tests.unit.roles.small_ring import make_ledger, prompt, small_config
+
+CONFIG = small_config(groups_per_step=4, group_size=4, max_staleness=1, window_groups=1)  # 8 slots of 4 samples
+
+
+class CountedPrompts(PromptSource):
+    """Prompts 0, 1, 2, …"""
+
+    def __init__(self) -> None:
+        self.num_drawn = 0
+
+    def draw(self) -> Prompt:
+        self.num_drawn += 1
+        return prompt(self.num_drawn - 1)
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        raise AssertionError("not needed here")
+
+
+class Exchange:
+    """Granting with two generators that say what they can hold."""
+
+    def __init__(self) -> None:
+        self.server = MemoryServer(LEASES)
+        self.clients = {name: self.server.connect(name) for name in ("generator-0", "generator-1")}
+        self.ledger, self.prompts = make_ledger(CONFIG), CountedPrompts()
+        self.capacity = Counter({"generator-0": 0, "generator-1": 0})
+        self.ready = set(self.clients)
+        self.version = 3
+        self.granting = Granting(
+            self.server,
+            self.ledger,
+            self.prompts,
+            generators=lambda: sorted(self.ready),
+            capacity=lambda name: self.capacity[name],
+            version=lambda: self.version,
+        )
+
+    async def leases(self) -> dict[str, list[Lease]]:
+        """Wake it, and return what each generator is sent because of that."""
+        self.granting.wake()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return {name: await _drain(client) for name, client in self.clients.items()}
+
+
+async def _drain(client) -> list[Lease]:
+    leases = []
+    while client.statistics.receive_queue_depth:
+        leases.append(await client.receive())
+    return leases
+
+
+def num_samples(leases: list[Lease]) -> int:
+    return sum(len(lease.sample_indices) for lease in leases)
+
+
+@pytest.fixture
+async def exchange() -> AsyncIterator[Exchange]:
+    exchange = Exchange()
+    task = asyncio.create_task(exchange.granting.run())
+    yield exchange
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_every_slot_is_filled_with_the_next_prompt_under_the_live_version(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 1000
+    leases = (await exchange.leases())["generator-0"]
+    assert [lease.prompt.prompt_id for lease in leases] == list(range(8))
+    assert {lease.admitted_version for lease in leases} == {3}
+    assert {lease.sample_indices for lease in leases} == {(0, 1, 2, 3)}
+    assert not exchange.ledger.has_slot
+
+
+async def test_before_the_first_version_is_live_nothing_is_drawn(exchange: Exchange) -> None:
+    exchange.version, exchange.capacity["generator-0"] = -1, 1000
+    assert await exchange.leases() == {"generator-0": [], "generator-1": []}
+    assert exchange.prompts.num_drawn == 0
+
+
+async def test_a_generator_is_given_no_more_than_its_credit_and_leases_are_split(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 6
+    leases = (await exchange.leases())["generator-0"]
+    assert [lease.sample_indices for lease in leases] == [(0, 1, 2, 3), (0, 1)]
+    assert (await exchange.leases())["generator-0"] == []  # woken again: the credit is used up
+    exchange.capacity["generator-0"] = 7
+    (lease,) = (await exchange.leases())["generator-0"]
+    assert (lease.group_id, lease.sample_indices) == (1, (2,))
+
+
+async def test_delivery_gives_credit_back(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 4
+    await exchange.leases()
+    exchange.ledger.deliver("generator-0", 0, 2)
+    (lease,) = (await exchange.leases())["generator-0"]
+    assert len(lease.sample_indices) == 1
+    assert exchange.ledger.outstanding("generator-0") == 4
+
+
+async def test_whoever_has_most_credit_comes_first_so_that_replicas_stay_equally_full(exchange: Exchange) -> None:
+    exchange.capacity.update({"generator-0": 100, "generator-1": 100})
+    given = {name: num_samples(leases) for name, leases in (await exchange.leases()).items()}
+    assert given == {"generator-0": 16, "generator-1": 16}
+
+
+async def test_unequal_generators_are_filled_to_what_each_can_hold(exchange: Exchange) -> None:
+    exchange.capacity.update({"generator-0": 6, "generator-1": 20})
+    given = {name: num_samples(leases) for name, leases in (await exchange.leases()).items()}
+    assert given == {"generator-0": 6, "generator-1": 20}
+
+
+async def test_who_does_not_sample_with_the_live_version_gets_nothing(exchange: Exchange) -> None:
+    exchange.capacity.update({"generator-0": 100, "generator-1": 100})
+    exchange.ready = {"generator-1"}
+    leases = await exchange.leases()
+    assert leases["generator-0"] == []
+    assert num_samples(leases["generator-1"]) == 32
+
+
+async def test_a_lease_that_cannot_be_delivered_goes_to_another_at_once(exchange: Exchange) -> None:
+    exchange.capacity.update({"generator-0": 100, "generator-1": 99})
+    await exchange.clients["generator-0"].close()
+    exchange.granting.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    leases = await _drain(exchange.clients["generator-1"])
+    assert sorted(lease.group_id for lease in leases) == list(range(8))
+    assert exchange.ledger.outstanding("generator-0") == 0
+    assert exchange.ledger.counts()["lost_samples"] == 0  # it was never there: no strike against the group
+    exchange.ledger.conservation()
+
+
+async def test_credit_below_zero_is_no_credit(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 8
+    await exchange.leases()
+    exchange.capacity["generator-0"] = 2  # it drains: it holds more than it wants
+    assert (await exchange.leases())["generator-0"] == []
+
+
+async def test_a_dropped_group_is_replaced_by_a_new_prompt(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"] = 1000
+    await exchange.leases()
+    exchange.ledger.drop(3, DropReason.NO_SPREAD)
+    exchange.version = 5
+    (lease,) = (await exchange.leases())["generator-0"]
+    assert (lease.prompt.prompt_id, lease.admitted_version) == (8, 5)

@@ -1,0 +1,128 @@
+"""How a role ends: exit status for programs, the last line of its log for people."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config_file import write_resolved
+from rlhpc.errors import ConfigError, RlhpcError, RoleFailed, StarvedError
+from rlhpc.roles.lifecycle import (
+    EXIT_BUG,
+    EXIT_CONFIG,
+    EXIT_FAULT,
+    RoleContext,
+    first_leaf,
+    parse_role,
+    run_role,
+    run_until,
+    unless_stopped,
+)
+from rlhpc.run_layout import RunLayout
+from tests.unit.roles.small_ring import small_config
+
+End = Callable[[BaseException | None], tuple[int, str]]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RoleContext:
+    write_resolved(small_config(), RunLayout(tmp_path), "")
+    return parse_role(["generator", "--run-dir", str(tmp_path), "--replica", "2", "--attempt", "1"])
+
+
+@pytest.fixture
+def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> End:
+    """Lets a role end so; returns its exit status and the last line of its log."""
+    monkeypatch.setattr("rlhpc.roles.lifecycle._die_with_parent", lambda: None)
+    monkeypatch.setattr("faulthandler.register", lambda number: None)  # pytest has taken stderr's descriptor
+
+    def ended(error: BaseException | None) -> tuple[int, str]:
+        def work(context: RoleContext) -> None:
+            if error is not None:
+                raise error
+
+        root = logging.getLogger()
+        handlers, level = root.handlers[:], root.level
+        root.handlers.clear()  # pytest's own, beside which no other would be made
+        try:
+            status = run_role(context, work)
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+        return status, capsys.readouterr().err.splitlines()[-1]
+
+    return ended
+
+
+def test_a_role_knows_its_name_and_is_a_new_incarnation_each_time(context: RoleContext, tmp_path: Path) -> None:
+    again = parse_role(["generator", "--run-dir", str(tmp_path), "--replica", "2", "--attempt", "1"])
+    assert context.name == "generator-2"
+    assert context.incarnation != again.incarnation
+    assert context.resume_step is None
+    assert context.config_hash == again.config_hash
+
+
+def test_a_role_without_a_run_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        parse_role(["reward", "--run-dir", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "last_line"),
+    [
+        (None, 0, r"INFO ended$"),
+        (ConfigError("data.task='x'"), EXIT_CONFIG, r"ERROR settings: data.task='x'$"),
+        (StarvedError("nothing\n  to learn"), EXIT_FAULT, r"ERROR StarvedError: nothing; to learn$"),
+        (ExceptionGroup("g", [RoleFailed("a\nb")]), EXIT_FAULT, r"ERROR RoleFailed: a; b$"),
+        (ExceptionGroup("g", [ConfigError("c")]), EXIT_CONFIG, r"ERROR ConfigError: c$"),
+        (ExceptionGroup("g", [KeyError("k")]), EXIT_BUG, r"ERROR KeyError: 'k'$"),
+        (KeyError("k"), EXIT_BUG, r"KeyError: 'k'$"),
+    ],
+)
+def test_the_last_line_is_the_reason(end: End, error: BaseException | None, status: int, last_line: str) -> None:
+    ended, said = end(error)
+    assert ended == status
+    assert re.search(last_line, said)
+
+
+def test_the_first_error_of_our_own_is_the_reason_however_deep_it_lies() -> None:
+    first, second = RoleFailed("first"), StarvedError("second")
+    nested = BaseExceptionGroup("all", [ValueError("foreign"), ExceptionGroup("some", [first]), second])
+    assert first_leaf(nested) is first
+    foreign = ValueError("foreign"), KeyError("other")
+    assert first_leaf(ExceptionGroup("all", list(foreign))) is foreign[0]
+
+
+async def test_endless_loops_end_when_stop_is_set_and_the_first_failure_is_raised() -> None:
+    stop, beats = asyncio.Event(), []
+
+    async def beat() -> None:
+        while True:
+            beats.append(1)
+            await asyncio.sleep(0)
+            if len(beats) == 3:
+                stop.set()
+
+    await asyncio.wait_for(run_until(stop, beat(), asyncio.Event().wait()), 5)
+    assert len(beats) >= 3
+
+    async def fail() -> None:
+        raise RoleFailed("gone")
+
+    with pytest.raises(ExceptionGroup) as group:
+        await asyncio.wait_for(run_until(asyncio.Event(), asyncio.Event().wait(), fail()), 5)
+    assert isinstance(first_leaf(group.value), RlhpcError)
+
+
+async def test_what_is_not_done_when_stop_is_set_is_cancelled() -> None:
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await unless_stopped(stop, task) is None
+    assert task.cancelled()
+    assert await unless_stopped(asyncio.Event(), asyncio.ensure_future(asyncio.sleep(0, "done"))) == "done"

@@ -1,0 +1,74 @@
+"""Every figure of a step has a documented name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.algorithms.samples import to_samples
+from rlhpc.messages import StepReport
+from rlhpc.metrics.names import HISTOGRAMS, find_metric
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.pack import pack
+from rlhpc.roles.intake import Harvest
+from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.train_loop import StepRecord
+from rlhpc.types import RolloutGroup
+from tests.unit.roles.small_ring import prompt, scored
+
+REPORT = dict.fromkeys(
+    ("loss", "grad_norm", "entropy", "learning_rate", "step_s", "wait_for_batch_s", "clip_low", "clip_high", "ratio",
+     "importance_weight", "importance_weight_squared", "importance_capped", "kl_k1", "kl_k3", "mismatch_abs",
+     "mismatch_kl"),
+    1.0,
+)  # fmt: skip
+
+
+def group(group_id: int, admitted_version: int, *rewards: float) -> RolloutGroup:
+    members = tuple(scored(group_id, index, reward, reward_parts={"form": 0.5}) for index, reward in enumerate(rewards))
+    return RolloutGroup(group_id, prompt(group_id), admitted_version, members)
+
+
+@pytest.fixture
+def record() -> StepRecord:
+    groups = (group(0, 1, 0.0, 1.0), group(1, 2, 1.0, 0.0))
+    samples = [sample for g in groups for sample in to_samples(g, make_estimator("grpo"))]
+    batch = pack(samples, token_budget=16, num_ranks=1, cost=FlopCost(1.0, 0.0), step=3, policy_version=3)
+    return StepRecord(StepReport(3, 4, True, REPORT), batch, groups, 3, 1.0, 0.1, 0.01, 0.2, 0.3)
+
+
+def test_every_name_is_in_the_table(record: StepRecord) -> None:
+    harvest = Harvest(groups=[*record.groups, group(2, 3, 0.0, 0.0), group(3, 3, 1.0, 1.0)])
+    figures = training_figures(record, 16) | sampling_figures(harvest)
+    for name, value in figures.items():
+        find_metric(name)  # raises KeyError
+        assert np.isfinite(value), name
+    assert histograms(record).keys() == HISTOGRAMS.keys()
+
+
+def test_staleness_is_counted_from_admission_against_the_version_that_was_trained(record: StepRecord) -> None:
+    figures = training_figures(record, 16)
+    assert (figures["staleness/mean"], figures["staleness/max"]) == (1.5, 2.0)
+    assert histograms(record)["staleness/histogram"].tolist() == [2, 2, 1, 1]
+
+
+def test_packing_fill_is_tokens_over_budget(record: StepRecord) -> None:
+    figures = training_figures(record, 16)
+    assert figures["packing/num_microbatches"] == 2
+    assert figures["packing/fill"] == pytest.approx(20 / 32)
+
+
+def test_groups_without_spread_are_told_apart_by_why() -> None:
+    harvest = Harvest(
+        groups=[group(0, 0, 0.0, 0.0), group(1, 0, 1.0, 1.0), group(2, 0, 1.0, 1.0), group(3, 0, 0.0, 1.0)]
+    )
+    figures = sampling_figures(harvest)
+    assert figures["group/all_wrong_share"] == 0.25
+    assert figures["group/all_correct_share"] == 0.5
+    assert figures["reward/mean"] == pytest.approx(5 / 8)
+    assert figures["reward_part/form"] == 0.5
+
+
+def test_a_step_in_which_no_group_was_finished_says_nothing_of_rewards() -> None:
+    assert sampling_figures(Harvest()) == {}

@@ -1,0 +1,125 @@
+"""Run files in, Config out: what overrides do, what is written for the roles, what the slots amount to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import Config
+from rlhpc.config_file import config_hash, load_config, read_resolved, write_resolved
+from rlhpc.errors import ConfigError
+from rlhpc.run_layout import RunLayout
+
+RUN_FILE = """
+[run]
+name = "small"
+num_steps = 4
+[model]
+path = "model"
+[data]
+path = "data/train.jsonl"
+task = "integer_arithmetic"
+[generation]
+max_prompt_tokens = 8
+max_completion_tokens = 8
+[admission]
+groups_per_step = 2
+group_size = 2
+[trainer]
+token_budget = 64
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE)
+    return path
+
+
+def test_relative_paths_are_meant_from_where_the_command_is_given(run_file: Path, tmp_path: Path) -> None:
+    config = load_config(run_file)
+    assert config.model.path == tmp_path / "model"
+    assert config.data.path == tmp_path / "data/train.jsonl"
+    assert config.run_directory == tmp_path / "runs/small"
+
+
+@pytest.mark.parametrize(
+    ("word", "section", "key", "value"),
+    [
+        ("run.num_steps=9", "run", "num_steps", 9),
+        ("run.num_steps = 9", "run", "num_steps", 9),
+        ("trainer.learning_rate=2e-6", "trainer", "learning_rate", 2e-6),
+        ("model.dtype=float32", "model", "dtype", "float32"),
+        ('model.dtype="float32"', "model", "dtype", "float32"),
+        ("transport.curve=false", "transport", "curve", False),  # a section that the file does not have
+        ("data.prompt_template=Q: {q} = ", "data", "prompt_template", "Q: {q} ="),
+        ('data.prompt_template="a=b {q}\\n"', "data", "prompt_template", "a=b {q}\n"),
+        ("run.name=7b", "run", "name", "7b"),
+    ],
+)
+def test_an_override_replaces_one_key(run_file: Path, word: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_config(run_file, [word]), section), key) == value
+
+
+def test_the_last_override_of_a_key_counts(run_file: Path) -> None:
+    assert load_config(run_file, ["run.num_steps=5", "run.num_steps=6"]).run.num_steps == 6
+
+
+def test_a_config_is_frozen(run_file: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(run_file).run.num_steps = 5  # type: ignore[misc]
+
+
+def test_roles_read_what_the_launcher_wrote_to_the_last_digit(run_file: Path, tmp_path: Path) -> None:
+    config = load_config(run_file, ["trainer.learning_rate=1.2345678901234567e-7"])
+    write_resolved(config, RunLayout(tmp_path), "abc")
+    assert read_resolved(RunLayout(tmp_path)) == (config, config_hash(config))
+    assert json.loads((tmp_path / "config.json").read_bytes())["commit"] == "abc"
+
+
+def test_settings_that_were_altered_by_hand_are_refused(run_file: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    write_resolved(load_config(run_file), layout, "")
+    layout.config.write_text(layout.config.read_text().replace('"num_steps": 4', '"num_steps": 5'))
+    with pytest.raises(ConfigError, match="altered since the run was started"):
+        read_resolved(layout)
+    layout.config.write_text("{}")
+    with pytest.raises(ConfigError, match="damaged"):
+        read_resolved(layout)
+
+
+def test_the_hash_is_of_all_settings(run_file: Path) -> None:
+    plain = config_hash(load_config(run_file))
+    assert plain == config_hash(load_config(run_file, ["run.num_steps=4"]))
+    assert plain != config_hash(load_config(run_file, ["metrics.num_samples=3"]))
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 2, 5, 16])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3, 8])
+def test_slots_are_the_most_that_keep_the_bound(run_file: Path, groups_per_step: int, max_staleness: int) -> None:
+    """The ledger bounds staleness by ⌊(slots + window − 2) / groups_per_step⌋: one slot more would break it."""
+    for window in range(1, max_staleness * groups_per_step + 2):
+        words = [f"admission.{key}={value}" for key, value in (
+            ("groups_per_step", groups_per_step), ("max_staleness", max_staleness), ("window_groups", window),
+        )]  # fmt: skip
+        admission = load_config(run_file, words).admission
+        assert (admission.num_slots + window - 2) // groups_per_step == max_staleness
+        assert (admission.num_slots + 1 + window - 2) // groups_per_step == max_staleness + 1
+        assert admission.num_slots >= groups_per_step
+    with pytest.raises(ConfigError, match="window_groups"):
+        load_config(run_file, [*words, f"admission.window_groups={window + 1}"])
+
+
+def test_without_a_window_strict_order_goes_with_staleness_zero(run_file: Path) -> None:
+    assert load_config(run_file).admission.window == 2
+    assert load_config(run_file, ["admission.max_staleness=0"]).admission.window == 1
+
+
+def test_every_key_explains_itself() -> None:
+    for section in Config.model_fields.values():
+        for key, field in section.annotation.model_fields.items():
+            assert field.description, key
