@@ -79,7 +79,8 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
-    _die_with_parent()
+    # All die at once: nobody is left to finish the step that SIGTERM would let the controller wait for.
+    _die_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack: who waits where
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {context.name} %(name)s %(levelname)s %(message)s"
@@ -175,7 +176,7 @@ async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Res
     return None
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(number: signal.Signals) -> None:
     """Ask the kernel to end this process with its launcher, so that a killed launcher leaves nothing behind."""
     with suppress(OSError, AttributeError):  # not Linux: the launcher's own clean-up is all there is
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

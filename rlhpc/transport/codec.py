@@ -5,8 +5,8 @@ Eats any frozen dataclass of types.py or messages.py; makes frames for a socket.
 A message is one *head*, then the large arrays.  Little-endian:
 
     head    crc32 u32 │ schema u16 │ flags u8 │ 0 u8 │ type tag u32 │ header bytes u32 │ sequence u64 │ head bytes u64
-            header: the dataclass as msgpack, each array in it replaced by [dtype, *shape]; padded to 8 bytes
-            small arrays in field order, each padded to 8 bytes
+            header: the dataclass as msgpack, each array in it replaced by [dtype, *shape] or by its runs (runs.py)
+            small arrays but runs, in field order, each padded to 8 bytes
     arrays  those of 4 KiB and more, in field order, each in frames of its own
 
 A message below 64 KiB is all head (flag 1): one frame is then cheaper than several.  No frame exceeds 4 MiB, because
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
+from rlhpc.transport.runs import expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
 SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
@@ -145,6 +146,8 @@ class Codec:
             code = value.dtype.str
             if code not in _DTYPES or not 1 <= value.ndim <= MAX_DIMENSIONS:
                 raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions do not travel")
+            if (runs := find_runs(value)) is not None:
+                return (code, len(value), *runs)
             self._arrays.append(value if value.flags.c_contiguous else np.ascontiguousarray(value))
             return (code, *value.shape)
         if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
@@ -176,8 +179,10 @@ class Codec:
         return head, frames[count:], tag, header_bytes, flags, sequence
 
     def _attach(self, annotation: Any, wire: object) -> Array:
-        """Put an array back in place of [dtype, *shape]."""
+        """Put an array back in place of [dtype, *shape] or [dtype, length, values, lengths]."""
         dtype = self._dtypes[annotation]
+        if is_runs_form(wire):
+            return expand_runs(dtype, wire)
         return self._source.take(dtype, _read_array_form(dtype, wire))
 
     def _check(self, annotation: Any, wire: Any) -> Array:

@@ -164,6 +164,13 @@ class Run:
         """Wait until so many steps are done; returns the status."""
         return self.wait_until(lambda status: status["step"] >= step)
 
+    def wait_for_file(self, path: Path, timeout_s: float = START_LIMIT_S) -> None:
+        """Wait until there is such a file."""
+        deadline = time.monotonic() + timeout_s
+        while not path.exists():
+            assert time.monotonic() < deadline, f"no {path} after {timeout_s:g} s\n{self.story()}"
+            time.sleep(0.01)
+
     def survivors(self) -> list[psutil.Process]:
         """Every process that this command has started and that lives, itself included."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]

@@ -52,6 +52,31 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_l
     assert [attempt["resume_step"] for attempt in attempts] == [None, saved]
 
 
+@pytest.mark.parametrize("role", ["controller-0", "generator-0"])
+def test_ctrl_c_while_processes_are_being_started_ends_them_too(lab: Lab, role: str) -> None:
+    name = f"early-{role}"
+    with Run(lab.run_file(name, run=ENDLESS), lab.layout(name)) as run:
+        run.wait_for_file(run.layout.log(role, 0, 0))
+        with within(CTRL_C_LIMIT_S, "Ctrl-C"):
+            run.interrupt()
+            assert run.finish() in (0, 130), run.story()
+        run.assert_nothing_is_left()
+
+
+@pytest.mark.vllm
+def test_ctrl_c_ends_engines_while_they_load_and_while_they_sample(lab: Lab) -> None:
+    run_file = lab.run_file(
+        "engines", run=ENDLESS, data=SLOW, generation={"engine": "vllm"}, trainer={"device": "auto"}
+    )
+    for is_so in (lambda s: "trainer-0" in {role["name"] for role in s["roles"]}, lambda s: s["step"] >= 2):
+        with Run(run_file, lab.layout("engines"), "--fresh") as run:
+            run.wait_until(is_so)
+            with within(CTRL_C_LIMIT_S, "Ctrl-C"):
+                run.interrupt()
+                assert run.finish() in (0, 130), run.story()
+            run.assert_nothing_is_left()
+
+
 def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
     run_file, layout = (
         lab.run_file("stopped", run=ENDLESS, data=SLOW, checkpoint={"every_steps": 1000}),
@@ -86,7 +111,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(lab: Lab) -> None:
         run.wait_for_step(1)
         run.interrupt(signal.SIGKILL)
         run.process.wait()
-        run.assert_nothing_is_left(within_s=20.0)
+        run.assert_nothing_is_left(within_s=CTRL_C_LIMIT_S)
 
 
 def _saved_step(layout: RunLayout) -> int:

@@ -59,7 +59,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
     [
-        ("trainer", "learning_rte", 1e-4, ["trainer.learning_rte=0.0001", "unknown key", "did you mean learning_rate?"]),
+        ("trainer", "learning_rte", 1e-4, ["trainer.learning_rte=0.0001: unknown key", "did you mean learning_rate?"]),
         ("trainr", "device", "cpu", ["trainr=", "unknown key", "legal: run, model", "did you mean trainer?"]),
         ("run", "num_steps", "many", ["run.num_steps='many'", "valid integer"]),
         ("run", "num_steps", 0, ["run.num_steps=0", "greater than 0"]),
