@@ -28,7 +28,7 @@ from rlhpc.messages import (
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event, unless_stopped
 from rlhpc.roles.presence import CONNECT_TIMEOUT_S, announce, beat
-from rlhpc.topology import LEASES, REWARDS
+from rlhpc.topology import LEASES, REWARDS, ChannelSpec
 from rlhpc.transport.open import connect
 from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
@@ -54,9 +54,9 @@ async def _generate(context: RoleContext) -> None:
         if engine is None:
             return
         stack.push_async_callback(engine.close)
-        leases = await _connect(context, LEASES.name, 0)
+        leases = await _connect(context, LEASES)
         stack.push_async_callback(leases.close)
-        services = [await _connect(context, REWARDS.name, replica) for replica in range(config.rewards.num_replicas)]
+        services = [await _connect(context, REWARDS, replica) for replica in range(config.rewards.num_replicas)]
         judges = await stack.enter_async_context(RpcClient(services, max_attempts=config.rewards.max_attempts))
         control = await announce(context, engine.num_weight_ranks)
         stack.push_async_callback(control.close)
@@ -71,17 +71,8 @@ async def _generate(context: RoleContext) -> None:
             await generator.leave()
 
 
-async def _connect(context: RoleContext, channel: str, server_replica: int) -> ClientChannel:
-    return await connect(
-        {LEASES.name: LEASES, REWARDS.name: REWARDS}[channel],
-        layout=context.layout,
-        config=context.config.transport,
-        role=context.role,
-        replica=context.replica,
-        incarnation=context.incarnation,
-        server_replica=server_replica,
-        timeout_s=CONNECT_TIMEOUT_S,
-    )
+async def _connect(context: RoleContext, spec: ChannelSpec, server_replica: int = 0) -> ClientChannel:
+    return await connect(spec, **context.caller, server_replica=server_replica, timeout_s=CONNECT_TIMEOUT_S)
 
 
 class Generator:

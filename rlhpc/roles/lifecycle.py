@@ -19,9 +19,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
-from rlhpc.config import Config
+from rlhpc.config import Config, TransportConfig
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
@@ -30,6 +30,16 @@ Result = TypeVar("Result")
 EXIT_CONFIG, EXIT_FAULT, EXIT_BUG = 2, 3, 70
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
+
+
+class Caller(TypedDict):
+    """Arguments of transport.open.connect that are the same for all channels of a process."""
+
+    layout: RunLayout
+    config: TransportConfig
+    role: str
+    replica: int
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,17 @@ class RoleContext:
     layout: RunLayout
     config: Config
     config_hash: str
+
+    @property
+    def caller(self) -> Caller:
+        """How this process introduces itself when it connects."""
+        return Caller(
+            layout=self.layout,
+            config=self.config.transport,
+            role=self.role,
+            replica=self.replica,
+            incarnation=self.incarnation,
+        )
 
     @property
     def name(self) -> str:

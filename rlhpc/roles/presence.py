@@ -36,11 +36,7 @@ async def announce(context: RoleContext, num_weight_ranks: int = 0) -> ClientCha
     """Connect to the controller and introduce this process.  Raises ChannelTimeout if no controller turns up."""
     control = await connect(
         CONTROL,
-        layout=context.layout,
-        config=context.config.transport,
-        role=context.role,
-        replica=context.replica,
-        incarnation=context.incarnation,
+        **context.caller,
         timeout_s=CONNECT_TIMEOUT_S,
     )
     await control.send(hello(context, num_weight_ranks))

@@ -69,7 +69,7 @@ def run(context: RoleContext) -> None:
             store_address=f"file://{context.layout.rendezvous}/trainer_{context.attempt}",
         )
         stack.callback(backend.close)
-        channel = _connect(context) if backend.is_lead else None
+        channel = connect_blocking(BATCHES, **context.caller, timeout_s=CONNECT_TIMEOUT_S) if backend.is_lead else None
         if channel is not None:
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
@@ -78,18 +78,6 @@ def run(context: RoleContext) -> None:
         trainer.begin()
         while trainer.obey(commands.next(stopping.is_set)):
             pass
-
-
-def _connect(context: RoleContext) -> BlockingClientChannel:
-    return connect_blocking(
-        BATCHES,
-        layout=context.layout,
-        config=context.config.transport,
-        role=context.role,
-        replica=context.replica,
-        incarnation=context.incarnation,
-        timeout_s=CONNECT_TIMEOUT_S,
-    )
 
 
 class Trainer:

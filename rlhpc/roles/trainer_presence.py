@@ -44,11 +44,7 @@ class TrainerPresence:
         try:
             control = connect_blocking(
                 CONTROL,
-                layout=context.layout,
-                config=context.config.transport,
-                role=context.role,
-                replica=context.replica,
-                incarnation=context.incarnation,
+                **context.caller,
                 timeout_s=CONNECT_TIMEOUT_S,
             )
             control.send(hello(context))

@@ -52,7 +52,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_a_resume_goes_on_to_the_l
     assert [attempt["resume_step"] for attempt in attempts] == [None, saved]
 
 
-@pytest.mark.parametrize("role", ["controller-0", "generator-0"])
+@pytest.mark.parametrize("role", ["controller", "generator"])
 def test_ctrl_c_while_processes_are_being_started_ends_them_too(lab: Lab, role: str) -> None:
     name = f"early-{role}"
     with Run(lab.run_file(name, run=ENDLESS), lab.layout(name)) as run:
