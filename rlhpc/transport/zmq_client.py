@@ -60,6 +60,7 @@ class _Dealer:
             secure_client(self.socket, secrets, name, server_name)
         self._monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket()
         self.socket.connect(address)
+        self._refused: tuple[object, int, list[Frame]] | None = None  # encoded, and not taken so far: to be tried again
         self.try_send(Greeting(), self._push_now)
         self.counters = Counters()  # the greeting is no message of the application
 
@@ -67,9 +68,12 @@ class _Dealer:
         """Hand one message to `transmit`; its number is used up only if it went."""
         if not self.is_open:
             raise ChannelClosed(f"{self.title} is closed")
-        frames = self._outgoing.encode(message, self._next_sent)
+        if self._refused is None or self._refused[0] is not message or self._refused[1] != self._next_sent:
+            self._refused = message, self._next_sent, self._outgoing.encode(message, self._next_sent)
+        frames = self._refused[2]
         if not transmit(frames):
             return False
+        self._refused = None
         self._next_sent += 1
         self.counters.sent(sum(map(len, frames)))
         return True
