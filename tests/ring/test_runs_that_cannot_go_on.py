@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
-from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of
+from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of, within
 
 pytestmark = pytest.mark.ring
 HOPELESS = {"task": "tests.ring.ring_rewards:nothing"}
@@ -43,3 +45,17 @@ def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> No
     assert "no compiler to judge" in run.output
     assert "Traceback" not in run.output
     assert all(rollout.consumed_step == -1 for rollout in rollouts_on_disk(lab.layout("unjudged").rollouts))
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_a_run_that_loses_what_it_cannot_do_without_ends_at_once_and_says_what(lab: Lab, role: str) -> None:
+    name = f"without-{role}"
+    with Run(lab.run_file(name, run={"num_steps": 100_000}), lab.layout(name)) as run:
+        run.wait_for_step(2)
+        (victim,) = [process for process in run.survivors() if role in process.cmdline()]
+        victim.kill()
+        with within(12.0, "giving up"):
+            assert run.finish() == signal.SIGKILL, run.story()
+        run.assert_nothing_is_left()
+    assert run.output.count(f"{role}-0 ended with signal SIGKILL") == 1
+    assert "Traceback" not in run.output
