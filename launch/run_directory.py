@@ -31,6 +31,9 @@ FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admiss
     "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
 
 
+LIVES_ELSEWHERE_S = 60.0  # a run whose status is younger is taken for alive where its pid cannot be seen
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of a run."""
@@ -102,6 +105,21 @@ def _refuse_if_alive(layout: RunLayout) -> None:
         raise RunDirectoryError(
             f"{layout.root}: a run lives here (launcher pid {pid}); `rlhpc stop {layout.root}` ends it"
         )
+    host, silent_s = _other_host(layout)
+    if host and silent_s < LIVES_ELSEWHERE_S:
+        raise RunDirectoryError(
+            f"{layout.root}: a run on {host} wrote its status {silent_s:.0f} s ago; stop it there, or wait "
+            f"{LIVES_ELSEWHERE_S:.0f} s after its end"
+        )
+
+
+def _other_host(layout: RunLayout) -> tuple[str, float]:
+    """Return the host of a launcher on another machine ("" if none), and the age of the run's status in seconds."""
+    try:
+        host = str(json.loads(layout.launcher.read_bytes())["host"])
+        return "" if host == socket.gethostname() else host, time.time() - layout.status.stat().st_mtime
+    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        return "", 0.0
 
 
 def _take_up(config: Config, layout: RunLayout) -> Attempt:

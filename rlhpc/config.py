@@ -17,6 +17,7 @@ from rlhpc.config_rules import RULES
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+LoosePath = Annotated[Path, Field(strict=False)]  # a run file has strings
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -24,7 +25,7 @@ class Section(BaseModel):
     """Base of every table of the run file."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
@@ -33,7 +34,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run; also of its directory unless `directory` says otherwise."""
-    directory: Path | None = None
+    directory: LoosePath | None = None
     """Run directory; default runs/NAME, relative to where the command is given."""
     num_steps: Positive
     """Optimiser steps in all, those before a resume included."""
@@ -44,7 +45,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """[model]: the checkpoint that is trained."""
 
-    path: Path
+    path: LoosePath
     """HF checkpoint directory: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
@@ -53,7 +54,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """[data]: prompts and their references."""
 
-    path: Path
+    path: LoosePath
     """A .jsonl or .parquet file, or a directory of them."""
     task: str
     """Name of the reward function (docs/rewards.md lists them)."""

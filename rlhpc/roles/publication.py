@@ -140,8 +140,8 @@ class Publication:
                 await self._changed.wait_for(lambda: not self._membership.waiting_for(version))
         except TimeoutError:
             for name in self._membership.waiting_for(version):
-                log.warning("%s did not acknowledge version %d: left out", name, version)
-                await self.lost(name)
+                log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
+                self._membership.failed(name, self.epoch)
         if not self._membership.live_members(version):
             return False
         self.live_version = version

@@ -265,3 +265,13 @@ def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config:
     assert all(first[name] != second[name] for name in first)
     assert layout.secrets.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in layout.secrets.iterdir())
+
+
+def test_a_run_that_lives_on_another_host_is_not_deleted(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    layout.launcher.write_text(json.dumps({"pid": 1, "host": "another-host", "created": 0.0}))
+    layout.status.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="a run on another-host wrote its status"):
+        claim(config, layout, resume=False, fresh=True)
+    os.utime(layout.status, (0, 0))
+    assert claim(config, layout, resume=False, fresh=True).index == 0
