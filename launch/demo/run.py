@@ -21,6 +21,7 @@ from rlhpc.run_layout import RunLayout
 RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
 SHOW_EVERY_STEPS = 100
+EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
 
 
 def run_demo(overrides: Sequence[str] = ()) -> int:
@@ -34,6 +35,9 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
         f"     {warm.num_parameters:,} parameters, right in {warm.accuracy:.0%} of its samples "
         f"({time.monotonic() - began:.0f} s)"
     )
+    if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
+        low, high = EXPECTED_ACCURACY
+        _say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
     _say(f"2/3  reinforcement learning: rlhpc run {RUN_FILE.name}")
     status = run_locally(config, fresh=True)
     if status == 0:
