@@ -24,7 +24,6 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
-from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from rlhpc.metrics.event_file import EventFile
@@ -52,13 +51,13 @@ class TensorBoardWriter:
         self.scalars(step, {name: value})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one point of many curves as one event.  Not-finite values are written as they are."""
-        summary = Summary()
-        for name, value in values.items():
-            # Beyond float32 numpy warns of overflow; inf is what TensorBoard shows then.
-            with np.errstate(over="ignore"):
-                summary.MergeFrom(scalar_pb(name, np.float32(value)))
-        self._append(step, summary)
+        """Write one point of many curves as one event.  Not-finite values are written as they are.
+
+        In the older form of a scalar, a plain number: it is the one that other readers of event files know, too.
+        """
+        with np.errstate(over="ignore"):  # beyond float32 numpy warns of overflow; inf is what TensorBoard shows then
+            points = [Summary.Value(tag=name, simple_value=np.float32(value)) for name, value in values.items()]
+        self._append(step, Summary(value=points))
 
     def histogram(self, name: str, step: int, values: ArrayLike, num_buckets: int = 30) -> None:
         """Write the distribution of the finite ones among `values`; nothing where there is none."""

@@ -146,10 +146,17 @@ class TrainLoop:
         await self._settled()
         self._unreleased += [group.group_id for group in groups]
         await self._publish()
-        slowdown = batch_slowdown(batch, self._cost)
         self.step += 1
         return StepRecord(
-            report, batch, tuple(groups), trained, slowdown, waited_s, packed_s, self.settle_s, self.checkpoint_s
+            report=report,
+            batch=batch,
+            groups=tuple(groups),
+            trained_version=trained,
+            lockstep_slowdown=batch_slowdown(batch, self._cost),
+            wait_for_groups_s=waited_s,
+            pack_s=packed_s,
+            settle_s=self.settle_s,
+            checkpoint_s=self.checkpoint_s,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:

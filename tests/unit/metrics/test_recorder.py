@@ -25,7 +25,7 @@ def read(tmp_path) -> EventAccumulator:
 
 
 def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
-    return [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in accumulator.Tensors(tag)]
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
 def text(accumulator: EventAccumulator, tag: str) -> str:
@@ -40,7 +40,7 @@ def test_key_metrics_are_written_over_steps_tokens_and_seconds(recorder, tmp_pat
     assert points(written, "by_tokens/reward/mean") == [(7_000_000_000, 0.5)]
     assert points(written, "by_seconds/reward/mean") == [(12, 0.5)]
     assert points(written, "staleness/max") == [(3, 2.0)]
-    assert "by_tokens/staleness/max" not in written.Tags()["tensors"]
+    assert "by_tokens/staleness/max" not in written.Tags()["scalars"]
 
 
 def test_an_unknown_name_is_refused_and_nothing_of_its_step_is_written(recorder, tmp_path):
@@ -49,7 +49,7 @@ def test_an_unknown_name_is_refused_and_nothing_of_its_step_is_written(recorder,
     with pytest.raises(KeyError, match="reward/mean"):
         recorder.histogram("reward/mean", 0, [1.0])
     recorder.close()
-    assert "reward/mean" not in read(tmp_path).Tags()["tensors"]
+    assert "reward/mean" not in read(tmp_path).Tags()["scalars"]
 
 
 def test_numbers_that_are_not_finite_are_written_as_they_are(recorder, tmp_path):
