@@ -21,6 +21,7 @@ import math_verify
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
+from rlhpc.types import Verdict
 
 _HASH_MARK = re.compile(r"####([^\n]*)")
 _BOXED_MARK = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -37,8 +38,16 @@ _LATEX = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def verify(completion: str, reference: str) -> RewardOutcome:
-    r"""Give the verdict on a completion: RewardOutcome.is_correct, and reward 1.0 or 0.0 to match.
+def verify(completion: str, reference: str) -> Verdict:
+    """Give the verdict alone: correct, wrong, or, for a reference that cannot be read, verifier_error."""
+    try:
+        return Verdict.CORRECT if judge(completion, reference).is_correct else Verdict.WRONG
+    except ValueError:
+        return Verdict.VERIFIER_ERROR
+
+
+def judge(completion: str, reference: str) -> RewardOutcome:
+    r"""Return reward 1.0 or 0.0, and what was taken for the answer.
 
     reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number).
     Raises ValueError if the reference cannot be read: that says nothing about the completion.

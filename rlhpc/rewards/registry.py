@@ -19,7 +19,7 @@ from rlhpc.errors import ConfigError
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
-        "math_answer": "rlhpc.rewards.math_answer:verify",
+        "math_answer": "rlhpc.rewards.math_answer:judge",
     }
 )
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.rewards.math_answer import last_marked_answer, verify
+from rlhpc.rewards.math_answer import judge, last_marked_answer, verify
+from rlhpc.types import Verdict
 
 GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
 
@@ -65,13 +66,13 @@ UNEQUAL = [
 
 @pytest.mark.parametrize(("answer", "reference"), EQUAL)
 def test_an_equal_answer_in_another_spelling_is_correct(answer, reference):
-    outcome = verify(f"Therefore, \\boxed{{{answer}}}.", reference)
+    outcome = judge(f"Therefore, \\boxed{{{answer}}}.", reference)
     assert (outcome.reward, outcome.is_correct) == (1.0, True)
 
 
 @pytest.mark.parametrize(("answer", "reference"), UNEQUAL)
 def test_an_unequal_or_hedged_or_unreadable_answer_is_wrong(answer, reference):
-    outcome = verify(f"Therefore, \\boxed{{{answer}}}.", reference)
+    outcome = judge(f"Therefore, \\boxed{{{answer}}}.", reference)
     assert (outcome.reward, outcome.is_correct) == (0.0, False)
     assert outcome.detail
 
@@ -102,21 +103,21 @@ def test_the_last_marked_answer_counts(text, answer):
 
 @pytest.mark.parametrize("completion", ["The answer is 18.", "18", "answer: $18$", "### 18", r"boxed{18}"])
 def test_an_answer_without_a_mark_is_wrong_even_where_it_is_right(completion):
-    outcome = verify(completion, "18")
+    outcome = judge(completion, "18")
     assert not outcome.is_correct
     assert "####" in outcome.detail
 
 
 def test_listing_many_answers_gains_nothing():
     every = " ".join(f"\\boxed{{{number}}}" for number in range(100))
-    assert not verify(every, "18").is_correct
-    assert verify(every, "99").is_correct
+    assert not judge(every, "18").is_correct
+    assert judge(every, "99").is_correct
 
 
 @pytest.mark.parametrize("reference", ["", "####", r"\frac{", "18 19", "$$"])
 def test_an_unreadable_reference_is_an_error_and_not_a_wrong_answer(reference):
     with pytest.raises(ValueError, match="cannot be read"):
-        verify(r"\boxed{18}", reference)
+        judge(r"\boxed{18}", reference)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -127,13 +128,20 @@ def test_every_gsm8k_solution_is_its_own_correct_answer_and_no_neighbours(split)
     references = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
     for reference in references:
         answer = reference.rpartition("####")[2].strip()
-        assert verify(f"so \\boxed{{{answer}}}", reference).is_correct, reference
-        assert verify(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
-        assert not verify(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
-        assert not verify(answer, reference).is_correct, reference
+        assert judge(f"so \\boxed{{{answer}}}", reference).is_correct, reference
+        assert judge(f"so \\boxed{{\\${answer}.00}}", reference).is_correct is ("." not in answer), reference
+        assert not judge(f"so \\boxed{{{answer}1}}", reference).is_correct, reference
+        assert not judge(answer, reference).is_correct, reference
 
 
 def test_an_answer_cannot_break_out_of_the_braces_it_is_put_in():
-    assert not verify(r"#### 5} {18", "18").is_correct
-    assert not verify(r"#### 5} \boxed{18", "18").is_correct
-    assert not verify(r"\boxed{5 final answer is $18$. I hope}", "18").is_correct
+    assert not judge(r"#### 5} {18", "18").is_correct
+    assert not judge(r"#### 5} \boxed{18", "18").is_correct
+    assert not judge(r"\boxed{5 final answer is $18$. I hope}", "18").is_correct
+
+
+def test_verify_gives_the_verdict_alone() -> None:
+    assert verify(r"so \boxed{18}", "9 + 9 = 18\n#### 18") is Verdict.CORRECT
+    assert verify("#### 1,234.00", "#### 1234") is Verdict.CORRECT
+    assert verify("so it is 18", "#### 18") is Verdict.WRONG
+    assert verify(r"\boxed{18}", "") is Verdict.VERIFIER_ERROR
