@@ -37,7 +37,9 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
     )
     if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
         low, high = EXPECTED_ACCURACY
-        _say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
+        _say(
+            f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should"
+        )
     _say(f"2/3  reinforcement learning: rlhpc run {RUN_FILE.name}")
     status = run_locally(config, fresh=True)
     if status == 0:

@@ -43,6 +43,7 @@ from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
+DISK_PATIENCE_S = 300.0  # for a disk that takes no segment to have room again
 FAREWELL_S = 2.0  # for the others to hear that they should stop
 
 
@@ -103,6 +104,7 @@ class Controller:
         self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
         self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
         self._lag = LoopLag(clock)
+        self._unsealed_since: float | None = None  # when the disk began to refuse segments
         self._recorder = RunRecorder(
             context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
         )
@@ -211,9 +213,23 @@ class Controller:
             for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
-            await asyncio.to_thread(self._books.segments.tick)
+            await self._seal()
             self._granting.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
+
+    async def _seal(self) -> None:
+        """Seal a segment if one is due.  A full disk may have room again in a moment; meanwhile nothing is lost."""
+        now = asyncio.get_running_loop().time()
+        try:
+            await asyncio.to_thread(self._books.segments.tick)
+        except SegmentError:
+            if self._unsealed_since is None:
+                log.exception("trying again for %d s", DISK_PATIENCE_S)
+                self._unsealed_since = now
+            elif now - self._unsealed_since > DISK_PATIENCE_S:
+                raise
+        else:
+            self._unsealed_since = None
 
     async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  Generators are expendable; the others are not."""

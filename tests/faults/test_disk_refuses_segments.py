@@ -1,0 +1,35 @@
+"""A disk that takes no segments for a while costs nothing: groups wait in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
+from tests.ring.run_kit import Lab, Run, make_lab
+
+pytestmark = pytest.mark.ring
+GROUPS, GROUP_SIZE, NUM_STEPS = 4, 4, 12
+
+
+@pytest.fixture
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("full-disk"))
+
+
+def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(lab: Lab) -> None:
+    layout = lab.layout("refused")
+    run_file = lab.run_file(
+        "refused",
+        run={"num_steps": NUM_STEPS},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        buffer={"segment_groups": 2, "segment_s": 0.2},
+        checkpoint={"every_steps": 1000},
+    )
+    aside = layout.root / "out-of-reach"
+    with Run(run_file, layout) as run:
+        run.wait_for_step(2)
+        layout.rollouts.rename(aside)
+        run.wait_until(lambda _: "trying again for" in layout.log("controller", 0, 0).read_text())
+        aside.rename(layout.rollouts)
+        assert run.finish() == 0, run.story()
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
