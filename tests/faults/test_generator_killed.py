@@ -13,7 +13,7 @@ from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, Run, make_lab, summary_of
 
-NUM_STEPS = 16
+NUM_STEPS = 40  # far more than go by before both engines are seen at work
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
         "bereft",
         run={"num_steps": NUM_STEPS},
         data={"task": "tests.ring.ring_rewards:slow_parity"},
-        generation={"engine": "vllm", "num_replicas": 2, "max_num_seqs": 8},
+        generation={"engine": "vllm", "num_replicas": 2, "max_num_seqs": 8, "max_completion_tokens": 160},
         trainer={"device": "auto"},
         weights={"timeout_s": 10.0},
         transport={"dead_after_s": 5.0},
