@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
@@ -21,6 +24,7 @@ from launch.plan import ProcessPlan, RunPlan
 
 INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
 STOP_GRACE_S = 120.0  # after `rlhpc stop`: time to finish a step and save
+LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 FINISH_GRACE_S = 15.0  # after the controller has ended by itself
 
 
@@ -46,6 +50,7 @@ class LocalExecutor:
 
     def __enter__(self) -> Self:
         """Start every process."""
+        self._temporary = _private_temporary_directory()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         for process in self._plan.processes:
@@ -61,6 +66,7 @@ class LocalExecutor:
                 self._signal_group(running, signal.SIGKILL)
             running.process.wait()
             running.log.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave us
 
@@ -95,7 +101,7 @@ class LocalExecutor:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**plan.defaults, **os.environ, **plan.environment},
+            env={**plan.defaults, **os.environ, **plan.environment, "TMPDIR": str(self._temporary)},
             start_new_session=True,  # Ctrl-C reaches the launcher alone; the group can be ended as one
         )
         self._running.append(_Running(plan, process, log))
@@ -161,6 +167,18 @@ class LocalExecutor:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone already
             os.killpg(running.process.pid, number)
+
+
+def _private_temporary_directory() -> Path:
+    """Make the place for all temporary files of this attempt, 0700, which goes when it goes.
+
+    vLLM leaves the sockets between its processes behind, and speaks pickle over them: nobody else may reach those.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))
+    if len(str(directory)) <= LONGEST_TEMPORARY_PATH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp"))
 
 
 def _last_words(log: bytes) -> str:

@@ -154,3 +154,17 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_temporary_files_of_all_processes_are_private_and_go_with_the_run(
+    executor: Callable[..., LocalExecutor], tmp_path: Path
+) -> None:
+    leaves_one = (
+        "import os, pathlib, tempfile; pathlib.Path('seen').write_text(tempfile.gettempdir());"
+        "tempfile.mkstemp(); assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700"
+    )
+    with executor(controller_0=leaves_one) as started:
+        assert started.wait(lambda: None) == 0
+        directory = Path((tmp_path / "seen").read_text())
+        assert list(directory.iterdir())
+    assert not directory.exists()
