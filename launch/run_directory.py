@@ -79,7 +79,7 @@ def mint_keys(plan: RunPlan) -> None:
 def launcher_of(layout: RunLayout) -> int | None:
     """Return the pid of the launcher that lives in this directory on this machine, or None."""
     try:
-        record = json.loads((layout.launcher).read_bytes())
+        record = json.loads(layout.launcher.read_bytes())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if record["host"] != socket.gethostname():

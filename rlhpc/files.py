@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o644) -> None:
     """Replace `path` by `content`; a reader sees the old file or the new one, also after a power cut.
 
     Raises OSError, in which case the old file, if any, is untouched.

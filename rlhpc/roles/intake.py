@@ -39,7 +39,6 @@ class Intake:
         self._buffer, self._gate, self._admission = buffer, gate, admission
         self._num_without_spread_in_a_row = 0
         self._last_rewards: list[float] = []
-        self.tokens_total = 0
         self.harvest = Harvest()
         self.cancelled: list[int] = []  # groups dropped while members of them are sampled: somebody should say so
 
@@ -51,9 +50,7 @@ class Intake:
         rollout = scored.rollout
         if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
-        num_tokens = len(rollout.token_ids)
-        self.tokens_total += num_tokens
-        self.harvest.num_tokens += num_tokens
+        self.harvest.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()
         group = self._buffer.deliver(holder, scored)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rlhpc.errors import ChannelTimeout, ProtocolError
+from rlhpc.files import write_atomically
 from rlhpc.transport.sessions import peer_name
 
 POLL_S = 0.05
@@ -42,15 +43,7 @@ def publish(directory: Path, endpoint: Endpoint) -> None:
     """Make the endpoint known, in place of an older incarnation's.  Makes the directory, 0700, if need be."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = _file(directory, endpoint.channel, endpoint.replica)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(descriptor, msgspec.json.encode(endpoint))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    temporary.replace(file)
-    _sync_directory(directory)
+    write_atomically(file, msgspec.json.encode(endpoint), mode=0o600)
 
 
 def withdraw(directory: Path, endpoint: Endpoint) -> None:
@@ -105,11 +98,3 @@ def _raise_if_late(deadline: float, directory: Path, channel: str, name: str, ti
 
 def _file(directory: Path, channel: str, replica: int) -> Path:
     return directory / f"{channel}-{replica}.json"
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,6 @@ The two newest versions are kept.  The directory goes when the epoch is dissolve
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from rlhpc.contracts import WeightPublisher, WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
+from rlhpc.files import write_atomically
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
@@ -166,8 +166,8 @@ def _write_version(directory: Path, manifest: WeightManifest, weights: Iterator[
             tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         data = bytearray(safetensors.torch.save(tensors))
         sums.append(checksum64(torch.frombuffer(data, dtype=torch.uint8)))
-        _write_durably(_bucket_file(directory, index), data)
-    _write_durably(directory / CHECKSUMS, json.dumps({"header": header_of(manifest), "checksums": sums}).encode())
+        write_atomically(_bucket_file(directory, index), data)
+    write_atomically(directory / CHECKSUMS, json.dumps({"header": header_of(manifest), "checksums": sums}).encode())
 
 
 def _read_version(directory: Path, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
@@ -193,21 +193,6 @@ def _read_bytes(path: Path) -> Tensor:
 def _parsed(block: Tensor) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = safetensors.torch.load(block.numpy().tobytes())
     return tensors
-
-
-def _write_durably(path: Path, data: bytes | bytearray) -> None:
-    """Write under a temporary name, sync, rename, sync the directory: a file is whole or absent."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _leave_verdict(directory: Path, name: str) -> None:
