@@ -174,18 +174,42 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """[trainer]: backend, layout, optimiser."""
 
-    backend: Literal["reference"] = "reference"
+    backend: Literal["megatron", "deepspeed", "reference"] = "reference"
     """Which implementation of the trainer contract."""
     num_ranks: Positive = 1
     """Processes; on CUDA one GPU each."""
+    tensor_parallel: Positive = 1
+    """Megatron: ranks that share every matrix."""
+    sequence_parallel: bool = False
+    """Megatron: tensor-parallel ranks share norms and residuals too, each a part of the row."""
+    pipeline_parallel: Positive = 1
+    """Megatron: stages that share the layers."""
+    chunks_per_stage: Positive = 1
+    """Megatron: above 1, stages interleave so many blocks of layers each."""
+    context_parallel: Positive = 1
+    """Megatron: ranks that share every packed row."""
+    expert_parallel: Positive = 1
+    """Megatron: ranks that share the experts of a mixture."""
+    distributed_optimizer: bool = True
+    """Megatron: data-parallel ranks share the optimiser's state."""
+    overlap_grad_reduce: bool = False
+    """Megatron: sum gradients over ranks while backward goes on."""
+    transformer_engine: bool = False
+    """Megatron: attention by TransformerEngine, which must be installed."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """DeepSpeed: ranks share optimiser state (1), gradients too (2), parameters too (3)."""
+    optimizer_offload: bool = False
+    """Keep the optimiser's state in host memory and step there."""
+    parameter_offload: bool = False
+    """DeepSpeed stage 3: keep parameters in host memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": cuda where there is one."""
     token_budget: Positive
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits that exist at once."""
-    recompute_activations: bool = False
-    """Trade time for memory."""
+    recompute_activations: Literal["none", "selective", "full"] = "none"
+    """Trade time for memory: attention alone (Megatron) or whole layers."""
     learning_rate: PositiveFloat = 1e-6
     """After warm-up."""
     warmup_steps: NonNegative = 0
@@ -206,6 +230,11 @@ class TrainerConfig(Section):
     """Clip the global norm to this."""
     max_skipped_steps: Positive = 5
     """So many non-finite steps in a row stop the run."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the model, each of which gets rows of its own."""
+        return self.num_ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
 
 
 class WeightsConfig(Section):

@@ -81,6 +81,69 @@ def death_takes_longer_than_a_beat(config: Config) -> None:
         )
 
 
+def ranks_fill_the_layout(config: Config) -> None:
+    """Every replica of the model takes the same number of ranks."""
+    trainer = config.trainer
+    replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    if trainer.num_ranks % replica:
+        raise ValueError(
+            f"trainer.num_ranks={trainer.num_ranks} is not a multiple of tensor_parallel × pipeline_parallel × "
+            f"context_parallel = {replica}"
+        )
+    stage = trainer.num_ranks // trainer.pipeline_parallel
+    if stage % trainer.expert_parallel:
+        raise ValueError(
+            f"trainer.expert_parallel={trainer.expert_parallel} does not divide the {stage} ranks of a pipeline stage "
+            "(trainer.num_ranks / trainer.pipeline_parallel)"
+        )
+
+
+def layout_keys_need_their_partner(config: Config) -> None:
+    """Keys that mean nothing without another one."""
+    trainer = config.trainer
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ValueError("trainer.sequence_parallel=true needs trainer.tensor_parallel of 2 or more; it is 1")
+    if trainer.chunks_per_stage > 1 and trainer.pipeline_parallel == 1:
+        raise ValueError(
+            f"trainer.chunks_per_stage={trainer.chunks_per_stage} needs trainer.pipeline_parallel of 2 or more; it is 1"
+        )
+    if trainer.parameter_offload and trainer.zero_stage != 3:
+        raise ValueError(f"trainer.parameter_offload=true needs trainer.zero_stage=3; it is {trainer.zero_stage}")
+
+
+# Keys that other backends would have to ignore; what is ignored must not be set.
+_ONLY_FOR = {
+    "megatron": (
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "chunks_per_stage",
+        "context_parallel",
+        "expert_parallel",
+        "overlap_grad_reduce",
+        "transformer_engine",
+    ),
+    "deepspeed": ("parameter_offload",),
+}
+
+
+def backend_knows_its_keys(config: Config) -> None:
+    """A key of another backend is a misunderstanding, not a wish to be passed over."""
+    trainer = config.trainer
+    for backend, keys in _ONLY_FOR.items():
+        for key in keys:
+            value = getattr(trainer, key)
+            if trainer.backend != backend and value != type(trainer).model_fields[key].default:
+                raise ValueError(f"trainer.{key}={value!r} is for backend={backend!r}; it is {trainer.backend!r}")
+    if trainer.recompute_activations == "selective" and trainer.backend != "megatron":
+        raise ValueError(
+            f"trainer.recompute_activations='selective' is for backend='megatron'; it is {trainer.backend!r}; "
+            "legal: 'none', 'full'"
+        )
+    if trainer.optimizer_offload and trainer.backend == "reference":
+        raise ValueError("trainer.optimizer_offload=true is for backend='megatron' and 'deepspeed', not 'reference'")
+
+
 RULES = (
     budget_holds_longest_sample,
     window_leaves_slots,
@@ -89,4 +152,7 @@ RULES = (
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     death_takes_longer_than_a_beat,
+    ranks_fill_the_layout,
+    layout_keys_need_their_partner,
+    backend_knows_its_keys,
 )

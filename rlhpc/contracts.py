@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -392,14 +393,17 @@ class TrainerBackend(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (HF name, full tensor) on the lead rank; other ranks take part and yield nothing.
 
-        A tensor is valid until the next one is asked for.  Memory: the largest tensor, never the model.
+        A tensor is valid until the next one is asked for.  Memory: one bucket and the largest tensor, never the model.
+        Every rank runs the iterator to its end; the lead may close it early.
         """
 
     @abstractmethod
-    def save(self, directory: Path) -> dict[str, int]:
+    def save(self, directory: Path) -> Future[dict[str, int]]:
         """Write the full state (HF-named fp32 weights, Adam moments, optimiser step count, RNG) into `directory`.
 
-        Returns {file name: bytes} on the lead rank and {} elsewhere.  Raises CheckpointError; files may remain.
+        Returns when the state as it is now has been copied; it is written in the background.  The future gives
+        {file name: bytes} on the lead rank and {} elsewhere, or CheckpointError; then files may remain.
+        A second call waits for the first one's end.
         """
 
     @abstractmethod

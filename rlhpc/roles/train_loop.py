@@ -174,7 +174,7 @@ class TrainLoop:
         return pack(
             samples,
             token_budget=trainer.token_budget,
-            num_ranks=trainer.num_ranks,
+            num_ranks=trainer.data_parallel,
             cost=self._cost,
             step=self.step,
             policy_version=self.version,

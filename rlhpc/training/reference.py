@@ -68,7 +68,7 @@ class ReferenceBackend(TrainerBackend):
         device = _device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
-            config.model.path, device=device, recompute_activations=config.trainer.recompute_activations
+            config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
         )
         if world_size > 1:
             dist.init_process_group(

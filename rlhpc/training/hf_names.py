@@ -1,0 +1,47 @@
+"""The names that tensors have on disk and in vLLM, where transformers keeps them otherwise in memory.
+
+Eats a parameter of a transformers module, makes the tensors of an HF checkpoint: the same, but for mixtures of experts.
+Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
+
+    ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
+    ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from rlhpc.types import TensorSpec
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """What a parameter of this name and shape becomes."""
+    stem = spec.name.rpartition(".")[0]
+    if spec.name.endswith(_GATE_UP):
+        experts, rows, columns = spec.shape
+        return tuple(
+            TensorSpec(f"{stem}.{expert}.{matrix}_proj.weight", spec.dtype, (rows // 2, columns))
+            for expert in range(experts)
+            for matrix in ("gate", "up")
+        )
+    if spec.name.endswith(_DOWN):
+        experts, *shape = spec.shape
+        return tuple(
+            TensorSpec(f"{stem}.{expert}.down_proj.weight", spec.dtype, tuple(shape)) for expert in range(experts)
+        )
+    return (spec,)
+
+
+def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """Views of `tensor`, the parameter `name`, in the order of on_disk; to be read or written to."""
+    if name.endswith(_GATE_UP):
+        for expert in tensor:
+            yield from expert.chunk(2)
+    elif name.endswith(_DOWN):
+        yield from tensor
+    else:
+        yield tensor
