@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
-    _takes_run_file(command("check", _check, "Validate a run file, its model and its data, and print the plan."))
+    check = command("check", _check, "Validate a run file, its model and its data; print the plan and its memory.")
+    _takes_run_file(check)
+    check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that cannot fit the GPUs there")
     for name, function, text in (
         ("status", _status, "Show every role of a run: state, version, what it holds, what it waits for."),
         ("stop", _stop, "Finish the step, save, and end every process of a run."),
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path)
     export.add_argument("--step", type=int, default=None, help="checkpoint to take; default: the newest complete one")
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
+    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
@@ -74,18 +77,22 @@ def _takes_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from launch.memory_verdict import memory_report
     from launch.plan import describe_plan, plan_run
     from launch.preflight import preflight
 
     config = load_config(options.run_file, options.overrides)
     findings = preflight(config)
+    memory = memory_report(config, findings.model, findings.shape, options.site)
     print(describe_plan(plan_run(config, RunLayout(config.run_directory)), config))
-    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions})")
+    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
+    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset
     print(
         f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
         f"{data.longest_prompt_tokens} at most ({data.longest_source})"
     )
+    print(memory)
     return 0
 
 
@@ -148,9 +155,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from launch.demo.run import run_demo
+    from launch.demo.run import RUN_FILE, run_demo
 
-    return run_demo(options.overrides)
+    return run_demo(options.run_file or RUN_FILE, options.overrides)
 
 
 if __name__ == "__main__":

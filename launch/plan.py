@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.config import Config
+from rlhpc.config import Config, TrainerConfig
+from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
 
 
@@ -83,7 +84,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each",
         f"admission   {admission.num_slots} slots, window {admission.window}; staleness never above "
         f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
-        f"trainer     {trainer.backend}, {trainer.num_ranks} rank(s), {trainer.token_budget} tokens a micro-batch, "
+        f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}",
         f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
         f"sequences each, weights by {config.weights.transport}",
@@ -91,3 +92,18 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_layout(trainer: TrainerConfig) -> str:
+    """ "megatron, 8 ranks: tensor 2 × data 4, sequence-parallel"; axes of one rank are left out."""
+    layout = ParallelLayout.of(trainer)
+    axes = [
+        f"{axis} {size}" for axis in ("tensor", "context", "data", "pipeline") if (size := getattr(layout, axis)) > 1
+    ]
+    words = [" × ".join(axes)] if axes else []
+    words += ["sequence-parallel"] if layout.is_sequence_parallel else []
+    words += [f"{layout.chunks} blocks of layers a stage"] if layout.chunks > 1 else []
+    words += [f"experts over {layout.expert}"] if layout.expert > 1 else []
+    words += [f"ZeRO-{trainer.zero_stage}"] if trainer.backend == "deepspeed" else []
+    ranks = f"{trainer.backend}, {trainer.num_ranks} rank{'s' if trainer.num_ranks > 1 else ''}"
+    return f"{ranks}: {', '.join(words)}" if words else ranks

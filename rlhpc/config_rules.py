@@ -109,6 +109,10 @@ def layout_keys_need_their_partner(config: Config) -> None:
         )
     if trainer.parameter_offload and trainer.zero_stage != 3:
         raise ValueError(f"trainer.parameter_offload=true needs trainer.zero_stage=3; it is {trainer.zero_stage}")
+    if trainer.optimizer_offload and trainer.backend == "megatron" and not trainer.distributed_optimizer:
+        raise ValueError(
+            "trainer.optimizer_offload=true with backend='megatron' needs trainer.distributed_optimizer=true"
+        )
 
 
 # Keys that other backends would have to ignore; what is ignored must not be set.
@@ -120,10 +124,11 @@ _ONLY_FOR = {
         "chunks_per_stage",
         "context_parallel",
         "expert_parallel",
+        "distributed_optimizer",
         "overlap_grad_reduce",
         "transformer_engine",
     ),
-    "deepspeed": ("parameter_offload",),
+    "deepspeed": ("zero_stage", "parameter_offload"),
 }
 
 
@@ -152,7 +157,7 @@ RULES = (
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     death_takes_longer_than_a_beat,
+    backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,
-    backend_knows_its_keys,
 )

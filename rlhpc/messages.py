@@ -160,16 +160,24 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Controller → trainer: write your part into this directory."""
+    """Controller → trainer: copy your state as it is now, and write it into this directory while you go on."""
 
     step: int
     directory: str
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
-    """Trainer → controller: your part is on disk."""
+class SnapshotTaken:
+    """Trainer → controller: the state is copied; whatever comes next is not in the checkpoint."""
 
     step: int
-    seconds: float
+    seconds: float  # in which nothing could be trained
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Trainer → controller, some time after SnapshotTaken: the copy is on disk, or could not be written."""
+
+    step: int
+    seconds: float  # since the command
     error: str = ""

@@ -63,8 +63,8 @@ class ParallelLayout:
         key_heads = model.get("num_key_value_heads") or heads
         layers, blocks = model["num_hidden_layers"], self.pipeline * self.chunks
         experts = num_experts(model)
-        _must_divide("tensor_parallel", self.tensor, heads, "num_attention_heads")
         _must_divide("tensor_parallel", self.tensor, key_heads, "num_key_value_heads")
+        _must_divide("tensor_parallel", self.tensor, heads, "num_attention_heads")
         if self.is_sequence_parallel:
             _must_divide("tensor_parallel", self.tensor, model["hidden_size"], "hidden_size")
         _must_divide("pipeline_parallel × chunks_per_stage", blocks, layers, "num_hidden_layers")

@@ -26,7 +26,7 @@ class ChannelSpec:
 
 CONTROL = ChannelSpec(
     "control", "controller", ("generator", "reward", "trainer"),
-    (m.Hello, m.Heartbeat, m.WeightsLive),
+    (m.Hello, m.Heartbeat, m.WeightsLive, m.SaveReport),
     (m.StopRole, m.RollCall, m.JoinGroup, m.ReceiveWeights),
     1_000,
 )  # fmt: skip
@@ -38,7 +38,7 @@ LEASES = ChannelSpec(
 )  # fmt: skip
 BATCHES = ChannelSpec(
     "batches", "controller", ("trainer",),
-    (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SaveReport),
+    (m.TrainerReady, m.StepReport, m.GroupOpened, m.PublishReport, m.SnapshotTaken),
     (PackedBatch, m.FormGroup, m.PublishWeights, m.SaveCheckpoint, m.StopRole),
     8,
 )  # fmt: skip

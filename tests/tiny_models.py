@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -30,7 +32,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+NUM_EXPERTS = 8
 
 
 def make_tiny_checkpoint(
@@ -41,21 +45,23 @@ def make_tiny_checkpoint(
     tied: bool = True,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    vocabulary: int = len(VOCABULARY),
+    heads: int | None = None,
 ) -> Path:
     """Write a randomly drawn model and its tokenizer into `directory`; the same arguments give the same bytes.
 
-    hidden: a multiple of 32 (heads of 32); family: "qwen2", "qwen3" or "llama".
+    hidden: a multiple of 32 (heads of 32, unless their number is given); family: one of FAMILIES; vocabulary: rows of
+    the embedding, of which the tokenizer knows the first 100.  Two heads of keys; the mixture takes 2 of 8 experts.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config_class, model_class = FAMILIES[family]
-    extra = {"head_dim": 32} if family == "qwen3" else {}
     config = config_class(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=max(2, hidden // 32),
+        num_attention_heads=heads or max(2, hidden // 32),
         num_key_value_heads=2,
         max_position_embeddings=4096,
         initializer_range=0.1,  # large enough that tokens are clearly not equally likely
@@ -63,7 +69,7 @@ def make_tiny_checkpoint(
         pad_token_id=PAD_ID,
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
-        **extra,
+        **_particular_to(family, hidden),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -71,6 +77,20 @@ def make_tiny_checkpoint(
     model.save_pretrained(directory)
     make_character_tokenizer().save_pretrained(directory)
     return directory
+
+
+def _particular_to(family: str, hidden: int) -> dict[str, Any]:
+    if family == "qwen3":
+        return {"head_dim": 32}
+    if family == "qwen3_moe":
+        return {
+            "head_dim": 32,
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": hidden,
+        }
+    return {}
 
 
 def make_character_tokenizer() -> PreTrainedTokenizerFast:

@@ -24,9 +24,9 @@ SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
 
 
-def run_demo(overrides: Sequence[str] = ()) -> int:
+def run_demo(run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
     """Run it all; returns the exit status of the run.  Deletes what an earlier demo left in its run directory."""
-    config = load_config(RUN_FILE, overrides)
+    config = load_config(run_file, overrides)
     began = time.monotonic()
     _say("1/3  warm start: a tiny model learns to add from careless examples")
     warm = make_model(config.model.path, on_step=_show_step)
@@ -40,7 +40,7 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
         _say(
             f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should"
         )
-    _say(f"2/3  reinforcement learning: rlhpc run {RUN_FILE.name}")
+    _say(f"2/3  reinforcement learning: rlhpc run {run_file.name}")
     status = run_locally(config, fresh=True)
     if status == 0:
         _say("3/3  what came of it")

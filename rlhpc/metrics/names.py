@@ -99,7 +99,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "time/wait_for_weights_s": Metric("s", "from step report until the new version was live everywhere"),
         "time/wait_for_groups_s": Metric("s", "controller waited for enough finished groups"),
         "time/pack_s": Metric("s", "advantages and packing"),
-        "time/checkpoint_s": Metric("s", "controller and trainer saved"),
+        "time/checkpoint_s": Metric("s", "training was held up by the last checkpoint"),
+        "time/checkpoint_write_s": Metric("s", "last complete checkpoint: written while training went on"),
         "event_loop/lag_s": Metric("s", "worst lag of the controller's event loop since the last step"),
         # Axes.
         "tokens/generated_total": Metric("tokens", "completion tokens that reached the controller since the start"),

@@ -1,11 +1,21 @@
-"""Save the whole run at a step boundary: one directory, complete or ignored."""
+"""Save the whole run at a step boundary: one directory, complete or ignored.
+
+    write ──▶ controller's part, trainer's snapshot ──▶ next step …        training waits for this much
+                              └──▶ SaveReport ──▶ complete ──▶ prune        in the background
+
+Promises: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
+complete, for a run that is killed in between goes on from the older one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from pathlib import Path
 
 from rlhpc.errors import CheckpointError
-from rlhpc.messages import SaveCheckpoint, SaveReport
+from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.books import Books
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
@@ -16,13 +26,27 @@ log = logging.getLogger("rlhpc.checkpoint")
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run; called between two steps, when nothing is being trained."""
+    """Writes checkpoints of one run."""
 
     def __init__(self, layout: RunLayout, keep: int, trainer: TrainerLink, books: Books) -> None:
         self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
+        self._step = -1  # of the last one
+        self._report: asyncio.Future[SaveReport] | None = None
+        self._completing: asyncio.Task[None] | None = None
+        self.write_s = 0.0  # of the last one that is complete: from its snapshot on
+
+    @property
+    def awaits_trainer(self) -> bool:
+        """True while the trainer is writing: until its SaveReport is heard."""
+        return self._report is not None and not self._report.done()
 
     async def write(self, step: int, policy_version: int) -> None:
-        """Write one, complete it, delete those that are superseded.  Raises CheckpointError; older ones stay usable."""
+        """Begin one; called between two steps, when nothing is being trained.
+
+        Waits for the end of the one before.  Raises CheckpointError if that or this one's beginning fails; older ones
+        stay usable.
+        """
+        await self.finish()
         books, final = self._books, self._layout.checkpoint(step)
         temporary = begin(final)
         # The controller's part is taken in one go, before anything can be delivered.
@@ -36,9 +60,37 @@ class CheckpointWriter:
             totals=books.totals.to_json(),
         )
         write_run_state(temporary, state)
-        report = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SaveReport)
+        self._step, self._report = step, asyncio.get_running_loop().create_future()
+        self._completing = asyncio.create_task(self._complete(self._report, temporary, final, state))
+        taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
+        log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
+
+    def hear(self, report: SaveReport) -> None:
+        """The trainer has ended writing."""
+        if report.step == self._step and self._report is not None and not self._report.done():
+            self._report.set_result(report)
+
+    def raise_failure(self) -> None:
+        """Raise the CheckpointError of the last one, if it has failed by now."""
+        if self._completing is not None and self._completing.done():
+            self._completing.result()
+
+    async def finish(self) -> None:
+        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
+        if self._completing is not None:
+            await self._completing
+
+    async def _complete(
+        self, reported: asyncio.Future[SaveReport], temporary: Path, final: Path, state: RunState
+    ) -> None:
+        began = time.monotonic()
+        report = await reported
         if report.error:
             raise CheckpointError(f"{final}: the trainer could not save: {report.error}")
-        complete(temporary, final, {"step": step, "policy_version": policy_version})
-        prune(self._layout.checkpoints, self._keep)
-        log.info("checkpoint %s complete, trainer's part in %.2f s", final.name, report.seconds)
+        # Threads, because one reads every byte again and the other deletes many: the loop has rollouts to take in.
+        await asyncio.to_thread(
+            complete, temporary, final, {"step": state.step, "policy_version": state.policy_version}
+        )
+        await asyncio.to_thread(prune, self._layout.checkpoints, self._keep)
+        self.write_s = time.monotonic() - began
+        log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)

@@ -19,8 +19,8 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, CheckpointError, RoleFailed, SegmentError
-from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, StopRole, WeightsLive
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
+from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, SaveReport, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
@@ -127,6 +127,14 @@ class Controller:
 
     async def run(self, stop: StopRequest) -> None:
         """Do everything until the last step or `stop`; then close the books."""
+        try:
+            await self._run_loops(stop)
+        except BaseExceptionGroup:
+            await self._outlast_save(stop.event)
+            raise
+        self._close_books()
+
+    async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
             loops = [
                 group.create_task(loop)
@@ -140,7 +148,6 @@ class Controller:
                 await asyncio.wait((training,), timeout=stop.patience_s if is_training else 0.0)
             for task in (*loops, stopped, training):
                 task.cancel()
-        self._close_books()
 
     async def _train(self, stop: asyncio.Event) -> None:
         await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
@@ -154,10 +161,7 @@ class Controller:
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
-        await self._loop.run(stop, self._recorder.record, self._checkpoint)
-
-    async def _checkpoint(self) -> None:
-        await self._checkpoints.write(self._loop.step, self._loop.version)
+        await self._loop.run(stop, self._recorder.record, self._checkpoints)
 
     async def _hear(self) -> None:
         """Take what roles say about themselves."""
@@ -170,6 +174,8 @@ class Controller:
                 self._granting.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._publication.acknowledge(name, message)
+            elif isinstance(message, SaveReport):
+                self._checkpoints.hear(message)
 
     async def _greet(self, name: str, message: Hello) -> None:
         known = self._fleet.member(name)
@@ -245,6 +251,26 @@ class Controller:
             self._granting.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending
+
+    async def _outlast_save(self, stop: asyncio.Event) -> None:
+        """The run has failed: let the checkpoint that is being written become complete, while its writer lives."""
+        if self._checkpoints.awaits_trainer:
+            log.warning("the run has failed; the trainer is writing a checkpoint, which is waited for")
+        while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
+            with suppress(ChannelTimeout):
+                name, message = await self._control.receive(WATCH_INTERVAL_S)
+                if isinstance(message, Heartbeat):
+                    self._fleet.hear(name, message)
+                elif isinstance(message, SaveReport):
+                    self._checkpoints.hear(message)
+        if not self._checkpoints.awaits_trainer:
+            try:
+                await self._checkpoints.finish()
+            except CheckpointError:
+                log.exception("nor was the last checkpoint completed")
+
+    def _is_trainer_alive(self) -> bool:
+        return self._fleet.member(LEAD) is not None and LEAD not in self._fleet.silent()
 
     def _close_books(self) -> None:
         """Give up what is in flight, seal, and sum up a finished run; a stopped one has saved it for the resume."""

@@ -56,6 +56,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
         "time/pack_s": record.pack_s,
         "time/wait_for_weights_s": record.settle_s,
         "time/checkpoint_s": record.checkpoint_s,
+        "time/checkpoint_write_s": record.checkpoint_write_s,
     }
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlhpc.algorithms.samples import to_samples
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -43,7 +44,23 @@ class StepRecord:
     wait_for_groups_s: float
     pack_s: float
     settle_s: float  # of the version before this step
-    checkpoint_s: float  # of the last checkpoint
+    checkpoint_s: float  # of the last checkpoint: training was held up
+    checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
+
+
+class Checkpoints(Protocol):
+    """What the loop knows of saving (roles/checkpoint_writer.py)."""
+
+    write_s: float
+
+    async def write(self, step: int, policy_version: int) -> None:
+        """Take a snapshot now; write it in the background, after the one before."""
+
+    def raise_failure(self) -> None:
+        """Raise the CheckpointError of the last one, if it has failed by now."""
+
+    async def finish(self) -> None:
+        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
 
 
 class TrainLoop:
@@ -72,7 +89,7 @@ class TrainLoop:
         self._nobody_is_live = False
         self._num_skipped_in_a_row = 0
         self.settle_s = 0.0  # of the last version: from its broadcast until it was live
-        self.checkpoint_s = 0.0  # of the last one
+        self.checkpoint_s = 0.0  # of the last one: the loop did nothing else
 
     def groups_changed(self) -> None:
         """A group is finished or gone: perhaps a batch is full."""
@@ -88,27 +105,32 @@ class TrainLoop:
         self,
         stop: asyncio.Event,
         record: Callable[[StepRecord], None],
-        checkpoint: Callable[[], Awaitable[None]],
+        checkpoints: Checkpoints,
     ) -> None:
-        """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end."""
+        """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
+
+        Returns when the last checkpoint is complete.  Raises CheckpointError at the boundary after one has failed.
+        """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved = self.step
         while self.step < last and not stop.is_set():
             groups, waited_s = await self._full_batch(stop)
             if groups is None:
                 break
-            record(await self._train(groups, waited_s))
+            record(await self._train(groups, waited_s, checkpoints.write_s))
+            checkpoints.raise_failure()
             if self.step % every == 0 and self.step < last:
-                await self._save(checkpoint)
+                await self._save(checkpoints)
                 saved = self.step
         await self._settled()
         if self.step > saved:
-            await self._save(checkpoint)
+            await self._save(checkpoints)
+        await checkpoints.finish()
 
-    async def _save(self, checkpoint: Callable[[], Awaitable[None]]) -> None:
+    async def _save(self, checkpoints: Checkpoints) -> None:
         await self._settled()
         began = time.monotonic()
-        await checkpoint()
+        await checkpoints.write(self.step, self.version)
         self.checkpoint_s = time.monotonic() - began
 
     # ------------------------------------------------------------------------------------------------------ one step
@@ -133,7 +155,7 @@ class TrainLoop:
         finally:
             stopped.cancel()
 
-    async def _train(self, groups: list[RolloutGroup], waited_s: float) -> StepRecord:
+    async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoint_write_s: float) -> StepRecord:
         began = time.monotonic()
         samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
         batch = self._pack(samples)
@@ -157,6 +179,7 @@ class TrainLoop:
             pack_s=packed_s,
             settle_s=self.settle_s,
             checkpoint_s=self.checkpoint_s,
+            checkpoint_write_s=checkpoint_write_s,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:

@@ -1,7 +1,8 @@
 """The trainer: one process per rank, doing what the controller's stream of commands says, in order.
 
 Eats PackedBatch, makes StepReport; on command forms weight groups, publishes weights, saves.  It never decides
-anything: which batch, when to publish and when to save is the controller's.
+anything: which batch, when to publish and when to save is the controller's.  A checkpoint is written in the background:
+only its end is reported out of turn.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import logging
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +26,7 @@ from rlhpc.algorithms.proximal import current_share
 from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
-from rlhpc.errors import CheckpointError, ProtocolError, WeightsError
+from rlhpc.errors import ProtocolError, WeightsError
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -31,6 +34,7 @@ from rlhpc.messages import (
     PublishWeights,
     SaveCheckpoint,
     SaveReport,
+    SnapshotTaken,
     StepReport,
     StopRole,
     TrainerReady,
@@ -74,7 +78,7 @@ def run(context: RoleContext) -> None:
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
         trainer = Trainer(context, backend, channel, presence)
-        stack.callback(trainer.close)
+        stack.callback(lambda: trainer.close(in_haste=stopping.is_set()))
         trainer.begin()
         while trainer.obey(commands.next(stopping.is_set)):
             pass
@@ -96,6 +100,7 @@ class Trainer:
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
         self._manifest: WeightManifest | None = None  # of what is broadcast; version and epoch filled in each time
+        self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
 
     def begin(self) -> None:
@@ -136,8 +141,10 @@ class Trainer:
         self._waiting_since = time.monotonic()
         return True
 
-    def close(self) -> None:
-        """Leave the weight group."""
+    def close(self, *, in_haste: bool) -> None:
+        """Leave the weight group; in haste, give up the checkpoint that is being written: nobody will complete it."""
+        if in_haste and self._saving is not None:
+            self._saving.cancel()
         if self._publisher is not None:
             self._publisher.dissolve()
 
@@ -210,16 +217,24 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, command: SaveCheckpoint) -> None:
-        began, error = time.monotonic(), ""
+        """Copy the state and go on; the end of writing is told from the thread that writes."""
+        began = time.monotonic()
         self._presence.now("saving", "", self._version)
-        directory = Path(command.directory) / TRAINER_DIRECTORY
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._backend.save(directory)
-        except (CheckpointError, OSError) as failure:
-            error = str(failure)
+        self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
+        self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
-            self._channel.send(SaveReport(command.step, time.monotonic() - began, error))
+            self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))
+        self._presence.now("running", "batch", self._version)
+
+    def _saved(self, step: int, began: float, saving: Future[dict[str, int]]) -> None:
+        if saving.cancelled():
+            log.warning("the checkpoint of step %d is given up", step)
+            return
+        failure = saving.exception()
+        if failure is not None:
+            log.error("the checkpoint of step %d could not be written: %s", step, failure)
+        if self._channel is not None:
+            self._presence.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
 
 
 def _shares_gpu(config: Config) -> bool:

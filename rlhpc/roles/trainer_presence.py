@@ -1,13 +1,19 @@
-"""The trainer's heartbeat, from a thread of its own: its main thread is busy for whole steps."""
+"""The trainer's heartbeat, from a thread of its own: its main thread is busy for whole steps.
+
+The same connection carries what other threads of the trainer have to say, since a socket belongs to one thread.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
+from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import ChannelError
-from rlhpc.messages import Heartbeat
+from rlhpc.messages import Heartbeat, SaveReport
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.presence import CONNECT_TIMEOUT_S, hello
 from rlhpc.topology import CONTROL
@@ -15,12 +21,12 @@ from rlhpc.transport.open import connect_blocking
 
 
 class TrainerPresence:
-    """Says hello, then beats, until left.  The main thread calls `now`; everything else happens in the thread."""
+    """Says hello, then beats, until left.  Any thread may call `now` and `tell`; the rest happens in one of its own."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._current = Heartbeat("starting", "", -1)
-        self._left = threading.Event()
+        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: it is time to leave
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -31,13 +37,17 @@ class TrainerPresence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop beating."""
-        self._left.set()
+        """Send what was told before, and stop beating."""
+        self._told.put(None)
         self._thread.join(timeout=5.0)
 
     def now(self, state: str, waits_for: str, policy_version: int) -> None:
         """Replace what the next heartbeats say."""
         self._current = Heartbeat(state, waits_for, policy_version)
+
+    def tell(self, message: SaveReport) -> None:
+        """Send a message to the controller at once, out of turn with the heartbeats."""
+        self._told.put(message)
 
     def _beat(self) -> None:
         context = self._context
@@ -48,9 +58,22 @@ class TrainerPresence:
                 timeout_s=CONNECT_TIMEOUT_S,
             )
             control.send(hello(context))
-            while not self._left.is_set():
+            control.send(self._current)
+            while self._speak_until_next_beat(control):
                 control.send(self._current)
-                self._left.wait(context.config.transport.heartbeat_s)
             control.close()
         except ChannelError:
             return  # the controller is gone; the main thread finds out at its next message
+
+    def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
+        """Send what is told while the next heartbeat is not due.  False when it is time to leave."""
+        deadline = time.monotonic() + self._context.config.transport.heartbeat_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            try:
+                message = self._told.get(timeout=remaining_s)
+            except queue.Empty:
+                break
+            if message is None:
+                return False
+            control.send(message)
+        return True

@@ -3,6 +3,7 @@
 Eats a checkpoint directory, makes a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and the
 head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
 whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.
+So is a mixture of experts whose tensors have other names on disk than hf_names knows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.errors import ConfigError
+from rlhpc.training.hf_names import on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import PACKED_ATTENTION, SegmentPlan
 from rlhpc.types import TensorSpec
@@ -29,7 +32,10 @@ TRIAL_LENGTHS = (5, 7)
 
 @dataclass(frozen=True, slots=True)
 class CausalLM:
-    """Trunk and head of one model; parameters by HF name in the model's own order, a tied head not listed twice."""
+    """Trunk and head of one model; parameters by HF name in the model's own order, a tied head not listed twice.
+
+    A layer's experts are one parameter; hf_names has the names they have on disk.
+    """
 
     module: nn.Module
     parameters: dict[str, nn.Parameter]
@@ -68,7 +74,10 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
     layer_types = set(getattr(module.config, "layer_types", None) or {"full_attention"})
     if layer_types != {"full_attention"}:
         raise ConfigError(f"model.path={path}: layers of type {sorted(layer_types - {'full_attention'})} not supported")
+    if hasattr(module.config, "output_router_logits"):
+        module.config.output_router_logits = False  # the trunk would keep those of every layer
     model = _without_logits(module)
+    _refuse_unknown_experts(model, path)
     _refuse_unfaithful(model, path)
     module.train()  # HF recomputes activations only in training mode
     for part in module.modules():
@@ -93,6 +102,20 @@ def _without_logits(module: Any) -> CausalLM:
         head_weight=module.get_output_embeddings().weight,
         trunk=module.base_model,
     )
+
+
+def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
+    """Weights leave under the names of hf_names, and whoever loads them must know those."""
+    expected = {renamed.name for spec in model.tensor_specs() for renamed in on_disk(spec) if renamed.name != spec.name}
+    files = sorted(path.glob("*.safetensors")) if expected else []
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            expected -= set(tensors.keys())
+    if files and expected:
+        raise ConfigError(
+            f"model.path={path}: the experts of {type(model.module).__name__} have other names on disk than "
+            f"{min(expected)}; not supported"
+        )
 
 
 @torch.no_grad()

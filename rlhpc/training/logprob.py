@@ -1,21 +1,50 @@
 """Log-probabilities of given tokens from hidden states, without ever holding a [N, V] matrix of logits.
 
-Eats hidden states and the head's weight, makes log-probabilities (and entropies), differentiable once.
-Legend: N tokens, H hidden size, V vocabulary, C tokens of a chunk.
+Eats hidden states and the head's weight, or this rank's rows of it; makes log-probabilities (and entropies),
+differentiable once.  Logits are float32 products, whatever the dtype of the model.
+Legend: N tokens, H hidden size, V vocabulary (rows that this rank holds), C tokens of a chunk.
 
-Memory beyond inputs and results, in float32 numbers, whatever N is:
-    forward   2·C·V            (1.5·C·V without entropy)
-    backward  1.5·C·V + 2·V·H  (one V·H is the gradient itself)
+Memory beyond inputs and results, in float32 numbers, and a few for every token on top:
+    forward             C·V, with entropy C·V + ⌈C/8⌉·V
+    backward, float32   C·V + V·H          (V·H is the gradient itself)
+    backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
+On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
 The price is one more multiplication by the head in backward: logits are computed anew, chunk by chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
+
+NUM_BLOCKS = 8  # a second buffer beside a chunk's logits is a block of them, not the whole
+LOWEST = torch.finfo(torch.float32).min
+EXP, TARGET, HOLDERS, WEIGHTED = range(4)  # sums of a row over the vocabulary, see _row_statistics; the last if wanted
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """Which rows of the whole head this rank of `group` holds: row i of its own is token first + i.
+
+    Its rows from num_tokens on are padding and stand for no token: they add nothing to any sum and get gradient zero.
+    num_tokens may be 0.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, rows_per_rank: int, vocabulary: int) -> VocabularyShard:
+        """Rows in order of rank, `rows_per_rank` on each; padding comes after token vocabulary − 1."""
+        assert rows_per_rank * group.size() >= vocabulary, f"{group.size()} × {rows_per_rank} rows < {vocabulary}"
+        first = group.rank() * rows_per_rank
+        return cls(group, first, num_tokens=min(max(vocabulary - first, 0), rows_per_rank))
 
 
 def chunked_logprobs(
@@ -26,25 +55,27 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
     want_entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Natural log of softmax(hidden · head_weightᵀ / temperature) at `targets`, and the entropy if wanted.
 
     hidden [N, H] and head_weight [V, H] of one dtype, targets int64 [N] in [0, V).
     Returns float32 [N] and float32 [N] or None.  The softmax is float32 whatever the dtype; the head's gradient is
-    summed over chunks in float32.  Entropy carries no gradient.  N = 0 is allowed.
+    summed over chunks in float32.  Entropy carries no gradient.  N = 0 is allowed.  A target outside [0, V) gives nan.
+
+    With `shard`, all ranks of its group call with the same hidden and targets (tokens of the whole vocabulary), each
+    with its own rows of the head.  Results are the same bits on all ranks; forward reduces 5·N numbers (4·N without
+    entropy), backward nothing.  So THE GRADIENT OF HIDDEN IS A PARTIAL SUM, over this rank's tokens: hidden must come
+    out of a function whose backward adds it up over the group.
     """
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy
+        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, shard
     )
     return logprobs, entropy if want_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """A head that is split over the vocabulary would reduce only the row statistics of forward.
-
-    These are maximum, sum of exponentials, target logit and entropy sum: see _row_statistics.  Backward needs nothing
-    from the other shards but the sum of dL/dhidden.
-    """
+    """Forward keeps log Σ exp of every row, so that backward can work on any part of the vocabulary alone."""
 
     @staticmethod
     def forward(
@@ -55,81 +86,148 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         want_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        log_partition = torch.empty_like(logprobs)
-        entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
+        head, first = _own_rows(head_weight, shard)
+        maximum = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        sums = maximum.new_zeros(WEIGHTED + want_entropy, len(hidden))
+        for rows in _slices(len(hidden), chunk_tokens):
             # Logits live inside the call: a name for them here would keep them beside the next chunk's.
-            maximum, exp_sum, target_logit, weighted_sum = _row_statistics(
-                hidden[rows], head_weight, targets[rows], temperature, want_entropy
+            _row_statistics(
+                _operand(hidden[rows]), head, targets[rows] - first, temperature, maximum[rows], sums[:, rows]
             )
-            log_partition[rows] = maximum + exp_sum.log()
-            logprobs[rows] = target_logit - log_partition[rows]
-            if weighted_sum is not None:
-                entropy[rows] = exp_sum.log() - weighted_sum / exp_sum
+        if shard is not None and len(maximum):
+            maximum = _reduce(maximum, sums, shard.group)
+        log_sum = sums[EXP].log()
+        log_partition = maximum + log_sum
+        logprobs = (sums[TARGET] - log_partition).masked_fill_(sums[HOLDERS] == 0, torch.nan)
+        entropy = log_sum - sums[WEIGHTED] / sums[EXP] if want_entropy else logprobs.new_empty(0)
         ctx.save_for_backward(hidden, head_weight, targets, log_partition)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.shard = temperature, chunk_tokens, shard
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head_weight, targets, log_partition = ctx.saved_tensors
+        head, first = _own_rows(head_weight, ctx.shard)
         row_factors = gradients[0] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
         head_gradient = torch.zeros_like(head_weight, dtype=torch.float32)
-        for start in range(0, hidden.shape[0], ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            logit_gradient = _logit_gradient(
-                hidden[rows], head_weight, targets[rows], ctx.temperature, log_partition[rows], row_factors[rows]
-            )
-            torch.mm(logit_gradient, head_weight, out=hidden_gradient[rows])
-            _add_product(head_gradient, logit_gradient.t(), hidden[rows])
-            del logit_gradient  # for the same reason
-        return hidden_gradient, head_gradient.to(head_weight.dtype), None, None, None, None
+        # In float32 a product is added to its sum in place; else it is a second buffer, and so is the rounded factor.
+        num_blocks = 1 if head_weight.dtype == torch.float32 else NUM_BLOCKS
+        for rows in _slices(len(hidden), ctx.chunk_tokens):
+            states = _operand(hidden[rows])
+            partial_sum = torch.zeros_like(states, dtype=torch.float32)
+            for tokens in _slices(len(head), -(-len(head) // num_blocks)):
+                logit_gradient = _logit_gradient(
+                    states,
+                    head[tokens],
+                    targets[rows] - (first + tokens.start),
+                    ctx.temperature,
+                    log_partition[rows],
+                    row_factors[rows],
+                )
+                _add_product(partial_sum, logit_gradient, head[tokens])
+                _add_product(head_gradient[tokens], logit_gradient.t(), states)
+                del logit_gradient  # for the same reason
+            hidden_gradient[rows] = partial_sum
+        return hidden_gradient, head_gradient.to(head_weight.dtype), None, None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, head_weight: Tensor, temperature: float) -> Tensor:
-    """Fresh float32 [C, V], free to be written over."""
-    return functional.linear(hidden, head_weight).float().div_(temperature)
+def _slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step or 1))
+
+
+def _own_rows(head_weight: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, int]:
+    """The rows that stand for tokens, ready to be multiplied, and the first of these tokens."""
+    if shard is None:
+        return _operand(head_weight), 0
+    return _operand(head_weight[: shard.num_tokens]), shard.first
+
+
+def _operand(factor: Tensor) -> Tensor:
+    """Itself on CUDA, which can multiply bfloat16 into float32; a float32 copy elsewhere."""
+    return factor if factor.is_cuda else factor.float()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Fresh left @ right in float32, never rounded to a lesser type on the way."""
+    if left.dtype == torch.float32:
+        return torch.mm(left, right)
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to the float32 total."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        total.add_(_product(left, right))
 
 
 def _row_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, want_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Maximum m, Σ exp(z − m), target logit, and Σ (z − m)·exp(z − m) if wanted, each float32 [C]."""
-    logits = _scaled_logits(hidden, head_weight, temperature)
-    target_logit = logits.gather(1, targets[:, None])[:, 0]
-    maximum = logits.amax(1)
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, maximum: Tensor, sums: Tensor
+) -> None:
+    """Write the maximum m [C] and the sums [3 or 4, C] of a chunk.
+
+    EXP: Σ exp(z − m); TARGET: the target's logit, or 0; HOLDERS: whether it is here; WEIGHTED: Σ (z − m)·exp(z − m).
+    `targets` count from the first row of `head`.
+    """
+    if not len(head):
+        maximum.fill_(LOWEST)
+        return
+    logits = _product(hidden, head.t()).div_(temperature)
+    is_here, places = _find(targets, len(head))
+    sums[TARGET] = logits.gather(1, places)[:, 0].masked_fill_(~is_here, 0.0)
+    sums[HOLDERS] = is_here
+    # The bound is for a shard on which a row has nothing but −inf: −inf − −inf would be nan.
+    torch.clamp(logits.amax(1), min=LOWEST, out=maximum)
     shifted = logits.sub_(maximum[:, None])
-    if not want_entropy:
-        return maximum, shifted.exp_().sum(1), target_logit, None
+    if len(sums) == WEIGHTED:
+        sums[EXP] = shifted.exp_().sum(1)
+        return
+    for block in _slices(len(shifted), -(-len(shifted) // NUM_BLOCKS)):
+        sums[EXP, block], sums[WEIGHTED, block] = _exponential_sums(shifted[block])
+
+
+def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ exp(z) and Σ z·exp(z) of every row; writes over `shifted`."""
     exponentials = shifted.exp()
     exp_sum = exponentials.sum(1)
     # A logit of −inf (a token the model rules out) adds nothing, but −inf · 0 would be nan.
-    weighted_sum = exponentials.mul_(shifted.clamp_(min=torch.finfo(torch.float32).min)).sum(1)
-    return maximum, exp_sum, target_logit, weighted_sum
+    return exp_sum, exponentials.mul_(shifted.clamp_(min=LOWEST)).sum(1)
+
+
+def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Which targets are rows of the head, bool [C], and the row of each, [C, 1], any row where it is none."""
+    return (targets >= 0) & (targets < num_rows), targets.clamp(0, num_rows - 1)[:, None]
+
+
+def _reduce(maximum: Tensor, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the maximum over the ranks; make `sums` those over all ranks, relative to it."""
+    highest = maximum.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    shift = maximum - highest
+    scale = shift.exp()
+    sums[EXP] *= scale
+    if len(sums) > WEIGHTED:
+        # The scaled sum: where the shift is huge it is 0, and 0 times a finite number is 0; unscaled it could overflow.
+        sums[WEIGHTED] = sums[WEIGHTED] * scale + sums[EXP] * shift
+    dist.all_reduce(sums, group=group)
+    return highest
 
 
 def _logit_gradient(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: Tensor,
     targets: Tensor,
     temperature: float,
     log_partition: Tensor,
     row_factors: Tensor,
 ) -> Tensor:
-    """(onehot − softmax) · row_factors, [C, V] in the dtype of hidden."""
-    gradient = _scaled_logits(hidden, head_weight, temperature).sub_(log_partition[:, None]).exp_().neg_()
-    gradient.scatter_add_(1, targets[:, None], torch.ones_like(row_factors[:, None]))
+    """(onehot − softmax) · row_factors over the rows of `head`, [C, V] in the dtype of the operands."""
+    gradient = _product(hidden, head.t()).div_(temperature).sub_(log_partition[:, None]).exp_().neg_()
+    is_here, places = _find(targets, len(head))
+    gradient.scatter_add_(1, places, is_here[:, None].float())
     return gradient.mul_(row_factors[:, None]).to(hidden.dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the float32 total."""
-    if right.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

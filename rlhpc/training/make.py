@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from rlhpc.config import Config
 from rlhpc.contracts import TrainerBackend
-from rlhpc.training.reference import ReferenceBackend
+
+# Module and class; imported when asked for, because a run with one backend need not have the others installed.
+_BACKENDS = {
+    "reference": ("rlhpc.training.reference", "ReferenceBackend"),
+    "megatron": ("rlhpc.training.megatron.backend", "MegatronBackend"),
+    "deepspeed": ("rlhpc.training.deepspeed_backend", "DeepSpeedBackend"),
+}
 
 
 def open_backend(config: Config, *, rank: int, world_size: int, store_address: str) -> TrainerBackend:
@@ -13,5 +21,8 @@ def open_backend(config: Config, *, rank: int, world_size: int, store_address: s
     store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; unused by one rank.
     Raises ConfigError for a model that the backend cannot train.
     """
-    backends: dict[str, type[ReferenceBackend]] = {"reference": ReferenceBackend}
-    return backends[config.trainer.backend].open(config, rank=rank, world_size=world_size, store_address=store_address)
+    module, name = _BACKENDS[config.trainer.backend]
+    backend: TrainerBackend = getattr(import_module(module), name).open(
+        config, rank=rank, world_size=world_size, store_address=store_address
+    )
+    return backend

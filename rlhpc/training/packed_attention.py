@@ -103,7 +103,7 @@ def _padding_of(
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,7 +116,7 @@ def packed_attention(
     """The function HF layers call: query [1, heads, T, D], key and value [1, key heads, T, D] → [1, T, heads, D].
 
     `segments` has no default, so that a call that lost it fails instead of attending across samples.
-    Dropout is ignored: log-probabilities must be those of the policy that is sampled from.
+    `module` is not looked at.  Dropout is ignored: log-probabilities must be those of the policy that is sampled from.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, segments, scaling)[None], None
@@ -182,17 +182,34 @@ class _Unpad(torch.autograd.Function):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scaling: float | None) -> Tensor:
-    """[T, heads, D] by the flash kernel; causality is a window open to the left, `is_causal` in older versions."""
-    q, k, v = _by_token(query), _by_token(key), _by_token(value)
+    """[T, heads, D] by the flash kernel."""
+    borders, longest = segments.cu_seqlens, segments.max_tokens
+    return varlen_causal(
+        _by_token(query), _by_token(key), _by_token(value), (borders, borders), (longest, longest), scaling
+    )
+
+
+def varlen_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """The flash kernel, [tokens, heads, D] each; borders int32 [S + 1] and longest segment of queries and of keys.
+
+    Where a segment has more keys than queries, its last query attends to all of them.  Causality is a window open to
+    the left, `is_causal` in older versions.
+    """
     options: dict[str, Any] = {"scale": scaling}
     options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
-    if q.shape[1] != k.shape[1]:
+    if query.shape[1] != key.shape[1]:
         if "enable_gqa" in _VARLEN_PARAMETERS:
             options["enable_gqa"] = True
         else:
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    borders, longest = segments.cu_seqlens, segments.max_tokens
-    output = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    output = varlen_attn(query, key, value, *borders, *longest, **options)
     assert isinstance(output, Tensor)  # a pair only where auxiliary results are asked for
     return output
 

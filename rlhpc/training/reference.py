@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,18 @@ from torch import Tensor
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint, write_checkpoint
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.hf_names import on_disk, views_on_disk
 from rlhpc.training.logprob import chunked_logprobs
-from rlhpc.training.optimizer import FlatAdamW
+from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.scattered import Piece, Scattered
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for the lead to write a checkpoint
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,13 @@ class ReferenceBackend(TrainerBackend):
         self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
         if settings.dtype != torch.float32:
             cast_parameters(model, settings.dtype)
+        names = list(model.parameters)
+        self._saver = BackgroundSaver(
+            [_scattered(name, parameter) for name, parameter in model.parameters.items()],
+            lambda kind, index: (self._optimizer.state(kind)[names[index]],),
+            device=self._device,
+            group=open_save_group(),
+        )
 
     @classmethod
     def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> ReferenceBackend:
@@ -65,21 +74,13 @@ class ReferenceBackend(TrainerBackend):
         store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; unused by one rank.
         Raises ConfigError for a model that cannot be trained here.
         """
-        device = _device_of(config.trainer.device, rank)
+        device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
             config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
         )
         if world_size > 1:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                init_method=store_address,
-                rank=rank,
-                world_size=world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            # All wait for all: a rank that closes before another has finished connecting would make that one fail.
-            all_ranks_agree(True, device)
+            open_process_group(rank, world_size, store_address, device)
         settings = ReferenceSettings(
             dtype=DTYPES[config.model.dtype],
             temperature=config.generation.temperature,
@@ -209,31 +210,19 @@ class ReferenceBackend(TrainerBackend):
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
-        return self._model.tensor_specs()
+        return tuple(spec for parameter in self._model.tensor_specs() for spec in on_disk(parameter))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainerBackend; the parameters themselves, no copies: not to be written to."""
+        """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
         if self.is_lead:
-            for name, parameter in self._model.parameters.items():
-                yield name, parameter.detach()
+            for parameter in self._model.tensor_specs():
+                yield from _on_disk(parameter, self._model.parameters[parameter.name].detach())
 
-    def save(self, directory: Path) -> dict[str, int]:
-        """See TrainerBackend; the lead writes while the others wait."""
-        files: dict[str, int] = {}
-        error: CheckpointError | None = None
-        if self.is_lead:
-            try:
-                files = write_checkpoint(
-                    directory,
-                    self.tensor_specs(),
-                    lambda kind: iter(self._optimizer.state(kind)[name] for name in self._model.parameters),
-                    num_steps_applied=self._optimizer.num_steps_applied,
-                    rng=read_rng(self._device),
-                )
-            except CheckpointError as failure:
-                error = failure
-        self._raise_together(error, directory)
-        return files
+    def save(self, directory: Path) -> Future[dict[str, int]]:
+        """See TrainerBackend; every rank has everything, and the lead writes its own."""
+        return self._saver.save(
+            directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
+        )
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -248,8 +237,11 @@ class ReferenceBackend(TrainerBackend):
         except CheckpointError as failure:
             error = failure
         self._raise_together(error, directory)
-        for kind, name, tensor in checkpoint.tensors():
-            self._optimizer.state(kind)[name].copy_(tensor)
+        for kind in STATE_KINDS:
+            parameters = self._optimizer.state(kind)
+            here = dict(pair for spec in self._model.tensor_specs() for pair in _on_disk(spec, parameters[spec.name]))
+            for _, name, tensor in checkpoint.tensors(kind):
+                here[name].copy_(tensor)
         self._optimizer.num_steps_applied = checkpoint.num_steps_applied
         self._optimizer.publish()
         write_rng(checkpoint.rng, self._device)
@@ -263,9 +255,10 @@ class ReferenceBackend(TrainerBackend):
             raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
 
     def close(self) -> None:
-        """Leave the process group.  Idempotent."""
-        if self._world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        """Wait for a running save, then leave the process group.  Idempotent."""
+        self._saver.close()
+        if self._world_size > 1:
+            close_process_group()
 
 
 class _MetricSums:
@@ -287,10 +280,21 @@ class _MetricSums:
         return dict(zip(names, totals.tolist(), strict=True))
 
 
-def _device_of(wish: str, rank: int) -> torch.device:
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    # A launcher that shows each rank one GPU gives device 0; one that shows all of a node gives one to each rank.
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+def _scattered(name: str, parameter: Tensor) -> Scattered:
+    """A parameter that rank 0 has whole, in float32, under its names on disk."""
+    shape = tuple(parameter.shape)
+    return Scattered(
+        specs=on_disk(TensorSpec(name, "float32", shape)),
+        pieces=(Piece(0, parameter.numel()),),
+        join=partial(_split, name, shape),
+    )
+
+
+def _split(name: str, shape: tuple[int, ...], pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    return views_on_disk(name, pieces[0].view(shape))
+
+
+def _on_disk(parameter: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names on disk of a parameter, and views of `tensor`, which is the parameter or something of its shape."""
+    names = (spec.name for spec in on_disk(parameter))
+    return zip(names, views_on_disk(parameter.name, tensor), strict=True)

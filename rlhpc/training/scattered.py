@@ -2,8 +2,8 @@
 
 Eats flat pieces of parameters as a backend keeps them, makes whole tensors under their HF names on one rank.  One way
 for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
-Promises: memory beyond what the ranks hold anyway is one bucket and the largest tensor; what is announced comes, in
-order; every other rank only sends.
+Promises: memory beyond what the ranks hold anyway is one bucket, or one item that is larger, and the tensors that one
+item is joined to; what is announced comes, in order; every other rank only sends.
 """
 
 from __future__ import annotations
@@ -56,18 +56,27 @@ def gather_stream(
     """Yield (HF name, whole tensor) on to_rank, in the order of items; yield nothing elsewhere.  A collective.
 
     own(index): this rank's pieces of items[index], flat, contiguous, of `dtype` on `device`, in the order of its pieces;
-    asked once per item and only where there are any.  Every rank must run the iterator to its end; closing it early on
-    to_rank takes what the others still send and throws it away.  A tensor is valid until the next one is asked for.
+    asked once per item and only where there are any.  group: of all ranks that hold pieces and to_rank; NCCL wants some
+    earlier collective of all of it.  A tensor is valid until the next one is asked for, and may be a rank's own memory.
+
+    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, takes what the others
+    still send and throws it away.  An error in own or on the wire is passed on at once: the ranks are out of step then,
+    and the group is of no more use.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    buckets = iter(_buckets_of(items, bucket_elements))
-    try:
-        for bucket in buckets:
-            yield from _gather(items, bucket, own, rank, to_rank, dtype, device, group)
-    finally:
-        for bucket in buckets:
-            for _ in _gather(items, bucket, own, rank, to_rank, dtype, device, group):
-                pass
+    here = _Here(items, own, rank, to_rank, dtype, device, group)
+    buckets = _buckets_of(items, bucket_elements)
+    for bucket in buckets:
+        arrived = here.exchange(bucket)
+        if rank != to_rank:
+            continue
+        try:
+            yield from _joined(items, arrived)
+        except BaseException:
+            arrived.clear()
+            for rest in buckets:
+                here.exchange(rest)
+            raise
 
 
 def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[list[int]]:
@@ -84,37 +93,54 @@ def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[li
         yield bucket
 
 
-def _gather(
-    items: Sequence[Scattered],
-    bucket: Sequence[int],
-    own: Callable[[int], Sequence[Tensor]],
-    rank: int,
-    to_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: Any,
-) -> Iterator[tuple[str, Tensor]]:
-    arrived: dict[int, list[Tensor]] = {}
-    exchanges: list[Any] = []
-    for index in bucket:
-        pieces = items[index].pieces
-        mine = iter(own(index) if any(piece.rank == rank for piece in pieces) else ())
-        arrived[index] = []
-        for piece in pieces:
-            tensor = next(mine) if piece.rank == rank else None
-            if rank == to_rank:
-                if tensor is None:
-                    tensor = torch.empty(piece.num_elements, dtype=dtype, device=device)
-                    exchanges.append(dist.P2POp(dist.irecv, tensor, piece.rank, group))
-                arrived[index].append(tensor)
-            elif tensor is not None:
-                assert tensor.numel() == piece.num_elements and tensor.dtype == dtype
-                exchanges.append(dist.P2POp(dist.isend, tensor, to_rank, group))
-    for exchange in dist.batch_isend_irecv(exchanges) if exchanges else ():
-        exchange.wait()
-    if rank != to_rank:
-        return
-    for index in bucket:
+def _joined(items: Sequence[Scattered], arrived: dict[int, list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Join one item after the other, each leaving `arrived` as it is joined."""
+    for index in tuple(arrived):
         joined = items[index].join(arrived.pop(index))
         for spec, tensor in zip(items[index].specs, joined, strict=True):
             yield spec.name, tensor
+        del joined, tensor  # not to be held while the next item is joined
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """This rank's side of the stream."""
+
+    items: Sequence[Scattered]
+    own: Callable[[int], Sequence[Tensor]]
+    rank: int
+    to_rank: int
+    dtype: torch.dtype
+    device: torch.device
+    group: Any
+
+    def exchange(self, bucket: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Send this rank's pieces; on to_rank return all pieces of all items of the bucket, elsewhere nothing."""
+        arrived: dict[int, list[Tensor]] = {}
+        exchanges: list[dist.P2POp] = []
+        for index in bucket:
+            pieces = self.items[index].pieces
+            mine = iter(self._own_pieces(index))
+            if self.rank == self.to_rank:
+                arrived[index] = [next(mine) if piece.rank == self.rank else self._room(piece) for piece in pieces]
+                exchanges += [
+                    dist.P2POp(dist.irecv, tensor, piece.rank, self.group)
+                    for piece, tensor in zip(pieces, arrived[index], strict=True)
+                    if piece.rank != self.rank and piece.num_elements
+                ]
+            else:
+                exchanges += [dist.P2POp(dist.isend, t, self.to_rank, self.group) for t in mine if t.numel()]
+        for exchange in dist.batch_isend_irecv(exchanges) if exchanges else ():
+            exchange.wait()
+        return arrived
+
+    def _own_pieces(self, index: int) -> Sequence[Tensor]:
+        announced = [piece.num_elements for piece in self.items[index].pieces if piece.rank == self.rank]
+        tensors = self.own(index) if announced else ()
+        found = [tensor.numel() for tensor in tensors]
+        assert found == announced, f"{self.items[index].specs[0].name}: {found} numbers where {announced} are announced"
+        assert all(tensor.dtype == self.dtype for tensor in tensors)
+        return tensors
+
+    def _room(self, piece: Piece) -> Tensor:
+        return torch.empty(piece.num_elements, dtype=self.dtype, device=self.device)

@@ -9,74 +9,95 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from rlhpc.contracts import StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.errors import CheckpointError
 from rlhpc.types import PackedMicrobatch
 from tests.contracts.trainer_cluster import Rank
-from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens, tiny_config
+from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens
 
 STEP = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+Rows = list[PackedMicrobatch]
 
 
-def weights_of(backend: TrainerBackend) -> dict[str, torch.Tensor]:
+def weights_of(backend: TrainerBackend) -> dict[str, Tensor]:
     return {name: tensor.float().cpu().clone() for name, tensor in backend.weights()}
 
 
-def train(rank: Rank, backend: TrainerBackend, rows: list[PackedMicrobatch], **overrides: Any) -> StepResult:
+def train(
+    rank: Rank, backend: TrainerBackend, rows: Rows, loss: PolicyLoss = clipped_loss, **overrides: Any
+) -> StepResult:
     mine = rank.share(rows, backend.dp_rank, backend.dp_size)
     return backend.step(
         mine,
-        clipped_loss,
+        loss,
         proximal=backend.logprobs(mine),
         **{"num_loss_tokens": num_loss_tokens(rows), **STEP, **overrides},
     )
 
 
-def take_logprobs(rank: Rank, *, model: Path, rows: list[PackedMicrobatch], temperature: float) -> Any:
-    backend = rank.open(tiny_config(model, temperature=temperature))
+def look(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> Any:
+    """Everything a backend shows before it trains: (dp_rank, log-probabilities, specs, weights)."""
+    backend = rank.open(model, **settings)
     results = backend.logprobs(rank.share(rows, backend.dp_rank, backend.dp_size))
+    specs, weights = backend.tensor_specs(), [(name, tensor.cpu().clone()) for name, tensor in backend.weights()]
+    dp_rank, is_lead = backend.dp_rank, backend.is_lead
+    assert bool(weights) == is_lead
     backend.close()
     backend.close()  # idempotent
-    return backend.dp_rank, [tensor.cpu() for tensor in results]
+    return dp_rank, [tensor.cpu() for tensor in results], specs, weights
 
 
-def take_steps(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], **settings: Any) -> Any:
-    backend = rank.open(tiny_config(model, **settings))
+def take_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
+    backend = rank.open(model, **settings)
     results = [train(rank, backend, rows) for rows in steps]
     assert backend.num_steps_applied == len(steps)
     weights = weights_of(backend)
-    assert bool(weights) == backend.is_lead
     backend.close()
     return results, weights
 
 
-def poison_one_step(rank: Rank, *, model: Path, rows: list[PackedMicrobatch], poisoned: list[PackedMicrobatch]) -> Any:
-    """One good step, one with a nan on the last rank, and the same good one as if nothing had been."""
-    backend = rank.open(tiny_config(model))
+class NanGradientOn:
+    """clipped_loss, whose value is finite everywhere and whose gradient is not on one rank."""
+
+    def __init__(self, poisoned_rank: int, rank: int) -> None:
+        self._is_here = rank == poisoned_rank
+
+    def __call__(self, current: Tensor, **others: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._is_here and current.requires_grad:
+            current.register_hook(lambda gradient: gradient * torch.nan)
+        return clipped_loss(current, **others)
+
+
+def skip_poisoned_steps(rank: Rank, *, model: Path, rows: Rows, poisoned: list[Rows]) -> Any:
+    """One good step, then bad ones: not finite in some row, and in the gradient of the last rank alone."""
+    backend = rank.open(model)
     good = train(rank, backend, rows)
-    backend.save(rank.scratch / "before")
-    skipped = train(rank, backend, poisoned)
-    backend.save(rank.scratch / "after")
+    backend.save(rank.scratch / "before").result()
+    skipped = [train(rank, backend, bad) for bad in poisoned]
+    skipped.append(train(rank, backend, rows, NanGradientOn(rank.world_size - 1, rank.rank)))
+    backend.save(rank.scratch / "after").result()
     steps_applied = backend.num_steps_applied
     backend.close()
-    return good.applied, skipped.applied, steps_applied
+    return good.applied, [result.applied for result in skipped], steps_applied
 
 
-def save_midway(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], directory: Path) -> Any:
-    """Train, save after two steps, go on."""
-    backend = rank.open(tiny_config(model))
+def save_midway(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> Any:
+    """Train, save after two steps, go on while it is written."""
+    backend = rank.open(model)
     for rows in steps[:2]:
         train(rank, backend, rows)
-    files = backend.save(directory)
+    future = backend.save(directory)
     results = [train(rank, backend, rows) for rows in steps[2:]]
+    files = future.result()
     weights = weights_of(backend)
     backend.close()
     return files, results, weights
 
 
-def resume(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], directory: Path) -> Any:
-    backend = rank.open(tiny_config(model))
+def resume(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> Any:
+    backend = rank.open(model)
     backend.load(directory)
     assert backend.num_steps_applied == 2
     results = [train(rank, backend, rows) for rows in steps[2:]]
@@ -85,26 +106,22 @@ def resume(rank: Rank, *, model: Path, steps: list[list[PackedMicrobatch]], dire
     return results, weights
 
 
-def load_refused(rank: Rank, *, model: Path, directory: Path) -> Any:
-    """Return the message of every rank, and whether weights were left alone."""
-    backend = rank.open(tiny_config(model))
+def refuse_to_load(rank: Rank, *, model: Path, directories: list[Path]) -> Any:
+    """Return the messages of every rank, and whether weights were left alone."""
+    backend = rank.open(model)
     before = weights_of(backend)
-    with pytest.raises(CheckpointError) as refusal:
-        backend.load(directory)
+    messages = []
+    for directory in directories:
+        with pytest.raises(CheckpointError) as refusal:
+            backend.load(directory)
+        messages.append(str(refusal.value))
     after = weights_of(backend)
     backend.close()
-    return str(refusal.value), all(torch.equal(before[name], after[name]) for name in before)
+    return messages, all(torch.equal(before[name], after[name]) for name in before)
 
 
-def export(rank: Rank, *, model: Path, dtype: str) -> Any:
-    backend = rank.open(tiny_config(model, dtype=dtype))
-    specs, weights = backend.tensor_specs(), [(name, tensor.clone()) for name, tensor in backend.weights()]
-    backend.close()
-    return specs, weights
-
-
-def decay_only(rank: Rank, *, model: Path, rows: list[PackedMicrobatch]) -> Any:
-    backend = rank.open(tiny_config(model))
+def decay_only(rank: Rank, *, model: Path, rows: Rows) -> Any:
+    backend = rank.open(model)
     before = weights_of(backend)
     silent = [replace(row, advantages=np.zeros_like(row.advantages)) for row in rows]
     train(rank, backend, silent, learning_rate=0.1, weight_decay=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,7 +67,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("run", "name", "../elsewhere", ["run.name='../elsewhere'"]),
         ("model", "dtype", "float16", ["model.dtype='float16'", "'float32' or 'bfloat16'"]),
         ("trainer", "learning_rate", "small", ["trainer.learning_rate='small'", "number"]),
-        ("trainer", "recompute_activations", "perhaps", ["trainer.recompute_activations='perhaps'", "boolean"]),
+        ("trainer", "recompute_activations", "perhaps", ["trainer.recompute_activations='perhaps'", "'full'"]),
         ("admission", "group_size", 1, ["admission.group_size=1", "algorithm.advantage='grpo'", "legal: 2 or more"]),
         ("generation", "top_p", 0.9, ["generation.top_p=0.9", "importance ratio", "legal: top_p=1.0"]),
         ("generation", "top_k", 5, ["generation.top_k=5", "importance ratio", "legal: top_k=0"]),
@@ -94,6 +95,95 @@ def test_a_fault_is_one_line_with_its_place(
     for word in words:
         assert word in line
     assert bench.refusal(command="check") == [line]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"num_ranks": 3, "tensor_parallel": 2}, ["trainer.num_ranks=3", "tensor_parallel", "= 2"]),
+        ({"num_ranks": 4, "pipeline_parallel": 2, "context_parallel": 4}, ["trainer.num_ranks=4", "= 8"]),
+        ({"num_ranks": 4, "expert_parallel": 3}, ["trainer.expert_parallel=3", "the 4 ranks of a pipeline stage"]),
+        ({"sequence_parallel": True}, ["trainer.sequence_parallel=true", "tensor_parallel of 2 or more; it is 1"]),
+        ({"chunks_per_stage": 2}, ["trainer.chunks_per_stage=2", "pipeline_parallel of 2 or more; it is 1"]),
+        ({"optimizer_offload": True, "distributed_optimizer": False}, ["trainer.optimizer_offload=true"]),
+        ({"zero_stage": 3}, ["trainer.zero_stage=3 is for backend='deepspeed'; it is 'megatron'"]),
+        ({"parameter_offload": True}, ["trainer.parameter_offload=True is for backend='deepspeed'"]),
+        ({"backend": "deepspeed", "parameter_offload": True}, ["parameter_offload=true", "zero_stage=3; it is 2"]),
+        ({"backend": "deepspeed", "tensor_parallel": 2}, ["trainer.tensor_parallel=2 is for backend='megatron'"]),
+        ({"backend": "deepspeed", "recompute_activations": "selective"}, ["'selective'", "legal: 'none', 'full'"]),
+        ({"backend": "reference", "transformer_engine": True}, ["trainer.transformer_engine=True", "'megatron'"]),
+        ({"backend": "reference", "distributed_optimizer": False}, ["distributed_optimizer=False", "'megatron'"]),
+        ({"backend": "reference", "optimizer_offload": True}, ["trainer.optimizer_offload=true", "not 'reference'"]),
+        # The model has 2 heads, 2 layers and no experts.
+        ({"num_ranks": 4, "tensor_parallel": 4}, ["tensor_parallel = 4", "num_key_value_heads = 2; legal: 1, 2"]),
+        ({"num_ranks": 4, "pipeline_parallel": 4}, ["pipeline_parallel × chunks_per_stage = 4", "layers = 2"]),
+        ({"num_ranks": 2, "expert_parallel": 2}, ["trainer.expert_parallel=2", "no experts; legal: 1"]),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_layout_that_contradicts_itself_or_the_model_is_refused(
+    bench: Bench, trainer: dict[str, Any], words: list[str]
+) -> None:
+    bench.settings["trainer"] |= {"backend": "megatron"} | trainer
+    (line,) = bench.refusal()
+    for word in words:
+        assert word in line
+    assert bench.refusal(command="check") == [line]
+
+
+def test_a_family_without_megatron_layers_is_refused_with_another_backend(bench: Bench, lab: Lab) -> None:
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gemma9"}))
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["trainer"]["backend"] = "megatron"
+    (line,) = bench.refusal()
+    for word in ("model_type='gemma9'", "legal: qwen2, qwen3, qwen3_moe, llama", "trainer.backend='deepspeed'"):
+        assert word in line
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_a_model_without_one_of_its_sizes_is_refused_by_name(bench: Bench, lab: Lab, backend: str) -> None:
+    model = bench.root / "model"
+    shutil.copytree(lab.model, model)
+    config = json.loads((model / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))
+    bench.settings["model"]["path"] = str(model)
+    bench.settings["trainer"]["backend"] = backend
+    (line,) = bench.refusal()
+    assert "config.json: no 'num_hidden_layers', which every qwen2 has" in line
+
+
+@pytest.mark.parametrize(
+    ("package", "trainer", "words"),
+    [
+        ("megatron.core", {"backend": "megatron"}, ["trainer.backend='megatron'", "extra 'trainer'"]),
+        ("deepspeed", {"backend": "deepspeed"}, ["trainer.backend='deepspeed'", "extra 'deepspeed'"]),
+        ("transformer_engine", {"backend": "megatron", "transformer_engine": True}, ["transformer_engine=true"]),
+        ("torch", {"backend": "reference"}, ["trainer.backend='reference'", "extra 'trainer'"]),
+    ],
+)  # fmt: skip
+def test_a_backend_that_is_not_installed_is_refused_with_what_to_install(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, package: str, trainer: dict[str, Any], words: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as Python itself marks what cannot be imported
+    bench.settings["trainer"] |= trainer
+    (line,) = bench.refusal()
+    for word in (f"needs the package {package}", *words):
+        assert word in line
+
+
+def test_a_layout_that_cannot_fit_the_sites_gpu_is_refused_by_check(bench: Bench, tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text('[trainer]\ngpu = "mine"\ngpu_memory_gib = 1.0\n[generation]\ngpu = "mine"\ngpu_memory_gib = 1.0\n')
+    bench.settings["trainer"]["device"] = "auto"
+    (line,) = bench.refusal("--site", str(site), command="check")
+    for word in ("trainer.backend='reference'", "GiB more than the 1 GiB of trainer.gpu='mine'", str(site)):
+        assert word in line
+    (line,) = bench.refusal("--site", str(tmp_path / "none.toml"), command="check")
+    assert "none.toml: no such site file" in line
 
 
 def test_an_unknown_key_is_answered_with_the_legal_ones(bench: Bench) -> None:

@@ -20,6 +20,7 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
+from rlhpc.errors import CheckpointError
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -145,6 +146,36 @@ class FakeTrainer:
         raise AssertionError(f"the trainer is told {command}")
 
 
+class FakeCheckpoints:
+    """Notes what is saved; on a slow disk the writing ends when a test sets `written`, else at once."""
+
+    write_s = 0.0
+
+    def __init__(self, publication: Publication) -> None:
+        self._publication = publication
+        self.begun: list[tuple[int, int]] = []  # (step, version)
+        self.live_versions: list[int] = []  # at each of them
+        self.written = asyncio.Event()
+        self.written.set()
+        self.is_disk_slow = False
+        self.failure: CheckpointError | None = None
+
+    async def write(self, step: int, policy_version: int) -> None:
+        await self.finish()
+        self.begun.append((step, policy_version))
+        self.live_versions.append(self._publication.live_version)
+        if self.is_disk_slow:
+            self.written.clear()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def finish(self) -> None:
+        await self.written.wait()
+        self.raise_failure()
+
+
 class FakeGenerator:
     """Acknowledges every version at once, unless it is told to hold or refuse it."""
 
@@ -200,8 +231,7 @@ class SmallRing:
         self.is_generating = True
         self.records: list[StepRecord] = []
         self.on_record: Callable[[StepRecord], None] = self.records.append
-        self.checkpoints: list[tuple[int, int]] = []  # (step, version)
-        self.live_at_checkpoints: list[int] = []
+        self.saving = FakeCheckpoints(self.publication)
         self.stop = asyncio.Event()
         self.loop = TrainLoop(
             config, self.buffer, link, self.publication, make_estimator("grpo"), FlopCost(1.0, 0.0),
@@ -240,11 +270,7 @@ class SmallRing:
     async def _train(self) -> None:
         await self.loop.begin()
         self.generate()
-        await self.loop.run(self.stop, self.on_record, self._checkpoint)
-
-    async def _checkpoint(self) -> None:
-        self.checkpoints.append((self.loop.step, self.loop.version))
-        self.live_at_checkpoints.append(self.publication.live_version)
+        await self.loop.run(self.stop, self.on_record, self.saving)
 
     async def _hear(self) -> None:
         while True:

@@ -35,7 +35,7 @@ def record() -> StepRecord:
     groups = (group(0, 1, 0.0, 1.0), group(1, 2, 1.0, 0.0))
     samples = [sample for g in groups for sample in to_samples(g, make_estimator("grpo"))]
     batch = pack(samples, token_budget=16, num_ranks=1, cost=FlopCost(1.0, 0.0), step=3, policy_version=3)
-    return StepRecord(StepReport(3, 4, True, REPORT), batch, groups, 3, 1.0, 0.1, 0.01, 0.2, 0.3)
+    return StepRecord(StepReport(3, 4, True, REPORT), batch, groups, 3, 1.0, 0.1, 0.01, 0.2, 0.3, 0.4)
 
 
 def test_every_name_is_in_the_table(record: StepRecord) -> None:

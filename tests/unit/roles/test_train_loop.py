@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.errors import LedgerError, RoleFailed, TrainingError
+from rlhpc.config import Config
+from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.publication import PublicationLimits
 from rlhpc.roles.train_loop import StepRecord
 from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
@@ -127,15 +128,69 @@ async def test_staleness_zero_waits_for_the_weights_before_the_next_prompt(tmp_p
 # --------------------------------------------------------------------------------------- saving, stopping, skipping
 
 
+def saving_every(num_steps: int, every_steps: int) -> Config:
+    config = small_config(num_steps=num_steps)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": every_steps})})
+
+
 async def test_checkpoints_are_written_on_schedule_and_at_the_end_when_everything_is_live(tmp_path: Path) -> None:
-    config = small_config(num_steps=5).model_copy(
-        update={"checkpoint": small_config().checkpoint.model_copy(update={"every_steps": 2})}
-    )
-    async with small_ring(config, tmp_path) as ring:
+    async with small_ring(saving_every(5, 2), tmp_path) as ring:
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        assert ring.checkpoints == [(2, 2), (4, 4), (5, 5)]
-        assert ring.live_at_checkpoints == [2, 4, 5]
+        assert ring.saving.begun == [(2, 2), (4, 4), (5, 5)]
+        assert ring.saving.live_versions == [2, 4, 5]
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_the_run_ends_when_it_is(tmp_path: Path) -> None:
+    async with small_ring(saving_every(3, 2), tmp_path) as ring:
+        await ring.add_generator()
+        ring.saving.is_disk_slow = True
+        training = ring.start_training()
+        await until(lambda: len(ring.trainer.batches) == 3)
+        await settle_down()
+        assert ring.saving.begun == [(2, 2)]  # one at a time
+        ring.saving.is_disk_slow = False
+        ring.saving.written.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.saving.begun == [(2, 2), (3, 3)]
+
+
+async def test_a_run_does_not_end_before_its_last_checkpoint_is_written(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=2), tmp_path) as ring:
+        await ring.add_generator()
+        ring.saving.is_disk_slow = True
+        training = ring.start_training()
+        await until(lambda: ring.saving.begun == [(2, 2)])
+        await settle_down()
+        assert not training.done()
+        ring.saving.written.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+
+
+async def test_a_checkpoint_that_fails_in_the_background_ends_the_run_at_the_next_boundary(tmp_path: Path) -> None:
+    async with small_ring(saving_every(100, 2), tmp_path) as ring:
+        await ring.add_generator()
+
+        def fail_after_the_third(record: StepRecord) -> None:
+            if record.report.step == 2:
+                ring.saving.failure = CheckpointError("the disk is full")
+
+        ring.on_record = fail_after_the_third
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2]
+
+
+async def test_a_last_checkpoint_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=2), tmp_path) as ring:
+        await ring.add_generator()
+        ring.saving.is_disk_slow = True
+        training = ring.start_training()
+        await until(lambda: ring.saving.begun == [(2, 2)])
+        ring.saving.failure = CheckpointError("the disk is full")
+        ring.saving.written.set()
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            await asyncio.wait_for(training, PATIENCE_S)
 
 
 async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path) -> None:
@@ -145,7 +200,7 @@ async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path
         await until(lambda: len(ring.records) >= 3)
         ring.stop.set()
         await asyncio.wait_for(training, PATIENCE_S)
-        assert ring.checkpoints == [(ring.loop.step, ring.loop.version)]
+        assert ring.saving.begun == [(ring.loop.step, ring.loop.version)]
         assert ring.loop.step == len(ring.records)
 
 
@@ -157,7 +212,7 @@ async def test_stop_while_waiting_for_groups_needs_no_further_group(tmp_path: Pa
         await settle_down()
         ring.stop.set()
         await asyncio.wait_for(training, PATIENCE_S)
-        assert ring.checkpoints == []  # there is nothing to save
+        assert ring.saving.begun == []  # there is nothing to save
 
 
 async def test_a_step_that_is_not_finite_keeps_the_version_and_too_many_of_them_end_the_run(tmp_path: Path) -> None:

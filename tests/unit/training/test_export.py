@@ -30,7 +30,7 @@ def trained(request, tmp_path_factory):
         weight_decay=0.0,
         max_grad_norm=1.0,
     )
-    backend.save(root / "step_000001" / "trainer")
+    backend.save(root / "step_000001" / "trainer").result()
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     backend.close()
     return root / "model", root / "step_000001", weights

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -138,7 +139,7 @@ def test_a_bfloat16_model_learns_through_its_float32_masters(model, tmp_path):
     after = dict(backend.weights())
     num_same = sum(torch.equal(before[name], after[name]) for name in before)
     assert num_same >= 2  # norms are 1 ± 3e-6, which bfloat16 rounds back to 1
-    backend.save(tmp_path / "ckpt")
+    backend.save(tmp_path / "ckpt").result()
     resumed = open_one(model, dtype="bfloat16", adam_eps=1e-8)
     resumed.load(tmp_path / "ckpt")
     for _ in range(3):
@@ -157,3 +158,43 @@ def test_the_loss_falls_when_one_batch_is_repeated(model):
     losses = [train(backend, [ROW], learning_rate=3e-3).metrics["loss"] for _ in range(8)]
     assert losses[-1] < losses[0]
     assert backend.num_steps_applied == 8
+
+
+def test_experts_carry_the_names_that_checkpoints_give_them(tmp_path):
+    """Transformers fuses all experts of a layer into one parameter; weights() and checkpoints must not show it."""
+    model = make_tiny_checkpoint(tmp_path / "model", family="qwen3_moe", hidden=32, layers=2)
+    backend = open_one(model)
+    on_disk = load_file(model / "model.safetensors")
+    weights = dict(backend.weights())
+    assert weights.keys() == on_disk.keys() == {spec.name for spec in backend.tensor_specs()}
+    assert all(torch.equal(tensor, on_disk[name]) for name, tensor in weights.items())
+    assert [(name, tuple(tensor.shape)) for name, tensor in backend.weights()] == [
+        (spec.name, spec.shape) for spec in backend.tensor_specs()
+    ]
+
+
+def test_a_mixture_of_experts_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", family="qwen3_moe", hidden=32, layers=2)
+    backend = open_one(model)
+    assert train(backend, [ROW]).applied
+    files = backend.save(tmp_path / "ckpt").result()
+    assert "mlp.experts.7.gate_proj.weight" in str(sorted(load_file(tmp_path / "ckpt" / "exp_avg-00001.safetensors")))
+    assert files
+    resumed = open_one(model)
+    resumed.load(tmp_path / "ckpt")
+    for _ in range(2):
+        assert train(backend, [ROW]) == train(resumed, [ROW])
+    assert all(torch.equal(tensor, dict(resumed.weights())[name]) for name, tensor in backend.weights())
+
+
+def test_a_save_is_of_the_moment_it_was_asked_for_though_training_goes_on(model, tmp_path):
+    backend = open_one(model)
+    train(backend, [ROW])
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    future = backend.save(tmp_path / "ckpt")
+    train(backend, [ROW])
+    future.result()
+    resumed = open_one(model)
+    resumed.load(tmp_path / "ckpt")
+    assert resumed.num_steps_applied == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.weights())

@@ -1,0 +1,304 @@
+"""The trainer contract on DeepSpeed: ZeRO 1, 2 or 3 over a Hugging Face model.
+
+Eats packed micro-batches, makes optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
+gradients too (2), parameters too (3).  Forward and backward run in the model's dtype; master weights, moments and
+gradient sums are float32.
+Promises: whether a step applies is decided on all ranks alike, and one that does not leaves no trace.  A loss that is
+not finite makes its gradients nan, so that DeepSpeed's own check of the global norm sees both in one vote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.config import Config, TrainerConfig
+from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.errors import CheckpointError
+from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.training.metric_sums import MetricSums
+from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
+from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.step_vote import all_ranks_agree
+TensorSource = Any  # TEMPORARY
+from rlhpc.training.zero_environment import accelerator_environment
+from rlhpc.training.zero_policy import ZeroPolicy
+from rlhpc.training.zero_state import ZeroState
+from rlhpc.types import PackedMicrobatch, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """What stays the same from step to step."""
+
+    trainer: TrainerConfig
+    dtype: torch.dtype
+    temperature: float
+    bucket_elements: int = BUCKET_ELEMENTS  # of weights() in stage 3
+
+
+class DeepSpeedBackend(TrainerBackend):
+    """A DeepSpeed engine, the table of where it keeps what, and nothing else that grows with the model."""
+
+    def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
+        """Take over a float32 model on the host; the default process group must be up.  A collective."""
+        self._stage, self._device = settings.trainer.zero_stage, device
+        self._bucket_elements = settings.bucket_elements
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._parameters = model.parameters
+        masters: dict[str, Tensor] = {}
+        if settings.dtype != torch.float32:
+            masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
+            cast_parameters(model, settings.dtype)
+        self._specs = model.tensor_specs()
+        policy = ZeroPolicy(
+            model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens
+        )
+        with ExitStack() as undo:
+            undo.enter_context(accelerator_environment(device))
+            from rlhpc.training.zero_engine import close_engine, open_engine
+
+            self._engine: Any = open_engine(
+                policy, model.parameters, settings.trainer, dtype=settings.dtype, device=device
+            )
+            undo.callback(close_engine, self._engine)
+            self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
+            if masters:  # DeepSpeed made its own from what was left after the cast
+                self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
+            self._saver = BackgroundSaver(
+                self._state.items(), self._state.own, device=self._state.device, group=open_save_group()
+            )
+            undo.callback(self._saver.close)
+            self._undo = undo.pop_all()
+
+    @classmethod
+    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> DeepSpeedBackend:
+        """Load config.model, meet the other ranks at store_address, and share the model out.
+
+        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; may be empty for one
+        rank.  A default process group that is up already is taken, and left up in the end.  The model is loaded whole into host memory, in float32, on every rank.
+        Raises ConfigError for a model that cannot be trained here.
+        """
+        device = device_of(config.trainer.device, rank)
+        torch.manual_seed(config.run.seed)
+        model = load_causal_lm(
+            config.model.path,
+            device=torch.device("cpu"),
+            recompute_activations=config.trainer.recompute_activations == "full",
+        )
+        settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
+        if dist.is_initialized():
+            return cls(model, settings, device=device)
+        with ExitStack() as undo:
+            open_process_group(rank, world_size, store_address, device)
+            undo.callback(close_process_group)
+            backend = cls(model, settings, device=device)
+            undo.push(backend._undo.pop_all())
+            backend._undo = undo.pop_all()
+        return backend
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank: data parallelism is all there is."""
+        return self._rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of processes."""
+        return self._world_size
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device.type
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._state.num_steps_applied
+
+    @property
+    def is_lead(self) -> bool:
+        """True on rank 0."""
+        return self._rank == 0
+
+    # --------------------------------------------------------------------------------------------- forward and step
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+        """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
+        results = []
+        for microbatch in microbatches:
+            wanted = np.ones(len(microbatch.token_ids), dtype=bool)
+            wanted[microbatch.cu_seqlens[:-1]] = False
+            results.append(self._token_logprobs(microbatch, wanted, want_entropy=False)[0])
+        return results
+
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> StepResult:
+        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed.
+
+        Every rank must have the same number of micro-batches: ZeRO communicates in each.
+        """
+        zero = self._engine.optimizer
+        for group in zero.optimizer.param_groups:
+            group.update(lr=learning_rate, weight_decay=weight_decay if group["decays"] else 0.0)
+        zero.clip_grad = max_grad_norm
+        sums = MetricSums()
+        for index, microbatch in enumerate(microbatches):
+            self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            start = None if proximal is None else proximal[index]
+            sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
+        metrics = sums.over_ranks(self._device)
+        self._engine.step()
+        applied = not zero.overflow
+        return StepResult(
+            applied=applied, grad_norm=float(zero._global_grad_norm) if applied else math.nan, metrics=metrics
+        )
+
+    def _accumulate(
+        self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
+        current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
+        loss_mask = self._on_device(microbatch.loss_mask)
+        behaviour = self._on_device(microbatch.behaviour_logprobs)
+        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+        start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(self._device), 0.0)
+        loss_sum, metrics = loss(
+            current,
+            behaviour=behaviour,
+            proximal=start,
+            advantages=self._on_device(microbatch.advantages),
+            loss_mask=loss_mask,
+        )
+        # DeepSpeed divides by the number of ranks.
+        share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
+        # A loss can be infinite where its gradient is not: then no number of it may count.
+        poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
+        self._engine.backward(share * poison, scale_wrt_gas=False)
+        return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
+
+    def _token_logprobs(
+        self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], *, want_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
+
+        A row of which nothing is wanted passes through the model too: other ranks wait for this one in every layer.
+        """
+        tokens = self._on_device(np.flatnonzero(wanted))
+        logprobs, entropy = self._engine(
+            token_ids=self._on_device(microbatch.token_ids.astype(np.int64)),
+            position_ids=self._on_device(microbatch.position_ids.astype(np.int64)),
+            segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
+            tokens=tokens,
+            want_entropy=want_entropy,
+        )
+        result = torch.zeros(len(microbatch.token_ids), device=self._device)
+        return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
+
+    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
+        # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
+        return torch.from_numpy(array.copy()).to(self._device)
+
+    # ------------------------------------------------------------------------------------------- weights and state
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend; in stages 1 and 2 the lead has them all: views, not to be written to."""
+        if self._stage == 3:
+            yield from gather_stream(
+                self._state.items(self._specs[0].dtype),
+                partial(self._state.own_parameter, device=self._device),
+                to_rank=0,
+                dtype=next(iter(self._parameters.values())).dtype,
+                device=self._device,
+                bucket_elements=self._bucket_elements,
+            )
+        elif self.is_lead:
+            for parameter in self._specs:
+                views = views_on_disk(parameter.name, self._parameters[parameter.name].detach())
+                for spec, view in zip(on_disk(parameter), views, strict=True):
+                    yield spec.name, view
+
+    def save(self, directory: Path) -> Future[dict[str, int]]:
+        """See TrainerBackend; every rank sends its share of masters and moments to the lead, which writes."""
+        return self._saver.save(directory, num_steps_applied=self.num_steps_applied, rng=read_rng(self._device))
+
+    def load(self, directory: Path) -> None:
+        """See TrainerBackend; every rank reads its own share, the lead verifies all.
+
+        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        """
+        error: CheckpointError | None = None
+        try:
+            # The lead reads every byte; the others trust its verdict and read only what they load.
+            checkpoint = read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        except CheckpointError as failure:
+            error = failure
+        self._raise_together(error, directory)
+        self._state.fill(partial(_read_range, {kind: checkpoint.source(kind) for kind in STATE_KINDS}))
+        self._state.num_steps_applied = checkpoint.num_steps_applied
+        self._state.publish()
+        write_rng(checkpoint.rng, self._device)
+
+    def _raise_together(self, error: CheckpointError | None, directory: Path) -> None:
+        """Raise on every rank if any rank has an error, so that none waits for the others for ever."""
+        everyone_succeeded = all_ranks_agree(error is None, self._device)
+        if error is not None:
+            raise error
+        if not everyone_succeeded:
+            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+
+    def close(self) -> None:
+        """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
+        self._undo.close()  # a second time there is nothing left to undo
+        self._engine = None
+        for part in ("_state", "_saver", "_parameters"):
+            self.__dict__.pop(part, None)
+
+
+def _read_range(sources: Mapping[str, TensorSource], kind: str, spec: TensorSpec, start: int, stop: int) -> Tensor:
+    """Numbers [start, stop) of the flattened parameter `spec`, of which only the rows that hold them are read."""
+    pieces = []
+    begin = 0  # of a tensor on disk within the parameter: they lie in it one after another
+    for part in on_disk(spec):
+        end = begin + math.prod(part.shape)
+        first, last = max(start, begin) - begin, min(stop, end) - begin
+        if first < last:
+            width = math.prod(part.shape[1:])
+            rows = slice(first // width, -(-last // width))
+            numbers = sources[kind].read(part.name, dtype=torch.float32, index=(rows,)).reshape(-1)
+            pieces.append(numbers[first - rows.start * width : last - rows.start * width])
+        begin = end
+    return torch.cat(pieces)

@@ -1,0 +1,193 @@
+"""HF weights into the parameters of a Megatron model, and out of them again.
+
+Eats model chunks as build_chunks makes them and a TensorSource, fills this rank's parameters; makes the Scattered items
+by which gather_stream brings weights and optimiser state together under their HF names.
+Promises: a rank reads only what it holds, with one slab of one tensor in memory; the items are the same on all ranks,
+in the order of the HF specs; the copy of a tied head is loaded and never exported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhpc.parallel_layout import ParallelLayout, num_experts
+from rlhpc.training.megatron.hf_layout import (
+    Kind,
+    ParameterMap,
+    exported,
+    fill_local,
+    parameter_maps,
+    specs_of,
+    to_hf,
+    to_local,
+)
+from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.tensor_source import TensorSource
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """Numbers [start, end) of one flattened shard, of which a rank keeps the optimiser's state.
+
+    Several ranks may say that they keep the same numbers: replicas of the model, and of what is not cut.
+    """
+
+    name: str  # ParameterMap.name
+    shard: int
+    rank: int
+    start: int
+    end: int
+
+
+def parameters_of_rank(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by ParameterMap.name.
+
+    chunks: of build_chunks, not wrapped.  The default process group must be up.
+    """
+    experts_here = num_experts(model.to_dict()) // layout.expert
+    first_expert = _expert_rank(layout) * experts_here
+    found = {}
+    for chunk in chunks:
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
+        experts = range(first_expert, first_expert + experts_here)
+        for name, parameter in chunk.named_parameters():
+            found[_renumber(_renumber(name, _LAYER, layers), _EXPERT, experts)] = parameter
+    return found
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[Any], source: TensorSource, model: Any, layout: ParallelLayout) -> None:
+    """Fill every parameter of this rank's chunks, in whatever dtype and on whatever device it is.
+
+    Raises the source's error (ConfigError naming model.path) for a tensor that is missing or has another shape than
+    config.json says; parameters are then partly filled.
+    """
+    maps = {each.name: each for each in parameter_maps(model, layout)}
+    for name, parameter in parameters_of_rank(chunks, model, layout).items():
+        place = maps[name]
+        _refuse_unmarked(place, parameter)
+        _require(place, source)
+        fill_local(place, partial(_read, source), place.shard_of(tensor_rank(layout)), parameter)
+
+
+def local_shard(
+    parameter: ParameterMap, source: TensorSource, layout: ParallelLayout, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return this rank's shard of one parameter, of parameter.shard_shape, on the CPU; only its parts are read.
+
+    Raises as load_weights does.
+    """
+    _require(parameter, source)
+    return to_local(parameter, partial(_read, source), parameter.shard_of(tensor_rank(layout)), dtype)
+
+
+def scattered_weights(model: Any, layout: ParallelLayout, dtype: torch.dtype) -> tuple[Scattered, ...]:
+    """Return where the weights lie, in the order of export: on the ranks of the first replica.  Pure."""
+    return tuple(
+        Scattered(
+            specs=specs_of(place, _word(dtype)),
+            pieces=tuple(Piece(rank, place.shard_elements) for rank in place.ranks),
+            join=partial(to_hf, place),
+        )
+        for place in exported(parameter_maps(model, layout))
+    )
+
+
+def own_pieces(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Callable[[int], Sequence[Tensor]]:
+    """Return what gather_stream asks for items of scattered_weights: live views of this rank's parameters."""
+    parameters = parameters_of_rank(chunks, model, layout)
+    names = [place.name for place in exported(parameter_maps(model, layout))]
+    return lambda index: (parameters[names[index]].detach().view(-1),)
+
+
+def scattered_state(model: Any, layout: ParallelLayout, ranges: Iterable[OwnedRange]) -> tuple[Scattered, ...]:
+    """Return where float32 state lies, in the order of exported(parameter_maps()).  Pure.
+
+    ranges: of all ranks, in any order, the same on every rank; between them they cover every shard.  Of replicas the
+    lowest ranks are asked.  No rank has more than one piece of an item.
+    """
+    by_name: dict[str, list[OwnedRange]] = {}
+    for each in ranges:
+        by_name.setdefault(each.name, []).append(each)
+    return tuple(_state_item(place, by_name.get(place.name, [])) for place in exported(parameter_maps(model, layout)))
+
+
+def tensor_rank(layout: ParallelLayout) -> int:
+    """Of this process: its place on the fastest axis."""
+    return dist.get_rank() % layout.tensor
+
+
+def _expert_rank(layout: ParallelLayout) -> int:
+    """Of this process: experts are shared over consecutive ranks, and a stage is a multiple of them."""
+    return dist.get_rank() % layout.expert
+
+
+def _renumber(name: str, place: re.Pattern[str], numbers: Sequence[int]) -> str:
+    return place.sub(lambda match: str(numbers[int(match[0])]), name)
+
+
+def _state_item(place: ParameterMap, ranges: Sequence[OwnedRange]) -> Scattered:
+    pieces: list[Piece] = []
+    counts = []
+    for shard in range(place.num_shards):
+        cover = _cover([each for each in ranges if each.shard == shard], place.shard_elements)
+        pieces += [Piece(each.rank, each.end - each.start) for each in cover]
+        counts.append(len(cover))
+    assert len({piece.rank for piece in pieces}) == len(pieces), f"{place.name}: two pieces of one rank"
+    return Scattered(specs_of(place, "float32"), tuple(pieces), partial(_join_ranges, place, tuple(counts)))
+
+
+def _cover(ranges: Sequence[OwnedRange], num_elements: int) -> list[OwnedRange]:
+    """Choose ranges that lie end to end from 0 to num_elements.
+
+    Every replica's own ranges do, so that wherever one of them ends another begins.
+    """
+    by_start: dict[int, OwnedRange] = {}
+    for each in sorted(ranges, key=lambda each: -each.rank):
+        if each.end > each.start:
+            by_start[each.start] = each  # the lowest rank comes last and stays
+    cover: list[OwnedRange] = []
+    position = 0
+    while position < num_elements:
+        cover.append(by_start[position])
+        position = cover[-1].end
+    assert position == num_elements
+    return cover
+
+
+def _join_ranges(place: ParameterMap, counts: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """counts: of pieces per shard."""
+    remaining = iter(pieces)
+    shards = [[next(remaining) for _ in range(count)] for count in counts]
+    return to_hf(place, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in shards])
+
+
+def _read(source: TensorSource, name: str, index: tuple[slice, ...]) -> Tensor:
+    return source.read(name, index=index)
+
+
+def _require(place: ParameterMap, source: TensorSource) -> None:
+    for tensor in place.tensors:
+        source.require(tensor.name, tensor.shape)
+
+
+def _refuse_unmarked(place: ParameterMap, parameter: nn.Parameter) -> None:
+    """Megatron's gradient norm counts what is not marked as cut on the first tensor rank only, silently."""
+    is_marked = getattr(parameter, "tensor_model_parallel", False)
+    assert is_marked == (place.kind is not Kind.REPLICATED), f"{place.name} is marked wrongly for the gradient norm"
+    assert parameter.shape == place.shard_shape, (place.name, parameter.shape, place.shard_shape)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

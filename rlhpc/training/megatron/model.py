@@ -1,0 +1,239 @@
+"""The policy as a Megatron model whose last pipeline stage makes log-probabilities, never logits.
+
+Eats LocalRows, makes [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
+Legend: L tokens of this context rank, W of them wanted, H hidden size.
+
+Layers are Megatron's own with its own linear layers, which need no TransformerEngine; the names of parameters are the
+same whether it is there or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from rlhpc.config import TrainerConfig
+from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
+from rlhpc.training.megatron.attention import core_attention
+from rlhpc.training.megatron.local_row import LocalRow
+from rlhpc.training.megatron.model_config import rotary_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRequest:
+    """What the last stage makes of the hidden states of one row."""
+
+    temperature: float
+    chunk_tokens: int
+    want_entropy: bool
+
+
+class RMSNorm(nn.Module):
+    """Rounded as transformers rounds it; every tensor rank has the whole weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Signature given by Megatron."""
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        # Each rank sees a part of the row only: Megatron sums the gradient of what is marked so.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension in float32, round, then scale: one kernel that keeps no float32 copy."""
+        return self.weight * functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Travels through GPTModel.forward as its `labels`, which it hands to _postprocess unread."""
+
+    row: LocalRow
+    request: HeadRequest
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
+    """One chunk of layers, with the embedding before the first and the head after the last."""
+
+    def __init__(self, model: PretrainedConfig, config: TransformerConfig, **options: Any) -> None:
+        """options: those of GPTModel that depend on the stage."""
+        self.real_vocabulary = model.vocab_size
+        super().__init__(
+            config,
+            max_sequence_length=model.max_position_embeddings,
+            share_embeddings_and_output_weights=bool(model.tie_word_embeddings),
+            position_embedding_type="none",  # Megatron's own restarts positions at no border
+            **options,
+        )
+        self.register_buffer("rotary_frequencies", rotary_frequencies(model), persistent=False)
+
+    def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
+        """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
+
+        At every token before a wanted one stand that one's log-probability and the entropy it was drawn with, 0 where
+        nothing is wanted, or no entropy.  The same on all ranks of the tensor group.  Entropy carries no gradient.
+        """
+        output: Tensor = super().forward(
+            input_ids=row.token_ids[None],
+            position_ids=row.position_ids[None],
+            attention_mask=None,
+            labels=_Wanted(row, request),
+            packed_seq_params=row.packed,
+        )
+        return output
+
+    def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
+        """Megatron's, with the angles [L, 1, 1, head size] by which every token is rotated."""
+        decoder_input, _, *others = super()._preprocess(position_ids=position_ids, **inputs)
+        angles = position_ids[0, :, None].float() * self.rotary_frequencies
+        return (decoder_input, torch.cat([angles, angles], -1)[:, None, None], *others)
+
+    def _postprocess(self, *, hidden_states: Tensor, labels: _Wanted, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        row, request = labels.row, labels.request
+        hidden = self._on_every_tensor_rank(hidden_states)[:, 0]
+        # Runs also where nothing is wanted: backward must reach the collectives that other ranks wait in.
+        logprobs, entropy = chunked_logprobs(
+            hidden.index_select(0, row.predictors),
+            self.head_weight,
+            row.targets,
+            temperature=request.temperature,
+            chunk_tokens=request.chunk_tokens,
+            want_entropy=request.want_entropy,
+            shard=self._shard(),
+        )
+        wanted = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy])
+        # One tensor, because Megatron asks the output of a mixture for its device.
+        return wanted.new_zeros(2, len(row.token_ids)).index_copy(1, row.predictors, wanted)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[rows of this tensor rank, H]; the embedding's where they are tied and both are here."""
+        tied = self.share_embeddings_and_output_weights
+        weight: nn.Parameter = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+    def _on_every_tensor_rank(self, hidden: Tensor) -> Tensor:
+        """[L, 1, H], such that the partial gradients of the ranks are summed on the way back."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            whole: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return whole
+
+    def _shard(self) -> VocabularyShard | None:
+        group = self.pg_collection.tp
+        if group.size() == 1:
+            return None
+        return VocabularyShard.of(group, len(self.head_weight), self.real_vocabulary)
+
+
+def build_chunks(
+    model: PretrainedConfig, config: TransformerConfig, trainer: TrainerConfig, device: torch.device
+) -> list[PolicyModel]:
+    """This stage's chunks of layers, several where stages interleave.  Process groups must be open.
+
+    Parameters are on `device` and hold whatever memory held: to be loaded.
+    """
+    _name_what_is_missing()
+    layout = ParallelLayout.of(trainer)
+    chunks = []
+    for stage_chunk in range(layout.chunks) if layout.chunks > 1 else (None,):
+        is_interleaved = {"ignore_virtual": False, "vp_stage": stage_chunk} if stage_chunk is not None else {}
+        chunk = PolicyModel(
+            model,
+            config,
+            transformer_layer_spec=_block(config, trainer, stage_chunk),
+            vocab_size=layout.padded_vocabulary(model.vocab_size),
+            pre_process=parallel_state.is_pipeline_first_stage(**is_interleaved),
+            post_process=parallel_state.is_pipeline_last_stage(**is_interleaved),
+            vp_stage=stage_chunk,
+        ).to(device)
+        for module in chunk.modules():
+            _mark(module)
+        chunks.append(chunk)
+    return chunks
+
+
+def _mark(module: nn.Module) -> None:
+    """Say of a module's own parameters what Megatron must know to sum and to measure their gradients rightly.
+
+    It says so itself only where it draws weights (what is cut over tensor ranks), and only where experts are shared
+    (what belongs to an expert): but with tensor ranks that are not, each of them sees other tokens of the same expert.
+    """
+    if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+        return
+    dimension = 1 if isinstance(module, RowParallelLinear) else 0
+    for parameter in module.parameters(recurse=False):
+        for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            if hasattr(parameter, attribute):
+                delattr(parameter, attribute)
+        set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+        if getattr(module, "is_expert", False):
+            parameter.allreduce = False
+
+
+def _block(config: TransformerConfig, trainer: TrainerConfig, stage_chunk: int | None) -> TransformerBlockSubmodules:
+    layers = [_layer(config, trainer)] * get_num_layers_to_build(config, stage_chunk)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=core_attention(trainer),
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    if config.num_moe_experts is None:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    else:
+        mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _name_what_is_missing() -> None:
+    """megatron-core 0.16.1 asks for a name in its router that it defines only where TransformerEngine is installed."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,181 @@
+"""Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
+
+Eats a transformers configuration and the [trainer] table, makes a TransformerConfig.  Families: qwen2, qwen3,
+qwen3_moe, llama (3 and older).  Promises: what Megatron here would compute otherwise than transformers is refused with
+ConfigError, never trained wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlhpc.config import TrainerConfig
+from rlhpc.errors import ConfigError
+from rlhpc.parallel_layout import ParallelLayout, num_experts
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
+
+
+def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
+    """dtype: of parameters and of what travels between pipeline stages.
+
+    Raises ConfigError naming model.path and the key of config.json whose value is not supported, or the key of
+    [trainer] that does not fit the model.
+    """
+    _refuse_unsupported(model)
+    layout = ParallelLayout.of(trainer)
+    layout.refuse_unfit(model.to_dict())
+    has_cuda = torch.cuda.is_available()
+    if has_cuda and trainer.device == "cpu":
+        raise ConfigError("trainer.device=cpu, but Megatron works on the GPU that it sees; hide it, or choose auto")
+    return TransformerConfig(
+        **_shape(model),
+        **_experts(model),
+        **_layout(layout),
+        **_recomputation(trainer),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        hidden_dropout=0.0,  # the policy that is sampled from has none
+        attention_dropout=0.0,
+        # Weights are loaded: drawing them first would cost minutes on a large model.
+        perform_initialization=False,
+        use_cpu_initialization=not has_cuda,
+        calculate_per_token_loss=True,  # sums over micro-batches and ranks; the backend divides, once
+        # Rows differ in length.  Megatron allows that with this dispatcher only, and asks dense models too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # gloo may still be sending what this would free.
+        deallocate_pipeline_outputs=has_cuda,
+        # Fused kernels need TransformerEngine, Apex or a compiler.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def rotary_frequencies(model: PretrainedConfig) -> Tensor:
+    """float32 [head size / 2] radians per token, as transformers computes them, of a rope_type in ROPE_TYPES."""
+    parameters = model.rope_parameters
+    if parameters["rope_type"] != "default":
+        scaled: Tensor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model, device=torch.device("cpu"))[0]
+        return scaled
+    head_size = _head_size(model)
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    return 1.0 / torch.pow(parameters["rope_theta"], exponents)
+
+
+def _shape(model: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": _head_size(model),
+        "ffn_hidden_size": model.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.model_type == "qwen2",
+        "qk_layernorm": model.model_type in ("qwen3", "qwen3_moe"),
+    }
+
+
+def _experts(model: PretrainedConfig) -> dict[str, Any]:
+    if model.model_type != "qwen3_moe":
+        return {}
+    return {
+        "num_moe_experts": num_experts(model.to_dict()),
+        "moe_router_topk": model.num_experts_per_tok,
+        "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_router_load_balancing_type": "none",
+        # Softmax of the chosen logits is the softmax of all, normalised over the chosen.
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+    }
+
+
+def _layout(layout: ParallelLayout) -> dict[str, Any]:
+    is_interleaved = layout.chunks > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.chunks if is_interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": layout.is_sequence_parallel,
+        # Otherwise two messages between the same two stages can be taken for one another.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+    }
+
+
+def _recomputation(trainer: TrainerConfig) -> dict[str, Any]:
+    if trainer.recompute_activations == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if trainer.recompute_activations == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
+
+
+def _head_size(model: PretrainedConfig) -> int:
+    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+
+
+def _refuse_unsupported(model: PretrainedConfig) -> None:
+    for key, value, legal in _unsupported(model):
+        raise ConfigError(
+            f"model.path: config.json has {key}={value!r}; trainer.backend=megatron supports {legal}; "
+            "trainer.backend=deepspeed trains any model of transformers"
+        )
+
+
+def _unsupported(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and what is supported instead, for everything that layers here do not compute."""
+    if model.model_type not in FAMILIES:
+        yield "model_type", model.model_type, " or ".join(FAMILIES)
+        return
+    if model.hidden_act != "silu":
+        yield "hidden_act", model.hidden_act, "silu"
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(model, key, False):
+            yield key, True, "false"
+    other_layers = set(getattr(model, "layer_types", None) or ()) - {"full_attention"}
+    if other_layers or getattr(model, "use_sliding_window", False):
+        yield "layer_types", sorted(other_layers), "full_attention only, without a sliding window"
+    yield from _unsupported_rotation(model)
+    if model.model_type == "qwen3_moe":
+        yield from _unsupported_experts(model)
+
+
+def _unsupported_rotation(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+    parameters = model.rope_parameters
+    if parameters.get("rope_type") not in ROPE_TYPES:
+        yield "rope_parameters.rope_type", parameters.get("rope_type"), " or ".join(ROPE_TYPES)
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "rope_parameters.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0"
+
+
+def _unsupported_experts(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
+    if model.mlp_only_layers:
+        yield "mlp_only_layers", model.mlp_only_layers, "[]: experts in every layer"
+    if model.decoder_sparse_step != 1:
+        yield "decoder_sparse_step", model.decoder_sparse_step, "1: experts in every layer"
+    if model.num_experts_per_tok == 1 and model.norm_topk_prob:
+        yield "num_experts_per_tok", 1, "at least 2 where norm_topk_prob is true"

@@ -1,0 +1,129 @@
+"""Micro-batches through the stages of the model, forward alone or forward and backward, by Megatron's schedules.
+
+Eats packed micro-batches, hands the log-probabilities of whole rows to the caller on the last pipeline stage, and
+leaves gradients summed over micro-batches and ranks in the chunks' buffers.
+Promises: gradients are sums, never means; each micro-batch is judged exactly once on every rank of the last stage, in
+order; rows that only fill up the schedule are not shown to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.megatron.local_row import LocalRow, whole_row
+from rlhpc.training.megatron.model import HeadRequest
+from rlhpc.types import PackedMicrobatch
+
+# (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over the wanted tokens
+# of this context rank) → the loss to differentiate, a scalar
+Judge = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch and the tokens whose log-probabilities are wanted, bool [T]."""
+
+    microbatch: PackedMicrobatch
+    wanted: NDArray[np.bool_]
+
+
+class Schedule:
+    """Runs one rank's part of forward and backward."""
+
+    def __init__(self, chunks: Sequence[Any], layout: ParallelLayout, device: torch.device) -> None:
+        """chunks: wrapped in DistributedDataParallel, in the order of this stage."""
+        self._chunks, self._layout, self._device = list(chunks), layout, device
+        self._context_rank: int = parallel_state.get_context_parallel_rank()
+        self._context_group = parallel_state.get_context_parallel_group()
+        config = self._chunks[0].config
+        config.finalize_model_grads_func = _finish_sums
+        if self._chunks[0].ddp_config.overlap_grad_reduce:
+            # Only the last micro-batch's backward may send: until then sums are incomplete.
+            pauses = [chunk.no_sync for chunk in self._chunks]
+            config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+
+    def forward_backward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
+        """Accumulate the gradient of every loss that `judge` returns.  A collective; gradient buffers must be zero."""
+        self._run(work, request, judge, forward_only=False)
+
+    @torch.no_grad()
+    def forward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
+        """Forward alone; what `judge` returns is not looked at.  A collective."""
+        self._run(work, request, judge, forward_only=True)
+
+    def _run(self, work: Sequence[Work], request: HeadRequest, judge: Judge, *, forward_only: bool) -> None:
+        rows = self._filled_up(work)
+        local_rows = [
+            LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
+        ]
+        step = partial(self._step, request, partial(self._judged, work, judge))
+        iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
+        is_interleaved = self._layout.chunks > 1
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=self._chunks if is_interleaved else self._chunks[0],
+            num_microbatches=len(rows),
+            seq_length=1,  # rows differ: every stage tells the next the shape of what it sends
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _filled_up(self, work: Sequence[Work]) -> list[Work]:
+        """Interleaved stages want a multiple of their number; a row of one token without loss makes up for the rest."""
+        if self._layout.chunks == 1:
+            return list(work)
+        missing = -len(work) % self._layout.pipeline
+        return [*work, *[Work(_one_token(), np.zeros(1, dtype=bool))] * missing]
+
+    @staticmethod
+    def _step(
+        request: HeadRequest, judged: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Megatron's forward_step_func: the chunk's output, and what to do with it if it is the last chunk's."""
+        index, row = next(rows)
+        return chunk(row, request), partial(judged, index)
+
+    def _judged(
+        self, work: Sequence[Work], judge: Judge, index: int, output: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, None]:
+        """Loss, number of tokens (not used: the caller has divided already), nothing to report."""
+        logprobs, entropy = output
+        no_tokens = torch.zeros((), dtype=torch.int, device=self._device)
+        if index >= len(work):
+            return logprobs.sum() * 0.0, no_tokens, None
+        num_tokens = len(work[index].wanted)
+        row = whole_row(logprobs, self._layout, self._context_rank, self._context_group, num_tokens)
+        loss = judge(index, row, entropy.sum())
+        # Stages before this one wait for a gradient, also from a loss that does not depend on the model.
+        return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
+
+
+def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) -> None:
+    """Sum gradients over ranks; without a number of tokens Megatron divides by nothing."""
+    finalize_model_grads(chunks, None, **keywords)
+
+
+def _one_token() -> PackedMicrobatch:
+    none = np.zeros(1, dtype=np.float32)
+    return PackedMicrobatch(
+        token_ids=np.zeros(1, dtype=np.int32),
+        position_ids=np.zeros(1, dtype=np.int32),
+        cu_seqlens=np.array([0, 1], dtype=np.int32),
+        loss_mask=np.zeros(1, dtype=np.bool_),
+        behaviour_logprobs=none,
+        advantages=none,
+        versions=np.full(1, -1, dtype=np.int32),
+    )

@@ -1,0 +1,29 @@
+"""Metrics of a step: sums over tokens, added up over micro-batches and ranks in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class MetricSums:
+    """Scalars of one step by name; every rank has the same names and at least one micro-batch, a dummy if need be."""
+
+    def __init__(self) -> None:
+        self._rows: list[Mapping[str, Tensor]] = []
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Keep those of one micro-batch, detached scalars; nothing waits for the device."""
+        self._rows.append(metrics)
+
+    def over_ranks(self, device: torch.device) -> dict[str, float]:
+        """Sums over micro-batches and ranks of the default group.  A collective, where there is a group."""
+        names = sorted(self._rows[0])
+        table = torch.stack([torch.stack([row[name].detach().double() for name in names]) for row in self._rows])
+        totals = table.sum(0).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        return dict(zip(names, totals.tolist(), strict=True))

@@ -1,0 +1,27 @@
+"""The environment variables that DeepSpeed insists on, for as long as it reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def accelerator_environment(device: torch.device) -> Iterator[None]:
+    """Tell DeepSpeed which accelerator it is on and which of them is this rank's; then put everything back."""
+    wanted = {"LOCAL_RANK": str(device.index or 0)}
+    if device.type == "cpu":
+        wanted["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,59 @@
+"""A causal language model as one module whose parameters may lie in pieces on other ranks.
+
+Eats a packed row and the tokens wanted of it, makes their log-probabilities.  ZeRO-3 brings a parameter together when
+the module that owns it is called, so the head is a module of its own here, tied to the embedding or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhpc.training.hf_model import CausalLM
+from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.packed_attention import SegmentPlan
+
+
+class ZeroPolicy(nn.Module):
+    """Trunk and head of a CausalLM, called as a whole."""
+
+    def __init__(self, model: CausalLM, *, temperature: float, chunk_tokens: int) -> None:
+        """Share the model's parameters; its module is not to be called any more."""
+        super().__init__()
+        assert isinstance(model.trunk, nn.Module)
+        self.trunk = model.trunk
+        self.head = _LogprobHead(model.head_weight, temperature, chunk_tokens)
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan, tokens: Tensor, want_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the tokens at the places `tokens` [N], and their entropies if wanted, float32 [N].
+
+        token_ids, position_ids and tokens int64; tokens may be empty, but never holds the first place of a row.
+        """
+        # use_cache: with a cache, HF believes that the row is one sequence.
+        output: Any = self.trunk(
+            input_ids=token_ids[None], position_ids=position_ids[None], segments=segments, use_cache=False
+        )
+        # The state before a token predicts it; only wanted tokens pass through the head.
+        before = output.last_hidden_state[0].index_select(0, tokens - 1)
+        logprobs, entropy = self.head(before, token_ids.index_select(0, tokens), want_entropy)
+        return logprobs, entropy
+
+
+class _LogprobHead(nn.Module):
+    def __init__(self, weight: nn.Parameter, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+
+    def forward(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return chunked_logprobs(
+            hidden,
+            self.weight,
+            targets,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            want_entropy=want_entropy,
+        )

@@ -1,0 +1,87 @@
+"""Layouts and models that the trainer contract is tested in.  A new backend or layout is a new row of LAYOUTS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhpc.types import PackedMicrobatch, TrainingSample
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import pack_row
+
+MEGATRON_2: dict[str, Any] = {"backend": "megatron", "num_ranks": 2}
+MEGATRON_4: dict[str, Any] = {"backend": "megatron", "num_ranks": 4}
+DEEPSPEED_2: dict[str, Any] = {"backend": "deepspeed", "num_ranks": 2}
+
+# Test id → keys of [trainer].  Rows that share backend and number of ranks stand together: they share processes.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "reference-dp1": {"backend": "reference", "num_ranks": 1},
+    "reference-dp2": {"backend": "reference", "num_ranks": 2},
+    "megatron-dp1": {"backend": "megatron", "num_ranks": 1},
+    "megatron-dp2": MEGATRON_2,
+    "megatron-dp2_replicated": MEGATRON_2 | {"distributed_optimizer": False},
+    "megatron-tp2": MEGATRON_2 | {"tensor_parallel": 2},
+    "megatron-sp": MEGATRON_2 | {"tensor_parallel": 2, "sequence_parallel": True},
+    "megatron-pp2": MEGATRON_2 | {"pipeline_parallel": 2},
+    "megatron-vpp2": MEGATRON_2 | {"pipeline_parallel": 2, "chunks_per_stage": 2},
+    "megatron-cp2": MEGATRON_2 | {"context_parallel": 2},
+    "megatron-ep2": MEGATRON_2 | {"expert_parallel": 2},
+    "megatron-sp_ep2": MEGATRON_2 | {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+    "megatron-tp2_pp2": MEGATRON_4 | {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "megatron-tp2_dp2": MEGATRON_4 | {"tensor_parallel": 2},
+    "deepspeed-zero1": DEEPSPEED_2 | {"zero_stage": 1},
+    "deepspeed-zero2": DEEPSPEED_2 | {"zero_stage": 2},
+    "deepspeed-zero3": DEEPSPEED_2 | {"zero_stage": 3},
+}
+# Layouts that only the tests of checkpoints need besides.
+MORE_LAYOUTS: dict[str, dict[str, Any]] = {"megatron-pp2_dp2": MEGATRON_4 | {"pipeline_parallel": 2}}
+
+# Tied and untied heads, odd vocabularies, query heads that share key heads or do not.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"family": "qwen2", "tied": True, "vocabulary": 100, "heads": 2},
+    "qwen3-untied": {"family": "qwen3", "tied": False, "vocabulary": 203, "heads": 4},
+    "llama-odd": {"family": "llama", "tied": True, "vocabulary": 117, "heads": 4},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, "vocabulary": 117, "heads": 4},
+}
+MIXTURE = "qwen3_moe"
+MIXTURE_LAYOUTS = ("reference-dp1", "reference-dp2", "megatron-dp2", "megatron-ep2", "megatron-sp_ep2")
+LENGTHS = (5, 31, 12, 2, 47, 12, 20, 33, 9)  # too long and too short for one bucket of padding
+
+
+def has_experts(layout: str) -> bool:
+    """True where only a mixture of experts can be laid out like this."""
+    return "expert_parallel" in layout_keys(layout)
+
+
+def layout_keys(layout: str) -> dict[str, Any]:
+    """The [trainer] keys of a row of either table."""
+    return {**LAYOUTS, **MORE_LAYOUTS}[layout]
+
+
+PAIRS = [
+    (layout, model)
+    for layout in LAYOUTS
+    for model in MODELS
+    if (layout in MIXTURE_LAYOUTS if model == MIXTURE else not has_experts(layout))
+]
+
+
+def usual_model(layout: str) -> str:
+    """Return the model of claims that one model is enough for."""
+    return MIXTURE if has_experts(layout) else "qwen2-tied"
+
+
+def num_layers(layout: str) -> int:
+    """Two, or as many as the pipeline has blocks."""
+    keys = layout_keys(layout)
+    return max(2, int(keys.get("pipeline_parallel", 1)) * int(keys.get("chunks_per_stage", 1)))
+
+
+def make_model(directory: Path, model: str, layers: int = 2) -> Path:
+    """Write one of MODELS to disk."""
+    return make_tiny_checkpoint(directory, hidden=32, layers=layers, **MODELS[model])
+
+
+def packed(samples: list[TrainingSample], per_row: int = 3) -> list[PackedMicrobatch]:
+    """Samples in their order, so many to a row."""
+    return [pack_row(samples[start : start + per_row]) for start in range(0, len(samples), per_row)]

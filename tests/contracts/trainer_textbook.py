@@ -1,0 +1,71 @@
+"""What every backend is measured by: plain HF on unpacked samples, full logits, torch's own clipping and AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.types import TensorSpec, TrainingSample
+from tests.contracts.trainer_scenarios import STEP
+from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens, pack_row
+
+
+def load_hf(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """HF's own classes with its plainest attention and experts."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+def hf_logprobs(hf: Any, sample: TrainingSample, temperature: float) -> Tensor:
+    """float32 [L], 0 on the first token, from full logits of one unpacked sample."""
+    tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
+    logits = hf(input_ids=tokens[None], use_cache=False).logits[0].float() / temperature
+    chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return torch.cat([chosen.new_zeros(1), chosen])
+
+
+def hf_training(
+    directory: Path, steps: list[list[TrainingSample]], temperature: float
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Return (loss, gradient norm) of every step and the weights after the last, by their names on disk."""
+    hf = load_hf(directory)
+    matrices = [p for p in hf.parameters() if p.ndim >= 2]
+    vectors = [p for p in hf.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": STEP["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=STEP["learning_rate"], betas=(0.9, 0.95), eps=1e-3)
+    history = []
+    for samples in steps:
+        current = torch.cat([hf_logprobs(hf, sample, temperature) for sample in samples])
+        row = pack_row(samples)
+        behaviour, mask = torch.from_numpy(row.behaviour_logprobs), torch.from_numpy(row.loss_mask)
+        loss, _ = clipped_loss(
+            current,
+            behaviour=behaviour,
+            proximal=current.detach() * mask,
+            advantages=torch.from_numpy(row.advantages),
+            loss_mask=mask,
+        )
+        optimizer.zero_grad()
+        (loss / num_loss_tokens([row])).backward()
+        norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), STEP["max_grad_norm"])
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history, weights_on_disk(hf)
+
+
+def weights_on_disk(hf: Any) -> dict[str, Tensor]:
+    """Parameters by the names of a checkpoint, a tied head under the embedding's alone."""
+    return {
+        spec.name: view.detach()
+        for name, parameter in hf.named_parameters()
+        for spec, view in zip(
+            on_disk(TensorSpec(name, "float32", tuple(parameter.shape))), views_on_disk(name, parameter), strict=True
+        )
+    }

@@ -1,0 +1,148 @@
+"""Sizes of published models, as their config.json has them, and their exact numbers of parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+_QWEN2_5: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}
+_LLAMA_3_1: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _QWEN2_5
+    | {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-7B": _QWEN2_5
+    | {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    },
+    "Qwen2.5-32B": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+        "vocab_size": 152064,
+    },
+    "Qwen2.5-72B": _QWEN2_5
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+    },
+    "Llama-3.1-8B": _LLAMA_3_1
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+    "Llama-3.1-70B": _LLAMA_3_1
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+}
+
+# Of the published weights, a tied head counted once.
+NUM_PARAMETERS = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+}
+
+# Small ones with what the published ones lack: every bias, layers without experts, heads wider than H / A.
+_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 1003,
+}
+_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ODD_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-all-biases": _TINY | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2-tied": _TINY | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3-wide-heads": _TINY | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
+    "qwen3-default-heads": _TINY | {"model_type": "qwen3"},
+    "qwen3-moe-one-dense": _TINY | _MOE | {"head_dim": 32, "mlp_only_layers": [1]},
+    "qwen3-moe-every-other": _TINY | _MOE | {"decoder_sparse_step": 2},
+}
+
+
+def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:
+    """Write what `rlhpc check` looks at: config.json, a tokenizer of single words, safetensors without tensors."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(model))
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return directory

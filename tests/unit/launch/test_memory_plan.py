@@ -1,0 +1,406 @@
+"""Parameter counts are exact; bytes follow from them; what cannot fit is refused with a change that does."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.activation_memory import rows_in_flight
+from launch.cli import EXIT_USER, main
+from launch.memory_plan import GIB, fullest, plan_memory
+from launch.memory_verdict import describe_memory, judge_memory, memory_report
+from launch.model_shape import ModelShape, layers_of_stage
+from launch.site_file import GPU_MEMORY_GIB, Site, load_site
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+from rlhpc.parallel_layout import ParallelLayout
+from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, ODD_CONFIGS, make_model_directory
+
+ROOT = Path(__file__).parents[3]
+LARGE_RUNS = {
+    "qwen2.5-7b-tp2": "Qwen2.5-7B",
+    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
+    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
+    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+}
+EXAMPLE_SITE = ROOT / "slurm" / "sites" / "example.toml"
+H100 = Site.model_validate({"trainer": {"gpu": "h100"}, "generation": {"gpu": "h100"}})
+
+
+def config_of(backend: str = "megatron", *, dtype: str = "bfloat16", **trainer: Any) -> Config:
+    """A run that nothing but the trainer's keys matters of; samples of up to 1024 + 3072 tokens."""
+    return Config.model_validate(
+        {
+            "run": {"name": "plan", "num_steps": 10},
+            "model": {"path": "model", "dtype": dtype},
+            "data": {"path": "data", "task": "math_answer"},
+            "generation": {"max_prompt_tokens": 1024, "max_completion_tokens": 3072, "tensor_parallel": 4},
+            "admission": {"groups_per_step": 8, "group_size": 8},
+            "trainer": {"backend": backend, "token_budget": 8192, **trainer},
+        }
+    )
+
+
+def shape_of(model: dict[str, Any]) -> ModelShape:
+    shape = ModelShape.of(model)
+    assert shape is not None
+    return shape
+
+
+def plan_of(model: str, backend: str = "megatron", *, dtype: str = "bfloat16", **trainer: Any) -> tuple[Any, ...]:
+    return plan_memory(config_of(backend, dtype=dtype, **trainer), shape_of(CONFIGS[model]))
+
+
+# ---------------------------------------------------------------------------------------------------- parameter counts
+
+
+@pytest.mark.parametrize("model", NUM_PARAMETERS)
+def test_a_published_model_has_its_exact_number_of_parameters(model: str) -> None:
+    assert shape_of(CONFIGS[model]).num_parameters == NUM_PARAMETERS[model]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *ODD_CONFIGS])
+def test_the_count_is_that_of_the_model_that_transformers_builds(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    numbers = dict((CONFIGS | ODD_CONFIGS)[name])
+    config = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape_of((CONFIGS | ODD_CONFIGS)[name]).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+LAYOUTS = [
+    {"num_ranks": 1},
+    {"num_ranks": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    {"num_ranks": 4, "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    {"num_ranks": 4, "pipeline_parallel": 2, "chunks_per_stage": 2, "expert_parallel": 2},
+    {"num_ranks": 4, "expert_parallel": 4},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda keys: "-".join(f"{k}{v}" for k, v in keys.items()))
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen3-0.6B", *ODD_CONFIGS])
+def test_the_parts_of_all_ranks_sum_to_the_model(name: str, layout: dict[str, Any]) -> None:
+    """What is replicated or padded is known by name: norms, router, biases behind a sum, vocabulary, tied head."""
+    numbers = (CONFIGS | ODD_CONFIGS)[name]
+    shape = shape_of(numbers)
+    if not shape.num_experts:
+        layout = {**layout, "expert_parallel": 1}
+    parallel = ParallelLayout.of(config_of(**layout).trainer)
+    parallel.refuse_unfit(numbers)
+    parts = [shape.on_rank(parallel, stage) for stage in range(parallel.pipeline)]
+    held = parallel.tensor * sum(p.shared for p in parts) + parallel.expert * sum(p.experts for p in parts)
+    hidden, heads = shape.hidden, shape.head_size
+    replicated = hidden + sum(
+        2 * hidden
+        + 2 * heads * shape.has_qk_norm
+        + hidden * shape.has_output_bias
+        + (shape.num_experts * hidden if layer in shape.expert_layers else hidden * shape.has_mlp_bias)
+        for layer in range(shape.num_layers)
+    )
+    num_embeddings = 1 if shape.is_tied and parallel.pipeline == 1 else 2
+    padding = num_embeddings * (parallel.padded_vocabulary(shape.vocabulary) - shape.vocabulary) * hidden
+    tied_again = shape.vocabulary * hidden if shape.is_tied and parallel.pipeline > 1 else 0
+    assert held == shape.num_parameters + (parallel.tensor - 1) * replicated + padding + tied_again
+
+
+def test_interleaved_stages_take_blocks_in_turn() -> None:
+    layout = ParallelLayout.of(config_of(num_ranks=2, pipeline_parallel=2, chunks_per_stage=2).trainer)
+    assert [layers_of_stage(layout, 8, stage) for stage in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_megatron_in_bfloat16_holds_6_bytes_a_parameter_and_12_shared_by_replicas() -> None:
+    num = NUM_PARAMETERS["Qwen2.5-7B"]
+    (alone,) = plan_of("Qwen2.5-7B", num_ranks=1)
+    assert (alone.parameters, alone.gradients, alone.optimizer) == (2 * num, 4 * num, 12 * num)
+    (shared,) = plan_of("Qwen2.5-7B", num_ranks=8)
+    assert shared.optimizer == pytest.approx(12 * num / 8, abs=12)
+    assert shared.host_snapshot == shared.optimizer
+    (split_rows,) = plan_of("Qwen2.5-7B", num_ranks=8, context_parallel=2)
+    assert split_rows.optimizer == shared.optimizer
+    (replicated,) = plan_of("Qwen2.5-7B", num_ranks=8, distributed_optimizer=False)
+    assert replicated.optimizer == alone.optimizer
+
+
+def test_in_float32_megatrons_parameters_are_their_own_masters() -> None:
+    num = NUM_PARAMETERS["Qwen2.5-0.5B"]
+    (rank,) = plan_of("Qwen2.5-0.5B", num_ranks=1, dtype="float32")
+    assert (rank.parameters, rank.gradients, rank.optimizer) == (4 * num, 4 * num, 8 * num)
+
+
+def test_the_optimiser_of_an_expert_is_shared_by_its_own_replicas_only() -> None:
+    shape = shape_of(CONFIGS["Qwen3-30B-A3B"])
+    (rank,) = plan_of("Qwen3-30B-A3B", num_ranks=16, expert_parallel=8)
+    experts = 3 * 2048 * 768 * 128 * 48
+    assert rank.optimizer == 12 * ((shape.num_parameters - experts) // 16 + experts // 8 // 2)
+
+
+def test_zero_stages_divide_one_term_more_each() -> None:
+    num = NUM_PARAMETERS["Qwen2.5-7B"]
+    terms = {}
+    for stage in (1, 2, 3):
+        (rank,) = plan_of("Qwen2.5-7B", "deepspeed", num_ranks=8, zero_stage=stage)
+        terms[stage] = tuple(round(8 * term / num) for term in (rank.parameters, rank.gradients, rank.optimizer))
+    assert terms == {1: (16, 32, 12), 2: (16, 4, 12), 3: (2, 4, 12)}
+
+
+def test_offload_moves_bytes_from_the_gpu_to_the_host() -> None:
+    keys = {"num_ranks": 8, "zero_stage": 3}
+    (here,) = plan_of("Qwen2.5-7B", "deepspeed", **keys)
+    (there,) = plan_of("Qwen2.5-7B", "deepspeed", **keys, optimizer_offload=True, parameter_offload=True)
+    assert (there.parameters, there.gradients, there.optimizer) == (0, 0, 0)
+    assert there.host_optimizer == here.parameters + here.gradients + here.optimizer
+    (near,), (far,) = (plan_of("Qwen2.5-7B", num_ranks=8, optimizer_offload=offload) for offload in (False, True))
+    assert far.optimizer * 3 == near.optimizer  # the float32 master stays
+    assert far.host_optimizer > near.optimizer > near.host_optimizer == 0
+
+
+def test_the_reference_shares_nothing() -> None:
+    plans = [plan_of("Qwen2.5-0.5B", "reference", num_ranks=n) for n in (1, 8)]
+    assert plans[0] == plans[1]
+    num = NUM_PARAMETERS["Qwen2.5-0.5B"]
+    assert plans[0][0].resident == (2 + 4 + 12) * num
+
+
+def test_the_first_stage_holds_one_row_more_than_each_after_it() -> None:
+    layout = ParallelLayout.of(config_of(num_ranks=4, pipeline_parallel=4).trainer)
+    assert [rows_in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]
+    plan = plan_of("Qwen2.5-32B", num_ranks=4, pipeline_parallel=4)
+    steps = [a.activations - b.activations for a, b in itertools.pairwise(plan)]
+    assert steps[0] == steps[1] == steps[2] > 0
+
+
+def test_interleaving_costs_the_first_stage_the_published_factor() -> None:
+    """1 + (p − 1) / (p · v) times the p rows of 1F1B: Korthikanti et al. 2022, §4.2.3."""
+    layout = ParallelLayout.of(config_of(num_ranks=4, pipeline_parallel=4, chunks_per_stage=2).trainer)
+    assert rows_in_flight(layout, 0) == pytest.approx(4 * (1 + 3 / (4 * 2)))
+
+
+def test_only_the_ends_of_the_pipeline_hold_an_embedding_and_only_the_last_the_logits() -> None:
+    plan = plan_of("Qwen2.5-72B", num_ranks=32, tensor_parallel=8, pipeline_parallel=4, sequence_parallel=True)
+    embedding = 152064 // 8 * 8192
+    assert plan[0].parameters - plan[1].parameters == 2 * embedding
+    assert plan[3].parameters - plan[1].parameters == 2 * (embedding + 8192)
+    assert [rank.head > 0 for rank in plan] == [False, False, False, True]
+
+
+def test_activations_of_a_dense_layer_are_those_of_the_table() -> None:
+    """Written out once by hand for Qwen2.5-7B, bfloat16, one rank, 8192 tokens, full recompute left out."""
+    (rank,) = plan_of("Qwen2.5-7B", num_ranks=1)
+    norms = 8 * 3584 + 4 * 3584
+    attention = 2 * (3 * 28 + 3 * 4) * 128 + 4 * 28 + 8 * 128
+    per_token = 28 * (norms + attention + 10 * 18944) + 2 * 2 * 3584 + 6 * 18944
+    assert rank.activations == 8192 * per_token
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"num_ranks": 1, "recompute_activations": "full"}, {"num_ranks": 1}),
+        ({"num_ranks": 1, "token_budget": 4096}, {"num_ranks": 1}),
+        ({"num_ranks": 2, "tensor_parallel": 2}, {"num_ranks": 1}),
+        ({"num_ranks": 2, "tensor_parallel": 2, "sequence_parallel": True}, {"num_ranks": 2, "tensor_parallel": 2}),
+        ({"num_ranks": 2, "context_parallel": 2}, {"num_ranks": 1}),
+        (
+            {"num_ranks": 4, "context_parallel": 4, "recompute_activations": "selective"},
+            {"num_ranks": 4, "context_parallel": 4},
+        ),
+    ],
+)
+def test_what_saves_activations_saves_them(less: dict[str, Any], more: dict[str, Any]) -> None:
+    (small,), (large,) = plan_of("Llama-3.1-8B", **less), plan_of("Llama-3.1-8B", **more)
+    assert small.activations < large.activations
+
+
+def test_chunks_and_tensor_ranks_bound_the_logits() -> None:
+    (many,), (few,), (shared,) = (
+        plan_of("Qwen2.5-0.5B", num_ranks=2, **keys)
+        for keys in ({"logprob_chunk_tokens": 4096}, {"logprob_chunk_tokens": 512}, {"tensor_parallel": 2})
+    )
+    assert many.head > few.head > shared.head
+    whole = 8192 * 151936 * 4
+    assert few.head < whole / 4
+
+
+def test_on_cpu_nothing_is_put_aside_for_a_gpu() -> None:
+    (rank,) = plan_of("Qwen2.5-0.5B", "reference", device="cpu")
+    assert rank.allowance == 0
+    assert rank.peak == rank.resident + rank.activations + rank.head
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def refusal(model: str, config: Config, site: Site = H100) -> str:
+    with pytest.raises(ConfigError) as refused:
+        judge_memory(config, CONFIGS[model], shape_of(CONFIGS[model]), site, Path("site.toml"))
+    return str(refused.value)
+
+
+CANNOT_FIT = [
+    ("Qwen2.5-7B", {"num_ranks": 8, "tensor_parallel": 2, "sequence_parallel": True, "token_budget": 16384}),
+    ("Qwen2.5-7B", {"num_ranks": 8, "distributed_optimizer": False}),
+    ("Qwen2.5-32B", {"num_ranks": 8, "tensor_parallel": 4}),
+    ("Qwen2.5-72B", {"num_ranks": 8, "tensor_parallel": 8}),
+    ("Qwen3-30B-A3B", {"num_ranks": 8, "expert_parallel": 8}),
+    ("Llama-3.1-70B", {"num_ranks": 4, "pipeline_parallel": 4}),
+    ("Llama-3.1-8B", {"backend": "deepspeed", "num_ranks": 4, "zero_stage": 1}),
+    ("Llama-3.1-70B", {"backend": "deepspeed", "num_ranks": 8}),
+    ("Qwen2.5-7B", {"backend": "reference"}),
+]
+
+
+@pytest.mark.parametrize(("model", "trainer"), CANNOT_FIT)
+def test_a_layout_that_cannot_fit_is_refused_with_a_change_that_fits(model: str, trainer: dict[str, Any]) -> None:
+    """The change is taken at its word: applied to the run, it passes."""
+    config = config_of(**trainer)
+    said = refusal(model, config)
+    assert f"num_ranks={config.trainer.num_ranks}" in said
+    assert "token_budget=" in said
+    assert "(estimate)" in said
+    need, over, limit = (float(n) for n in re.findall(r"([\d.]+) GiB", said)[:3])
+    assert need - limit == pytest.approx(over, abs=0.11)
+    assert limit == GPU_MEMORY_GIB["h100"]
+    changes = dict(re.findall(r"trainer\.(\w+)=(\S+)", said.partition("would fit: ")[2]))
+    assert changes
+    parsed = {key: {"true": True, "false": False}.get(v) if v in ("true", "false") else v for key, v in changes.items()}
+    parsed = {key: int(v) if isinstance(v, str) and v.isdigit() else v for key, v in parsed.items()}
+    better = config_of(**{**trainer, **parsed})
+    assert "to spare" in judge_memory(better, CONFIGS[model], shape_of(CONFIGS[model]), H100, Path("site.toml"))
+    for key in parsed:  # and nothing in it is superfluous
+        rest = {name: value for name, value in parsed.items() if name != key}
+        try:
+            without = config_of(**{**trainer, **rest})
+            ParallelLayout.of(without.trainer).refuse_unfit(CONFIGS[model])
+        except (ConfigError, ValueError):
+            continue
+        assert fullest(plan_memory(without, shape_of(CONFIGS[model]))).peak > limit * GIB
+
+
+def test_where_nothing_helps_nothing_is_promised() -> None:
+    tiny_gpu = Site.model_validate({"trainer": {"gpu": "x", "gpu_memory_gib": 1.0}, "generation": {"gpu": "h100"}})
+    assert "no layout that was tried fits" in refusal("Qwen2.5-72B", config_of(num_ranks=8), tiny_gpu)
+
+
+def test_an_engine_whose_weights_alone_fill_its_gpus_is_refused() -> None:
+    config = config_of(num_ranks=64, tensor_parallel=8, pipeline_parallel=4, sequence_parallel=True)
+    config = config.model_copy(update={"generation": config.generation.model_copy(update={"tensor_parallel": 1})})
+    said = refusal("Qwen2.5-72B", config)
+    assert "generation.tensor_parallel=1: the weights alone take 135.4 GiB" in said
+    assert "generation.gpu='h100' in site.toml" in said
+    assert said.endswith("legal: 2 or more")
+
+
+def test_the_table_shows_both_ends_of_the_pipeline_and_the_fullest_between() -> None:
+    ends = describe_memory(plan_of("Qwen2.5-72B", num_ranks=8, pipeline_parallel=8)).splitlines()
+    assert re.findall(r"stage \d", ends[0]) == ["stage 0", "stage 7"]
+    assert "estimate" in ends[0]
+    lines = {line[2:36].strip(): line[36:].split() for line in ends[1:]}
+    for row in ("parameters", "gradients", "optimiser", "in a step: activations", "in a step: logits, head"):
+        assert len(lines[row]) == 2
+    for row in ("in an export: buckets", "CUDA, NCCL, fragments", "fullest moment", "host: checkpoint"):
+        assert len(lines[row]) == 2
+    assert "ZeRO buckets" not in lines
+
+
+def test_nothing_is_judged_without_a_site_a_gpu_or_a_known_family() -> None:
+    model, config = CONFIGS["Qwen2.5-0.5B"], config_of(num_ranks=1)
+    assert "no --site" in memory_report(config, model, shape_of(model), None)
+    on_cpu = config_of("reference", device="cpu")
+    assert "trainer.device='cpu'" in memory_report(on_cpu, model, shape_of(model), EXAMPLE_SITE)
+    assert "model_type='gemma9'" in memory_report(on_cpu, {"model_type": "gemma9"}, None, EXAMPLE_SITE)
+
+
+# --------------------------------------------------------------------------------------------------- site file, configs
+
+
+def test_the_example_of_a_site_file_names_every_gpu_that_is_known() -> None:
+    assert load_site(EXAMPLE_SITE).trainer.memory_gib == GPU_MEMORY_GIB["h100"]
+    text = EXAMPLE_SITE.read_text(encoding="utf-8")
+    assert [name for name in GPU_MEMORY_GIB if not re.search(rf"[ :]{name}[,.]", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[trainer]\ngpu = "h100"\n', ["generation: missing"]),
+        ('[trainer]\ngpu = "h100"\ngpus = 8\n[generation]\ngpu = "h100"', ["trainer.gpus=8: unknown", "legal: gpu, "]),
+        ('[trainer]\ngpu = "h1000"\n[generation]\ngpu = "h100"', ["trainer.gpu='h1000'", "gpu_memory_gib", "h200, l4"]),
+        ('[trainer]\ngpu = "h100"\ngpu_memory_gib = 0.0\n[generation]\ngpu = "h100"', ["trainer.gpu_memory_gib=0.0"]),
+        ("[trainer\n", ["not TOML"]),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_site_file_is_said_with_its_place(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_site(path)
+    for word in (str(path), *words):
+        assert word in str(refused.value)
+
+
+def test_a_site_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no.toml", "no such site file"), (tmp_path, "a directory")):
+        with pytest.raises(ConfigError, match=said):
+            load_site(path)
+
+
+def test_a_gpu_of_unknown_name_is_taken_with_its_memory() -> None:
+    site = Site.model_validate({"trainer": {"gpu": "mi300", "gpu_memory_gib": 191.0}, "generation": {"gpu": "h100"}})
+    assert site.trainer.memory_gib == 191.0
+
+
+def check_words(name: str, tmp_path: Path) -> list[str]:
+    """`rlhpc check` of a large run, on a model directory with its real config.json and a small dataset."""
+    model = make_model_directory(tmp_path / "model", CONFIGS[LARGE_RUNS[name]])
+    (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')
+    run_file = ROOT / "configs" / "large" / f"{name}.toml"
+    paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
+    return ["check", str(run_file), *paths, f"run.directory={str(tmp_path / 'run')!r}", "--site", str(EXAMPLE_SITE)]
+
+
+@pytest.mark.parametrize("name", LARGE_RUNS)
+def test_a_large_run_passes_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    (line,) = re.findall(r"^fits .*$", printed, re.MULTILINE)
+    spare = float(re.findall(r": ([\d.]+) GiB to spare", line)[0])
+    assert spare > 0.1 * GPU_MEMORY_GIB["h100"], "a plan that is this tight does not survive its own errors"
+    assert "trainer     megatron, " in printed
+
+
+@pytest.mark.parametrize("name", LARGE_RUNS)
+def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = tmp_path / "small.toml"
+    site.write_text('[trainer]\ngpu = "rtx4090"\n[generation]\ngpu = "b200"\n')
+    assert main([*check_words(name, tmp_path)[:-1], str(site)]) == EXIT_USER
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "23.5 GiB of trainer.gpu='rtx4090'" in captured.err
+
+
+def test_every_large_run_is_checked() -> None:
+    files = (ROOT / "configs" / "large").glob("*.toml")
+    assert {path.stem for path in files} == set(LARGE_RUNS)
+    for name in LARGE_RUNS:
+        config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
+        assert config.run.name == name
+
+
+def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
+    """Read as text: importing it would need DeepSpeed and its environment."""
+    source = (ROOT / "rlhpc" / "training" / "zero_engine.py").read_text(encoding="utf-8")
+    (bucket,) = re.findall(r"^BUCKET_ELEMENTS = (\d+) << (\d+)", source, re.MULTILINE)
+    (rank,) = plan_of("Qwen2.5-7B", "deepspeed", num_ranks=8, zero_stage=2)
+    assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))

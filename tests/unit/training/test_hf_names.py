@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.types import TensorSpec
+from tests.tiny_models import FAMILIES, make_tiny_checkpoint
+
+
+def spec_of(name, parameter):
+    return TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_names_and_bits_are_those_that_transformers_writes(family, dtype, tmp_path):
+    make_tiny_checkpoint(tmp_path, family=family, hidden=32, dtype=dtype)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    module.save_pretrained(tmp_path / "again")
+    written = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    found = {}
+    for name, parameter in module.named_parameters():
+        for spec, view in zip(on_disk(spec_of(name, parameter)), views_on_disk(name, parameter), strict=True):
+            assert (spec.shape, spec.dtype) == (tuple(view.shape), str(view.dtype).removeprefix("torch."))
+            found[spec.name] = view
+    assert found.keys() == written.keys()
+    assert [name for name in found if not torch.equal(found[name], written[name])] == []
+
+
+def test_what_is_written_to_a_view_is_in_the_parameter():
+    fused = torch.zeros(3, 4, 5)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for number, view in enumerate(views_on_disk(name, fused)):
+        view.fill_(number)
+    assert fused[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
+
+
+def test_a_parameter_that_is_no_experts_keeps_its_name():
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"):
+        tensor = torch.zeros(2, 3)
+        assert on_disk(spec_of(name, tensor)) == (spec_of(name, tensor),)
+        assert [view.data_ptr() for view in views_on_disk(name, tensor)] == [tensor.data_ptr()]
