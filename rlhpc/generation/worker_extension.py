@@ -115,6 +115,7 @@ def _reload(model: Any, vllm_config: Any, model_config: Any, device: torch.devic
         model.load_weights(iter(weights))
         finalize_layerwise_reload(model, model_config)
         _repack_tied_head(model)
+        _repack_experts(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -129,3 +130,15 @@ def _repack_tied_head(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: Any) -> None:
+    """On CPU the kernel of a mixture repacks its weights when it is made, and a reload keeps the kernel."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

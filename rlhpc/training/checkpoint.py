@@ -13,9 +13,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
 from rlhpc.crc import crc32
@@ -24,8 +24,11 @@ from rlhpc.files import write_atomically
 from rlhpc.training.file_record import FileRecord, check_file
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.safetensors_file import plan_shards, write_safetensors
+from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import TensorSpec
 
+Found = TypeVar("Found")
 STATE_FILE = "trainer.json"
 FORMAT_VERSION = 1
 SHARD_BYTES = 2 << 30
@@ -46,15 +49,20 @@ class TrainerCheckpoint:
 
         Raises CheckpointError if a file that was sound a moment ago cannot be read any more.
         """
-        for file_name, (kind, names) in self.shards.items():
-            if kinds and kind not in kinds:
-                continue
-            try:
-                with safe_open(self.directory / file_name, framework="pt") as file:
-                    for name in names:
-                        yield kind, name, file.get_tensor(name)
-            except OSError as error:
-                raise CheckpointError(f"{self.directory / file_name}: cannot be read: {error}") from error
+        for kind in kinds or STATE_KINDS:
+            with self.source(kind) as source:
+                for name in source.names:
+                    yield kind, name, source.read(name)
+
+    def source(self, kind: str) -> TensorSource:
+        """The tensors of one kind by HF name, float32, to read parts of; it raises CheckpointError."""
+        files = {
+            name: self.directory / file_name
+            for file_name, (kind_there, names) in self.shards.items()
+            if kind_there == kind
+            for name in names
+        }
+        return TensorSource.of_files(files, error=CheckpointError)
 
 
 def write_checkpoint(
@@ -115,6 +123,24 @@ def read_checkpoint(
         check_file(directory / name, record, verify_content=verify_content)
         shards[name] = (entry["kind"], tuple(entry["tensors"]))
     return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], found, shards)
+
+
+def on_all_ranks(read: Callable[[], Found], directory: Path, device: torch.device) -> Found:
+    """Return what `read` does, or raise CheckpointError on every rank if it does on any.  A collective.
+
+    A rank that raised alone would leave the others waiting for it in their next collective.
+    """
+    error: CheckpointError | None = None
+    try:
+        found = read()
+    except CheckpointError as failure:
+        error = failure
+    everyone_succeeded = all_ranks_agree(error is None, device)
+    if error is not None:
+        raise error
+    if not everyone_succeeded:
+        raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+    return found
 
 
 def fingerprint(specs: Sequence[TensorSpec]) -> str:

@@ -38,7 +38,7 @@ from rlhpc.training.process_group import DTYPES, close_process_group, device_of,
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
-TensorSource = Any  # TEMPORARY
+from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.zero_environment import accelerator_environment
 from rlhpc.training.zero_policy import ZeroPolicy
 from rlhpc.training.zero_state import ZeroState
@@ -69,9 +69,7 @@ class DeepSpeedBackend(TrainerBackend):
             masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
             cast_parameters(model, settings.dtype)
         self._specs = model.tensor_specs()
-        policy = ZeroPolicy(
-            model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens
-        )
+        policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
             from rlhpc.training.zero_engine import close_engine, open_engine
@@ -94,8 +92,8 @@ class DeepSpeedBackend(TrainerBackend):
         """Load config.model, meet the other ranks at store_address, and share the model out.
 
         store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; may be empty for one
-        rank.  A default process group that is up already is taken, and left up in the end.  The model is loaded whole into host memory, in float32, on every rank.
-        Raises ConfigError for a model that cannot be trained here.
+        rank.  A default process group that is up already is taken, and left up in the end.  The model is loaded whole
+        into host memory, in float32, on every rank.  Raises ConfigError for a model that cannot be trained here.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -267,7 +265,9 @@ class DeepSpeedBackend(TrainerBackend):
         except CheckpointError as failure:
             error = failure
         self._raise_together(error, directory)
-        self._state.fill(partial(_read_range, {kind: checkpoint.source(kind) for kind in STATE_KINDS}))
+        with ExitStack() as files:
+            sources = {kind: files.enter_context(checkpoint.source(kind)) for kind in STATE_KINDS}
+            self._state.fill(partial(_read_range, sources))
         self._state.num_steps_applied = checkpoint.num_steps_applied
         self._state.publish()
         write_rng(checkpoint.rng, self._device)

@@ -19,11 +19,11 @@ class MetricSums:
         """Keep those of one micro-batch, detached scalars; nothing waits for the device."""
         self._rows.append(metrics)
 
-    def over_ranks(self, device: torch.device) -> dict[str, float]:
-        """Sums over micro-batches and ranks of the default group.  A collective, where there is a group."""
+    def over_ranks(self, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Sums over micro-batches and ranks of `group`, by default of all.  A collective, where there is a group."""
         names = sorted(self._rows[0])
         table = torch.stack([torch.stack([row[name].detach().double() for name in names]) for row in self._rows])
         totals = table.sum(0).to(device)
         if dist.is_initialized():
-            dist.all_reduce(totals)
+            dist.all_reduce(totals, group=group)
         return dict(zip(names, totals.tolist(), strict=True))

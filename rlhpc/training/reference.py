@@ -22,9 +22,8 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
-from rlhpc.errors import CheckpointError
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
+from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import on_disk, views_on_disk
 from rlhpc.training.logprob import chunked_logprobs
@@ -230,29 +229,20 @@ class ReferenceBackend(TrainerBackend):
 
         A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
         """
-        error: CheckpointError | None = None
-        try:
-            # The lead reads every byte; the others trust its verdict and read only what they load.
-            checkpoint = read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error, directory)
+        # The lead reads every byte; the others trust its verdict and read only what they load.
+        read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_lead)
+        checkpoint = on_all_ranks(read, directory, self._device)
+        on_all_ranks(partial(self._take, checkpoint), directory, self._device)
+        self._optimizer.num_steps_applied = checkpoint.num_steps_applied
+        self._optimizer.publish()
+        write_rng(checkpoint.rng, self._device)
+
+    def _take(self, checkpoint: TrainerCheckpoint) -> None:
         for kind in STATE_KINDS:
             parameters = self._optimizer.state(kind)
             here = dict(pair for spec in self._model.tensor_specs() for pair in _on_disk(spec, parameters[spec.name]))
             for _, name, tensor in checkpoint.tensors(kind):
                 here[name].copy_(tensor)
-        self._optimizer.num_steps_applied = checkpoint.num_steps_applied
-        self._optimizer.publish()
-        write_rng(checkpoint.rng, self._device)
-
-    def _raise_together(self, error: CheckpointError | None, directory: Path) -> None:
-        """Raise on every rank if any rank has an error, so that none waits for the others for ever."""
-        everyone_succeeded = all_ranks_agree(error is None, self._device)
-        if error is not None:
-            raise error
-        if not everyone_succeeded:
-            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
 
     def close(self) -> None:
         """Wait for a running save, then leave the process group.  Idempotent."""

@@ -55,13 +55,14 @@ def gather_stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, whole tensor) on to_rank, in the order of items; yield nothing elsewhere.  A collective.
 
-    own(index): this rank's pieces of items[index], flat, contiguous, of `dtype` on `device`, in the order of its pieces;
-    asked once per item and only where there are any.  group: of all ranks that hold pieces and to_rank; NCCL wants some
-    earlier collective of all of it.  A tensor is valid until the next one is asked for, and may be a rank's own memory.
+    own(index): this rank's pieces of items[index], flat, contiguous, of `dtype` on `device`, in the order of its
+    pieces; asked once per item and only where there are any.  group: of to_rank and all ranks that hold pieces; NCCL
+    wants a collective of the whole group before.  A tensor is valid until the next one is asked for, and may be the
+    rank's own memory: it is not to be written to.
 
-    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, takes what the others
-    still send and throws it away.  An error in own or on the wire is passed on at once: the ranks are out of step then,
-    and the group is of no more use.
+    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, takes what the
+    others still send and throws it away.  An error in own or on the wire is passed on at once: the ranks are out of
+    step then, and the group is of no more use.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = _Here(items, own, rank, to_rank, dtype, device, group)
@@ -96,10 +97,8 @@ def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[li
 def _joined(items: Sequence[Scattered], arrived: dict[int, list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Join one item after the other, each leaving `arrived` as it is joined."""
     for index in tuple(arrived):
-        joined = items[index].join(arrived.pop(index))
-        for spec, tensor in zip(items[index].specs, joined, strict=True):
-            yield spec.name, tensor
-        del joined, tensor  # not to be held while the next item is joined
+        item = items[index]
+        yield from zip((spec.name for spec in item.specs), item.join(arrived.pop(index)), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

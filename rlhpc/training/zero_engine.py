@@ -38,7 +38,7 @@ class ZeroEngine(DeepSpeedEngine):  # type: ignore[misc]
     elsewhere and whose steps skip by other rules.
     """
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         return ZERO_OPTIMIZATION
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class ZeroState:
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, stage: int) -> None:
         """Add zero moments to a fresh optimiser of DeepSpeed's.  parameters: those it has, in the model's order."""
-        self._optimizer, self._parameters, self._stage = optimizer, dict(parameters), stage
+        self._optimizer, self._stage = optimizer, stage
+        self._parameters: dict[str, Any] = dict(parameters)
         self._rank = dist.get_rank()
         table = _fragments_of_stage_3(optimizer) if stage == 3 else _fragments_of_stages_1_and_2(optimizer)
         self.fragments = {name: table[id(parameter)] for name, parameter in parameters.items()}
@@ -102,7 +104,7 @@ class ZeroState:
     def own_parameter(self, index: int, device: torch.device) -> tuple[Tensor, ...]:
         """This rank's run of parameter `index` in the dtype of the forward pass, on `device`.  Stage 3 only."""
         name = self.specs[index].name
-        partition: Tensor = self._parameters[name].ds_tensor  # type: ignore[attr-defined]
+        partition: Tensor = self._parameters[name].ds_tensor
         return tuple(
             partition.detach().narrow(0, 0, fragment.num_elements).to(device)
             for fragment in self.fragments[name]
@@ -152,7 +154,7 @@ def _fragments_of_stages_1_and_2(optimizer: Any) -> dict[int, tuple[Fragment, ..
             cuts = [begin, *range((begin // size + 1) * size, end, size), end]
             table[id(parameter)] = tuple(
                 Fragment(start // size, start - begin, stop - begin, flat, start % size)
-                for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+                for start, stop in pairwise(cuts)
             )
     return table
 

@@ -3,57 +3,83 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
+from torch import Tensor
 
 from rlhpc.algorithms.samples import to_samples
-from rlhpc.config import Config
+from rlhpc.config import Config, WeightsConfig
+from rlhpc.contracts import GenerationEngine
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.pack import pack
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import (
-    Float32,
-    PackedBatch,
+    PackedMicrobatch,
     Prompt,
     Rollout,
     RolloutGroup,
     RolloutRequest,
     SamplingParams,
     ScoredRollout,
+    TensorSpec,
     Verdict,
+    WeightGroup,
 )
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.make import make_publisher
+from tests.contracts.trainer_cluster import ClusterPool, Rank, TrainerCluster
+from tests.contracts.trainer_layouts import LAYOUTS, packed
+from tests.contracts.trainer_scenarios import look, train
 from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import draw_samples
 
 TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
+FAMILIES = ("qwen2", "llama", "qwen3_moe")
+# (family, layout): what each layout does to names and shapes is in the contract's tests; here is what an engine adds.
+STREAMS = [
+    ("qwen2", "megatron-tp2"),
+    ("qwen2", "megatron-pp2"),
+    ("qwen2", "deepspeed-zero3"),
+    ("qwen3_moe", "reference-dp1"),
+    ("qwen3_moe", "megatron-ep2"),
+]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_fp32_logprobs_of_engine_and_trainer_differ_by_at_most_a_ten_thousandth(family: str, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    make_tiny_checkpoint(checkpoint, family=family)
-    config = _config(tmp_path, checkpoint)
-    rollouts = asyncio.run(_sample(config, tmp_path))
-    lengths = {len(rollout.token_ids) for rollout in rollouts}
-    assert len(lengths) > 5
-    batch = _packed(rollouts, config)
-    trained = _trainer_logprobs(config, batch, tmp_path)
-    rows = [row for rank in batch.ranks for row in rank]
-    differences = [
-        np.abs(mine - row.behaviour_logprobs)[row.loss_mask] for mine, row in zip(trained, rows, strict=True)
-    ]
-    assert sum(len(d) for d in differences) == sum(len(rollout.token_ids) for rollout in rollouts)
-    assert max(float(d.max()) for d in differences) <= TOLERANCE_NATS
+@dataclass
+class Running:
+    """A real engine that began with the checkpoint of a family."""
 
+    engine: GenerationEngine
+    checkpoint: Path
+    scratch: Path
+    version: int = 0
 
-async def _sample(config: Config, directory: Path) -> list[Rollout]:
-    from rlhpc.generation.make import start_engine
+    async def take(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Broadcast a stream to it as a new version, in a group of its own."""
+        self.version += 1
+        publisher = make_publisher(
+            WeightsConfig(transport="gloo", timeout_s=30.0), directory=self.scratch, device="cpu"
+        )
+        specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in weights]
+        group = publisher.open(WeightGroup(self.version, "gloo", "", ("generator-0",), (1,)))
+        await asyncio.gather(self.engine.join_weights(group, "generator-0"), asyncio.to_thread(publisher.form))
+        manifest = make_manifest(self.version, self.version, specs, 1 << 20)
+        sending = asyncio.to_thread(publisher.publish, manifest, iter(weights))
+        await asyncio.gather(self.engine.receive_weights(manifest), sending)
+        await self.engine.leave_weights()
+        publisher.dissolve()
 
-    engine = await start_engine(config, seed=3, layout=RunLayout(directory / "run"))
-    try:
+    async def sample(self) -> list[Rollout]:
+        """Completions of many lengths."""
         requests = [
             RolloutRequest(
                 group_id=index,
@@ -63,29 +89,90 @@ async def _sample(config: Config, directory: Path) -> list[Rollout]:
             )
             for index in range(16)
         ]
-        return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
-    finally:
-        await engine.close()
+        rollouts = list(await asyncio.gather(*(self.engine.generate(request) for request in requests)))
+        assert len({len(rollout.token_ids) for rollout in rollouts}) > 5
+        assert all(np.all(rollout.versions == self.engine.policy_version) for rollout in rollouts)
+        return rollouts
 
 
-def _packed(rollouts: list[Rollout], config: Config) -> PackedBatch:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
+async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    from rlhpc.generation.make import start_engine
+
+    scratch = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)
+    engine = await start_engine(_config(scratch, checkpoint), seed=3, layout=RunLayout(scratch / "run"))
+    yield Running(engine, checkpoint, scratch)
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ClusterPool]:
+    made = ClusterPool()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("running", FAMILIES, indirect=True)
+async def test_fp32_logprobs_of_engine_and_trainer_differ_by_at_most_a_ten_thousandth(running, pool, tmp_path):
+    rows = _packed(await running.sample())
+    cluster = pool.cluster("reference-dp1", LAYOUTS["reference-dp1"])
+    (answer,) = await asyncio.to_thread(
+        cluster.run, look, tmp_path, model=running.checkpoint, rows=rows, temperature=TEMPERATURE
+    )
+    _assert_agree(rows, answer[1])
+
+
+@pytest.mark.parametrize(("running", "layout"), STREAMS, indirect=["running"])
+async def test_an_engine_that_takes_a_layouts_stream_while_it_runs_agrees_with_it_from_then_on(
+    running, layout, pool, tmp_path
+):
+    cluster: TrainerCluster = pool.cluster(layout, LAYOUTS[layout])
+    arguments: dict[str, Any] = {"model": running.checkpoint, "directory": tmp_path / "ckpt"}
+    answers = await asyncio.to_thread(cluster.run, train_and_export, tmp_path / "a", **arguments)
+    await running.take(answers[0])
+    rows = _packed(await running.sample())
+    answers = await asyncio.to_thread(cluster.run, logprobs_of_saved, tmp_path / "b", rows=rows, **arguments)
+    for logprobs in answers:
+        _assert_agree(rows, logprobs)
+
+
+def train_and_export(rank: Rank, *, model: Path, directory: Path) -> list[tuple[str, Tensor]]:
+    """The stream after two steps that change every weight."""
+    backend = rank.open(model)
+    for seed in range(2):
+        train(rank, backend, packed(draw_samples((40, 9, 25, 60, 13, 33), seed=seed)))
+    weights = [(name, tensor.cpu().clone()) for name, tensor in backend.weights()]
+    backend.save(directory).result()
+    backend.close()
+    return weights
+
+
+def logprobs_of_saved(rank: Rank, *, model: Path, directory: Path, rows: list[PackedMicrobatch]) -> list[Tensor]:
+    """Of every row on every rank, whatever its replica."""
+    backend = rank.open(model, temperature=TEMPERATURE)
+    backend.load(directory)
+    logprobs = [tensor.cpu() for tensor in backend.logprobs(rows)]
+    backend.close()
+    return logprobs
+
+
+def _assert_agree(rows: list[PackedMicrobatch], logprobs: list[Tensor]) -> None:
+    differences = [
+        np.abs(mine.numpy() - row.behaviour_logprobs)[row.loss_mask] for mine, row in zip(logprobs, rows, strict=True)
+    ]
+    assert sum(len(d) for d in differences) > 300
+    assert max(float(d.max()) for d in differences) <= TOLERANCE_NATS
+
+
+def _packed(rollouts: list[Rollout]) -> list[PackedMicrobatch]:
     samples = []
     for rollout in rollouts:
         scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT)
         group = RolloutGroup(rollout.group_id, rollout.prompt, 0, (scored,))
         samples += to_samples(group, lambda rewards: np.ones_like(rewards))
-    return pack(samples, token_budget=config.trainer.token_budget, num_ranks=1, cost=FlopCost(1.0, 0.0), step=0,
-                policy_version=0)  # fmt: skip
-
-
-def _trainer_logprobs(config: Config, batch: PackedBatch, directory: Path) -> list[Float32]:
-    from rlhpc.training.make import open_backend
-
-    backend = open_backend(config, rank=0, world_size=1, store_address=f"file://{directory}/store")
-    try:
-        return [values.numpy() for values in backend.logprobs(batch.ranks[0])]
-    finally:
-        backend.close()
+    batch = pack(samples, token_budget=256, num_ranks=1, cost=FlopCost(1.0, 0.0), step=0, policy_version=0)
+    return [row for rank in batch.ranks for row in rank]
 
 
 def _config(directory: Path, checkpoint: Path) -> Config:

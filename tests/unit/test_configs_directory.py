@@ -9,11 +9,11 @@ import pytest
 from rlhpc.config_file import load_config
 from rlhpc.rewards.registry import validate_task
 
-RUN_FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+RUN_FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
 def test_a_shipped_run_file_is_valid_and_names_a_reward_that_exists(path: Path) -> None:
     config = load_config(path)
-    assert config.run.name == path.stem
+    assert config.run.name in (path.stem, path.stem.replace("_", "-"))
     validate_task(config.data.task)

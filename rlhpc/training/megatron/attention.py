@@ -61,9 +61,8 @@ class PackedCoreAttention(nn.Module):
         """See the module's head.  packed_seq_params has no default: a call that lost it must fail."""
         plan = packed_seq_params.plan
         if plan.whole is not None:
-            return _segment_attention(query[:, 0], key[:, 0], value[:, 0], plan.whole, self._scaling).flatten(1)[
-                :, None
-            ]
+            output = _segment_attention(query[:, 0], key[:, 0], value[:, 0], plan.whole, self._scaling)
+            return output.flatten(1)[:, None]
         keys_and_values = gather_from_sequence_parallel_region(
             torch.stack([key[:, 0], value[:, 0]], 1), group=self._context_group
         ).index_select(0, plan.order)

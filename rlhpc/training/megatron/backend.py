@@ -9,11 +9,11 @@ changes no bit of weights, moments or step counters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,22 +29,95 @@ from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import STATE_FILE, TrainerCheckpoint, read_checkpoint
 from rlhpc.training.megatron.exchange import Exchange
-from rlhpc.training.megatron.model import HeadRequest, build_chunks
-from rlhpc.training.megatron.model_config import transformer_config
+from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
 from rlhpc.training.megatron.parallel import close_groups, open_groups
+from rlhpc.training.megatron.rank_parts import RankModel, RankState
 from rlhpc.training.megatron.schedule import Schedule, Work
+from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.scattered import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 LEAD_RANK = 0
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSettings:
+    """What stays the same from step to step."""
+
+    temperature: float
+    chunk_tokens: int
 
 
 class MegatronBackend(TrainerBackend):
     """One rank's part of the model; the process groups of this process belong to it until close()."""
+
+    def __init__(
+        self, rank_model: RankModel, optimizer: MegatronAdamW, schedule: Schedule, settings: MegatronSettings
+    ) -> None:
+        """Take over a loaded model whose chunks optimizer and schedule were made of.  A collective."""
+        self._model, self._optimizer, self._schedule, self._settings = rank_model, optimizer, schedule, settings
+        self._layout, self._device = rank_model.layout, rank_model.device
+        self._rank = dist.get_rank()
+        self._dp_rank: int = parallel_state.get_data_parallel_rank()
+        self._exchange = Exchange()
+        # Losses are judged on the last stage; its first rank speaks for all, being tensor, context and data rank 0.
+        self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
+        self._state = RankState(rank_model, optimizer.shards, self._exchange)
+        self._saver = BackgroundSaver(
+            self._state.items, self._state.own, device=self._device, group=open_save_group(), lead_rank=LEAD_RANK
+        )
+        self._is_open = True
+
+    @classmethod
+    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> MegatronBackend:
+        """Load config.model, shared out over all ranks, and meet them at store_address.
+
+        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port".
+        Raises ConfigError for a model or a layout that cannot be trained here; then nothing is left open.
+        """
+        device = device_of(config.trainer.device, rank)
+        _refuse_unfit(config, device)
+        torch.manual_seed(config.run.seed)
+        open_process_group(rank, world_size, store_address, device)
+        try:
+            open_groups(ParallelLayout.of(config.trainer), rank=rank, device=device)
+            return cls._on_open_groups(config, device)
+        except BaseException:
+            _close_everything()
+            raise
+
+    @classmethod
+    def _on_open_groups(cls, config: Config, device: torch.device) -> MegatronBackend:
+        trainer, dtype = config.trainer, DTYPES[config.model.dtype]
+        model = RankModel.load(config, dtype, device)
+        settings = OptimizerSettings(
+            dtype=dtype,
+            betas=(trainer.adam_beta1, trainer.adam_beta2),
+            eps=trainer.adam_eps,
+            is_distributed=trainer.distributed_optimizer,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
+            is_offloaded=trainer.optimizer_offload,
+        )
+        wrapped = wrap_chunks(model.chunks, settings)
+        optimizer = MegatronAdamW(wrapped, settings)
+        backend = cls(
+            model,
+            optimizer,
+            Schedule(wrapped, model.layout, device),
+            MegatronSettings(config.generation.temperature, trainer.logprob_chunk_tokens),
+        )
+        if dtype != torch.float32:
+            # Main weights were copied from rounded ones; the checkpoint may know them better.
+            with TensorSource.of_model(config.model.path) as source:
+                backend._state.read("weights", source)
+        return backend
 
     @property
     def dp_rank(self) -> int:
@@ -69,7 +142,7 @@ class MegatronBackend(TrainerBackend):
     @property
     def is_lead(self) -> bool:
         """True on rank 0."""
-        return dist.get_rank() == LEAD_RANK
+        return self._rank == LEAD_RANK
 
     # --------------------------------------------------------------------------------------------- forward and step
 
@@ -106,14 +179,15 @@ class MegatronBackend(TrainerBackend):
         sums = MetricSums()
 
         def judge(index: int, current: Tensor, entropy: Tensor) -> Tensor:
-            loss_sum, metrics = loss(current, **self._loss_inputs(microbatches[index], proximal and proximal[index]))
+            start = None if proximal is None else proximal[index]
+            loss_sum, metrics = loss(current, **self._loss_inputs(microbatches[index], start))
             sums.add({**metrics, "entropy": entropy, "loss": loss_sum.detach()})
             return loss_sum / num_loss_tokens
 
         work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
         self._schedule.forward_backward(work, self._request(want_entropy=True), judge)
         own_norm = self._optimizer.gradient_norm()
-        metrics, grad_norm = self._exchange.from_rank(self._judge_rank, (sums.over_replicas(), own_norm))
+        metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
         applied = all_ranks_agree(is_finite, self._device)
         if applied:
@@ -141,3 +215,90 @@ class MegatronBackend(TrainerBackend):
         # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
         return torch.from_numpy(array.copy()).to(self._device)
 
+    def _summed(self, sums: MetricSums) -> dict[str, float]:
+        """Over micro-batches and replicas, on the last stage; nothing on other stages."""
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        return sums.over_ranks(self._device, group=parallel_state.get_data_parallel_group())
+
+    # ------------------------------------------------------------------------------------------- weights, checkpoints
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return self._model.specs
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend; views of parameters where they are whole on the lead: not to be written to."""
+        return gather_stream(
+            self._model.items,
+            self._model.own,
+            to_rank=LEAD_RANK,
+            dtype=self._model.dtype,
+            device=self._device,
+        )
+
+    def save(self, directory: Path) -> Future[dict[str, int]]:
+        """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it."""
+        return self._saver.save(
+            directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
+        )
+
+    def load(self, directory: Path) -> None:
+        """See TrainerBackend; every rank reads its own part, the lead verifies everything.
+
+        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        """
+        checkpoint = self._together(lambda: self._verified(directory), directory)
+        self._together(lambda: self._read_state(checkpoint), directory)
+        self._optimizer.num_steps_applied = checkpoint.num_steps_applied
+        self._optimizer.publish()
+        write_rng(checkpoint.rng, self._device)
+
+    def _verified(self, directory: Path) -> TrainerCheckpoint:
+        # The lead reads every byte; the others trust its verdict and read only what they load.
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+
+    def _read_state(self, checkpoint: TrainerCheckpoint) -> None:
+        for kind in STATE_KINDS:
+            with checkpoint.source(kind) as source:
+                self._state.read(kind, source)
+
+    def _together(self, read: Callable[[], Read], directory: Path) -> Read:
+        """Return what `read` does, or raise CheckpointError on every rank: else some would wait for the others."""
+        error: CheckpointError | None = None
+        try:
+            found = read()
+        except CheckpointError as failure:
+            error = failure
+        everyone_succeeded = all_ranks_agree(error is None, self._device)
+        if error is not None:
+            raise error
+        if not everyone_succeeded:
+            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+        return found
+
+    def close(self) -> None:
+        """Wait for a running save, then leave the process groups.  Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._saver.close()
+            _close_everything()
+
+
+def _all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
+    """bool [T]: what has tokens before it in its segment."""
+    wanted = np.ones(len(microbatch.token_ids), dtype=bool)
+    wanted[microbatch.cu_seqlens[:-1]] = False
+    return wanted
+
+
+def _close_everything() -> None:
+    close_groups()
+    close_process_group()
+
+
+def _refuse_unfit(config: Config, device: torch.device) -> None:
+    if config.trainer.optimizer_offload and device.type != "cuda":
+        raise ConfigError("trainer.optimizer_offload=true needs a GPU to offload from; legal on a CPU: false")
+    if config.trainer.optimizer_offload and not config.trainer.distributed_optimizer:
+        raise ConfigError("trainer.optimizer_offload=true with trainer.distributed_optimizer=false; legal: true")

@@ -141,15 +141,15 @@ def _state_item(place: ParameterMap, ranges: Sequence[OwnedRange]) -> Scattered:
     pieces: list[Piece] = []
     counts = []
     for shard in range(place.num_shards):
-        cover = _cover([each for each in ranges if each.shard == shard], place.shard_elements)
+        cover = _cover(place, shard, [each for each in ranges if each.shard == shard])
         pieces += [Piece(each.rank, each.end - each.start) for each in cover]
         counts.append(len(cover))
     assert len({piece.rank for piece in pieces}) == len(pieces), f"{place.name}: two pieces of one rank"
     return Scattered(specs_of(place, "float32"), tuple(pieces), partial(_join_ranges, place, tuple(counts)))
 
 
-def _cover(ranges: Sequence[OwnedRange], num_elements: int) -> list[OwnedRange]:
-    """Choose ranges that lie end to end from 0 to num_elements.
+def _cover(place: ParameterMap, shard: int, ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
+    """Choose ranges that lie end to end over the whole shard.
 
     Every replica's own ranges do, so that wherever one of them ends another begins.
     """
@@ -159,10 +159,10 @@ def _cover(ranges: Sequence[OwnedRange], num_elements: int) -> list[OwnedRange]:
             by_start[each.start] = each  # the lowest rank comes last and stays
     cover: list[OwnedRange] = []
     position = 0
-    while position < num_elements:
+    while position < place.shard_elements:
+        assert position in by_start, f"{place.name}: nobody keeps shard {shard} from {position} on"
         cover.append(by_start[position])
         position = cover[-1].end
-    assert position == num_elements
     return cover
 
 

@@ -80,9 +80,10 @@ class _Wanted:
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     """One chunk of layers, with the embedding before the first and the head after the last."""
 
-    def __init__(self, model: PretrainedConfig, config: TransformerConfig, **options: Any) -> None:
+    def __init__(
+        self, model: PretrainedConfig, config: TransformerConfig, device: torch.device, **options: Any
+    ) -> None:
         """options: those of GPTModel that depend on the stage."""
-        self.real_vocabulary = model.vocab_size
         super().__init__(
             config,
             max_sequence_length=model.max_position_embeddings,
@@ -90,7 +91,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             position_embedding_type="none",  # Megatron's own restarts positions at no border
             **options,
         )
-        self.register_buffer("rotary_frequencies", rotary_frequencies(model), persistent=False)
+        self._real_vocabulary = model.vocab_size
+        self._padding_token: int | None = model.pad_token_id
+        # No buffer: Megatron's way into half precision would round it, and with it every angle.
+        self._frequencies = rotary_frequencies(model).to(device)
 
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
         """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
@@ -110,8 +114,21 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
         """Megatron's, with the angles [L, 1, 1, head size] by which every token is rotated."""
         decoder_input, _, *others = super()._preprocess(position_ids=position_ids, **inputs)
-        angles = position_ids[0, :, None].float() * self.rotary_frequencies
+        if self.pre_process and self._padding_token is not None:
+            is_padding = torch.eq(inputs["input_ids"][0], self._padding_token)
+            decoder_input = self._without_gradient(decoder_input, is_padding)
+        angles = position_ids[0, :, None].float() * self._frequencies
         return (decoder_input, torch.cat([angles, angles], -1)[:, None, None], *others)
+
+    def _without_gradient(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
+        """What is looked up for the padding token teaches it nothing, as in transformers (padding_idx).
+
+        Its row is often all zeros, where the gradient of the first norm is a thousand times as large as elsewhere.
+        """
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            is_padding = is_padding.chunk(group.size())[group.rank()]
+        return torch.where(is_padding[:, None, None], embedded.detach(), embedded)
 
     def _postprocess(self, *, hidden_states: Tensor, labels: _Wanted, **_: Any) -> Tensor:
         if not self.post_process:
@@ -152,7 +169,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         group = self.pg_collection.tp
         if group.size() == 1:
             return None
-        return VocabularyShard.of(group, len(self.head_weight), self.real_vocabulary)
+        return VocabularyShard.of(group, len(self.head_weight), self._real_vocabulary)
 
 
 def build_chunks(
@@ -170,6 +187,7 @@ def build_chunks(
         chunk = PolicyModel(
             model,
             config,
+            device,
             transformer_layer_spec=_block(config, trainer, stage_chunk),
             vocab_size=layout.padded_vocabulary(model.vocab_size),
             pre_process=parallel_state.is_pipeline_first_stage(**is_interleaved),

@@ -67,7 +67,8 @@ def shards_of(optimizer: Any) -> tuple[Shard, ...]:
             continue
         places = _places_in_groups(part.optimizer)
         for parameter, main, start, end in _main_weights(part):
-            assert main.dtype == torch.float32 and main.numel() == end - start
+            assert main.dtype == torch.float32
+            assert main.numel() == end - start
             stepped, state, group = places[id(main)]
             found.append(Shard(parameter, start, end, main, stepped, state, group))
     return tuple(found)

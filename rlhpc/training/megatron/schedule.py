@@ -26,8 +26,8 @@ from rlhpc.training.megatron.local_row import LocalRow, whole_row
 from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.types import PackedMicrobatch
 
-# (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over the wanted tokens
-# of this context rank) → the loss to differentiate, a scalar
+# (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over wanted tokens)
+# → the loss to differentiate, a scalar
 Judge = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -105,8 +105,11 @@ class Schedule:
         if index >= len(work):
             return logprobs.sum() * 0.0, no_tokens, None
         num_tokens = len(work[index].wanted)
-        row = whole_row(logprobs, self._layout, self._context_rank, self._context_group, num_tokens)
-        loss = judge(index, row, entropy.sum())
+        row, entropies = (
+            whole_row(part, self._layout, self._context_rank, self._context_group, num_tokens)
+            for part in (logprobs, entropy.detach())
+        )
+        loss = judge(index, row, entropies.sum())
         # Stages before this one wait for a gradient, also from a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 

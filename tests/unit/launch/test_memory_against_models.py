@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.activation_memory import RowMemory
+from launch.activation_memory import ROUTING_IMBALANCE, RowMemory
 from launch.model_shape import ModelShape
 from rlhpc.config import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
@@ -98,29 +98,26 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def measure(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
-    """Of each layout: parameters held with 4 layers, bytes kept of two more layers, and the planner's word for it."""
+def measure(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """Of each layout: bytes kept of a layer, and the planner's word for it; checks the number of parameters here."""
     return {name: _measure_layout(rank, family, keys) for name, (family, keys) in LAYOUTS.items()}
 
 
-def _measure_layout(rank: int, family: str, keys: dict[str, Any]) -> tuple[int, int, int]:
+def _measure_layout(rank: int, family: str, keys: dict[str, Any]) -> tuple[int, int]:
     from rlhpc.training.megatron.parallel import close_groups, open_groups
 
     trainer = TrainerConfig(token_budget=NUM_TOKENS, backend="megatron", **keys)
     layout = ParallelLayout.of(trainer)
+    stage = rank if layout.pipeline > 1 else 0
     open_groups(layout, rank=rank, device=CPU)
-    held, kept = 0, [0, 0]
-    shapes = []
-    for index, layers in enumerate((2, 4) if layout.pipeline == 1 else (4,)):
+    kept = []
+    for layers in (1, 2) if layout.pipeline == 1 else (4,):
         shape, chunks = _build(family, layers, trainer)
-        shapes.append(shape)
         held = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-        if layout.pipeline == 1:
-            kept[index] = _kept_bytes(chunks[0], layout)
+        assert held == shape.on_rank(layout, stage).total, (family, keys, stage)
+        kept.append(_kept_bytes(chunks[0], layout) if layout.pipeline == 1 else 0)
     close_groups()
-    planned = RowMemory(shapes[-1], layout, trainer, 4).of_layer(0)
-    assert held == shapes[-1].on_rank(layout, rank if layout.pipeline > 1 else 0).total
-    return held, kept[1] - kept[0], 2 * planned
+    return kept[-1] - kept[0], RowMemory(shape, layout, trainer, 4).of_layer(0)
 
 
 def _build(family: str, layers: int, trainer: TrainerConfig) -> tuple[ModelShape, list[Any]]:
@@ -129,9 +126,9 @@ def _build(family: str, layers: int, trainer: TrainerConfig) -> tuple[ModelShape
     from rlhpc.training.megatron.model import build_chunks
     from rlhpc.training.megatron.model_config import transformer_config
 
-    extra: dict[str, Any] = EXPERTS if family == "qwen3_moe" else {}
-    extra = extra | {"head_dim": 32} if family.startswith("qwen3") else {}
-    extra = extra | {"tie_word_embeddings": True} if family == "qwen2" else {}
+    extra = {**(EXPERTS if family == "qwen3_moe" else {}), "tie_word_embeddings": family == "qwen2"}
+    if family.startswith("qwen3"):
+        extra["head_dim"] = 32
     model = AutoConfig.for_model(family, num_hidden_layers=layers, **SIZES, **extra)
     chunks = build_chunks(model, transformer_config(model, trainer, torch.float32), trainer, CPU)
     for chunk in chunks:
@@ -161,10 +158,11 @@ def _kept_bytes(chunk: Any, layout: ParallelLayout) -> int:
 
 
 def test_megatrons_ranks_hold_and_keep_what_is_planned(tmp_path: Path) -> None:
-    """Parameters to the last one; bytes within 5 %, routing apart, which is random here and not even."""
-    ranks = run_ranks(2, measure, tmp_path, timeout_s=120)
-    for name, (_, keys) in LAYOUTS.items():
-        for held, kept, planned in (rank[name] for rank in ranks):
-            assert held > 0
-            if keys.get("pipeline_parallel", 1) == 1 and "expert_parallel" not in keys:
-                assert kept == pytest.approx(planned, rel=0.05), (name, kept, planned, [r[name] for r in ranks])
+    """Parameters to the last one (asserted by each rank); bytes within 7 %, and less where routing was even."""
+    ranks = run_ranks(2, measure, tmp_path, timeout_s=180)
+    for name in LAYOUTS:
+        for kept, planned in (rank[name] for rank in ranks):
+            if name == "experts":
+                assert planned / ROUTING_IMBALANCE < kept < planned
+            elif "pipeline" not in name:
+                assert kept == pytest.approx(planned, rel=0.07), name

@@ -404,3 +404,19 @@ def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
     (bucket,) = re.findall(r"^BUCKET_ELEMENTS = (\d+) << (\d+)", source, re.MULTILINE)
     (rank,) = plan_of("Qwen2.5-7B", "deepspeed", num_ranks=8, zero_stage=2)
     assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-72b-tp8-pp4", "qwen2.5-7b-tp2"])
+def test_the_page_on_memory_shows_what_is_printed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    (command, output) = re.findall(
+        rf"^\$ rlhpc check configs/large/{name}.toml (.*)\n((?:.*\n)*?)```", page, re.MULTILINE
+    )[0]
+    monkeypatch.chdir(ROOT)
+    words = check_words(name, tmp_path)[: -len(["--site", str(EXAMPLE_SITE)])]
+    main([*words, *command.split()])
+    captured = capsys.readouterr()
+    printed = captured.out[captured.out.find("memory      ") :] if captured.out else captured.err
+    assert printed == output

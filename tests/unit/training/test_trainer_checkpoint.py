@@ -41,6 +41,29 @@ def test_what_was_written_is_read_back(tmp_path):
     assert {kind for kind, _, _ in checkpoint.tensors("exp_avg")} == {"exp_avg"}
 
 
+def test_a_part_of_a_tensor_is_read_from_whichever_shard_holds_it(tmp_path):
+    write(tmp_path, shard_bytes=100)
+    checkpoint, wanted = read_checkpoint(tmp_path, SPECS), state()
+    for kind in STATE_KINDS:
+        with checkpoint.source(kind) as source:
+            assert set(source.names) == {spec.name for spec in SPECS}
+            assert source.shape("t4") == (64, 4)
+            rows = (slice(10, 20), slice(1, 3))
+            assert torch.equal(source.read("t4", index=rows), wanted[kind]["t4"][rows])
+            assert torch.equal(source.read("t0"), wanted[kind]["t0"])
+
+
+def test_a_shard_that_breaks_after_it_was_verified_is_a_checkpoint_error(tmp_path):
+    write(tmp_path)
+    checkpoint = read_checkpoint(tmp_path, SPECS)
+    (tmp_path / "exp_avg-00001.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="exp_avg-00001"):
+        list(checkpoint.tensors())
+    (tmp_path / "exp_avg-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="exp_avg-00001"):
+        checkpoint.source("exp_avg").read("t0")
+
+
 def test_shards_hold_at_most_so_many_bytes_and_the_library_reads_them(tmp_path):
     files = write(tmp_path, shard_bytes=100)
     assert sorted(name for name in files if name.startswith("weights")) == [

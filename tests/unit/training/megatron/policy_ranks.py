@@ -76,7 +76,7 @@ def _one_case(rank: int, world_size: int, case: Case, rows: list[PackedMicrobatc
     chunks = build_chunks(AutoConfig.from_pretrained(case.checkpoint), config, trainer, CPU)
     reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
     for chunk in chunks:
-        give_weights(chunk, dict(reference.state_dict()))
+        give_weights(chunk.to(case.dtype), dict(reference.state_dict()))
     own = range(parallel_state.get_data_parallel_rank(), len(rows), layout.data)
     seen = _forward_backward(chunks, config, layout, {index: rows[index] for index in own})
     for row in rows:

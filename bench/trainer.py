@@ -1,0 +1,312 @@
+"""The step of the Megatron backend beside the same step written straight onto Megatron-Core's schedule.
+
+    python -m bench.trainer [--layouts dp1 tp2 pp2] [--model tiny] [--tokens 2048] [--rows 4] [--repeats 7]
+    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --recompute full
+
+Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
+what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
+optimizer.step(); no metrics, no vote.  Prints tokens/s (median and range) and the ratio; on
+CUDA also MFU: model FLOPs (6 per parameter and token without the embedding, and attention's 12 · heads · head size per
+token pair that is looked at, counted once for forward and twice for backward) over the GPU's dense bf16 peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlhpc.config import TrainerConfig
+from rlhpc.training.make import open_backend
+from rlhpc.types import PackedMicrobatch
+from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp1": {"num_ranks": 1},
+    "dp2": {"num_ranks": 2},
+    "tp2": {"num_ranks": 2, "tensor_parallel": 2},
+    "sp": {"num_ranks": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"num_ranks": 2, "pipeline_parallel": 2},
+    "cp2": {"num_ranks": 2, "context_parallel": 2},
+}
+# hidden, intermediate, layers, heads, key heads, head size, vocabulary; weights are random
+MODELS = {
+    "tiny": (256, 768, 4, 8, 4, 32, 8_000),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
+}
+PEAK_BF16_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}  # dense, from the makers' data sheets
+STEP = {"learning_rate": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layout to be measured."""
+
+    model: Path
+    keys: dict[str, Any]
+    dtype: str
+    rows: list[PackedMicrobatch]
+    repeats: int
+    scratch: Path
+
+
+def make_model(directory: Path, name: str) -> Path:
+    hidden, intermediate, layers, heads, key_heads, head_dim, vocabulary = MODELS[name]
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def draw_row(num_tokens: int, vocabulary: int, seed: int) -> PackedMicrobatch:
+    """Segments of mixed lengths that fill a row."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := num_tokens - sum(lengths)) > 0:
+        length = int(random.integers(num_tokens // 16, num_tokens // 3))
+        lengths.append(min(length, left) if left - length >= 2 else left)
+    return pack_row(draw_samples(lengths, vocabulary=vocabulary, seed=seed))
+
+
+class DirectStep:
+    """The same step, written straight onto Megatron-Core, on parameters and an optimiser of its own."""
+
+    def __init__(self, backend: Any, trainer: TrainerConfig, rows: list[PackedMicrobatch], dtype: torch.dtype) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from rlhpc.training.megatron.local_row import LocalRow
+        from rlhpc.training.megatron.model import HeadRequest, build_chunks
+
+        wrapped, layout, device = backend._schedule._chunks, backend._layout, backend._device
+        config = wrapped[0].config
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        copies = build_chunks(backend._model.config, config, trainer, device)
+        with torch.no_grad():
+            for copy, chunk in zip(copies, wrapped, strict=True):
+                for mine, theirs in zip(copy.parameters(), chunk.module.parameters(), strict=True):
+                    mine.copy_(theirs)
+        self.chunks = [DistributedDataParallel(config=config, ddp_config=buffers, module=copy) for copy in copies]
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=STEP["learning_rate"],
+            weight_decay=STEP["weight_decay"],
+            clip_grad=STEP["max_grad_norm"],
+            adam_beta2=0.95,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
+        for part in self.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+        config.finalize_model_grads_func = lambda chunks, _, **words: finalize_model_grads(chunks, None, **words)
+        context_rank = backend._schedule._context_rank
+        self.local = [LocalRow.of(row, row.loss_mask, layout, context_rank, device) for row in rows]
+        self.facts = [
+            {
+                name: torch.from_numpy(getattr(row, name)).to(device)
+                for name in ("behaviour_logprobs", "advantages", "loss_mask")
+            }
+            for row in rows
+        ]
+        self.request = HeadRequest(1.0, backend._settings.chunk_tokens, want_entropy=True)
+        self.num_loss_tokens, self.backend = num_loss_tokens(rows) * layout.data, backend
+
+    def __call__(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(range(len(self.local))),
+            model=self.chunks[0],
+            num_microbatches=len(self.local),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self.optimizer.step()
+
+    def _forward(self, indices: Any, chunk: Any) -> Any:
+        from rlhpc.training.megatron.local_row import whole_row
+
+        index = next(indices)
+
+        def judge(output: Any) -> Any:
+            logprobs, facts, schedule = output[0], self.facts[index], self.backend._schedule
+            current = whole_row(
+                logprobs, self.backend._layout, schedule._context_rank, schedule._context_group, len(facts["loss_mask"])
+            )
+            loss, _ = clipped_loss(
+                current,
+                behaviour=facts["behaviour_logprobs"],
+                proximal=current.detach(),
+                advantages=facts["advantages"],
+                loss_mask=facts["loss_mask"],
+            )
+            return loss / self.num_loss_tokens, torch.zeros((), dtype=torch.int), None
+
+        return chunk(self.local[index], self.request), judge
+
+
+def on_rank(rank: int, task: Task, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    logging_off()
+    keys = {**task.keys, "backend": "megatron"}
+    config = tiny_config(task.model, dtype=task.dtype, **keys)
+    address = f"file://{task.scratch / 'store'}"
+    backend: Any = open_backend(config, rank=rank, world_size=config.trainer.num_ranks, store_address=address)
+    direct = DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))
+
+    def ours() -> None:
+        proximal = [torch.from_numpy(row.behaviour_logprobs) for row in task.rows]
+        backend.step(task.rows, clipped_loss, proximal=proximal, num_loss_tokens=direct.num_loss_tokens, **STEP)
+
+    times: dict[str, list[float]] = {"ours": [], "direct": []}
+    for repeat in range(task.repeats + 2):
+        contenders = [("ours", ours), ("direct", direct)]
+        for name, step in contenders if repeat % 2 else reversed(contenders):
+            seconds = timed(step, backend._device)
+            if repeat >= 2:  # the first two warm up
+                times[name].append(seconds)
+    peak = torch.cuda.max_memory_allocated() if backend._device.type == "cuda" else 0
+    pipe.send((times, peak, torch.cuda.get_device_name() if peak else ""))
+    backend.close()
+
+
+def timed(step: Any, device: torch.device) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - began
+
+
+def logging_off() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.stderr = Path(os.devnull).open("w", encoding="utf-8") if "BENCH_VERBOSE" not in os.environ else sys.stderr
+
+
+def measure(task: Task) -> tuple[dict[str, list[float]], int, str]:
+    context = multiprocessing.get_context("spawn")
+    ranks = []
+    for rank in range(task.keys["num_ranks"]):
+        here, there = context.Pipe()
+        process = context.Process(target=on_rank, args=(rank, task, there))
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    answers = [pipe.recv() for _, pipe in ranks]
+    for process, _ in ranks:
+        process.join()
+    return answers[0]
+
+
+def model_flops(name: str, rows: list[PackedMicrobatch]) -> float:
+    """Of one step over these rows: forward and backward, without what recompute adds."""
+    hidden, intermediate, layers, heads, key_heads, head_dim, vocabulary = MODELS[name]
+    attention = hidden * head_dim * (2 * heads + 2 * key_heads)
+    matrices = layers * (attention + 3 * hidden * intermediate)
+    tokens = sum(len(row.token_ids) for row in rows)
+    head_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    pairs = sum(int((np.diff(row.cu_seqlens).astype(np.int64) ** 2).sum()) / 2 for row in rows)  # causal
+    return 6.0 * (matrices * tokens + hidden * vocabulary * head_tokens) + 12.0 * layers * heads * head_dim * pairs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=["dp1", "tp2", "pp2"], choices=LAYOUTS)
+    parser.add_argument("--model", default="tiny", choices=MODELS)
+    parser.add_argument("--tokens", type=int, default=2048, help="of one row")
+    parser.add_argument("--rows", type=int, default=4, help="micro-batches of one rank and step")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    options = parser.parse_args()
+    rows = [draw_row(options.tokens, MODELS[options.model][-1], seed) for seed in range(options.rows)]
+    tokens = sum(len(row.token_ids) for row in rows)
+    print(
+        f"{options.model}, {options.rows} rows of {options.tokens} tokens a rank, {options.dtype} on {options.device}, "
+        f"recompute {options.recompute}"
+    )
+    print(
+        f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}{'ratio':>8}{'MFU':>7}{'peak GiB':>10}"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch) / "model", options.model)
+        for layout in options.layouts:
+            place = Path(scratch) / layout
+            place.mkdir()
+            keys = {
+                **LAYOUTS[layout],
+                "device": options.device,
+                "recompute_activations": options.recompute,
+                "token_budget": options.tokens,
+                "logprob_chunk_tokens": 1024,
+            }
+            times, peak, gpu = measure(Task(model, keys, options.dtype, rows, options.repeats, place))
+            replicas = keys["num_ranks"] if layout.startswith("dp") else 1
+            print(
+                render(layout, times, tokens * replicas, model_flops(options.model, rows) * replicas, keys, peak, gpu)
+            )
+
+
+def render(
+    layout: str, times: dict[str, list[float]], tokens: int, flops: float, keys: dict[str, Any], peak: int, gpu: str
+) -> str:
+    def cell(name: str) -> str:
+        rates = [tokens / seconds for seconds in times[name]]
+        width = 12 if name == "ours" else 14
+        return f"{statistics.median(rates):>{width},.0f}{f'{min(rates):,.0f}–{max(rates):,.0f}':>18}"
+
+    # Pairs were timed one right after the other: the median of their ratios is steadier than a ratio of medians.
+    ratio = statistics.median(d / o for o, d in zip(times["ours"], times["direct"], strict=True))
+    fastest = next((peak_flops for name, peak_flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
+    mfu = f"{flops / statistics.median(times['ours']) / keys['num_ranks'] / fastest:.1%}" if fastest else "–"
+    memory = f"{peak / 2**30:.1f}" if peak else "–"
+    return f"{layout:8}{cell('ours')}{cell('direct')}{ratio:>8.3f}{mfu:>7}{memory:>10}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What one rank holds of the model and of the optimiser's state, under the names of the HF checkpoint.
+
+Eats a run file, or shards of the optimiser and checkpoints; makes loaded chunks, and the items by which weights and
+state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError
+from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.megatron.exchange import Exchange
+from rlhpc.training.megatron.hf_layout import ParameterMap, exported, parameter_maps
+from rlhpc.training.megatron.hf_weights import (
+    OwnedRange,
+    load_weights,
+    local_shard,
+    own_pieces,
+    parameters_of_rank,
+    scattered_state,
+    scattered_weights,
+    tensor_rank,
+)
+from rlhpc.training.megatron.model import build_chunks
+from rlhpc.training.megatron.model_config import transformer_config
+from rlhpc.training.megatron.optimizer_state import Shard
+from rlhpc.training.scattered import Scattered
+from rlhpc.training.tensor_source import TensorSource
+from rlhpc.types import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """This rank's chunks of layers, in the dtype of the forward pass."""
+
+    chunks: tuple[Any, ...]  # not wrapped
+    config: Any  # of transformers
+    layout: ParallelLayout
+    dtype: torch.dtype
+    device: torch.device
+    items: tuple[Scattered, ...]  # all weights of the model
+    own: Callable[[int], Sequence[Tensor]]  # see gather_stream
+
+    @classmethod
+    def load(cls, config: Config, dtype: torch.dtype, device: torch.device) -> RankModel:
+        """Build and fill them.  Process groups must be open.  Raises ConfigError naming model.path or a key."""
+        layout = ParallelLayout.of(config.trainer)
+        try:
+            model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path={config.model.path}: no model that transformers knows: {error}") from error
+        chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
+        load_weights(chunks, TensorSource.of_model(config.model.path), model, layout)
+        items = scattered_weights(model, layout, dtype)
+        return cls(tuple(chunks), model, layout, dtype, device, items, own_pieces(chunks, model, layout))
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Of all weights, in the order of items."""
+        return tuple(spec for item in self.items for spec in item.specs)
+
+    @property
+    def places(self) -> tuple[ParameterMap, ...]:
+        """All parameters of the whole model, copies of a tied head included."""
+        return parameter_maps(self.config, self.layout)
+
+
+class RankState:
+    """Float32 main weights and moments: which numbers are this rank's to send, and how it reads its own."""
+
+    def __init__(self, model: RankModel, shards: Sequence[Shard], exchange: Exchange) -> None:
+        """Tell every rank what every other keeps.  A collective."""
+        parameters = parameters_of_rank(model.chunks, model.config, model.layout)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._layout = model.layout
+        self._shards = {names[id(shard.parameter)]: shard for shard in shards}
+        self._places = {place.name: place for place in model.places if place.name in self._shards}
+        self._exported = [place.name for place in exported(model.places)]
+        kept = [
+            (name, self._places[name].shard_of(tensor_rank(model.layout)), dist.get_rank(), shard.start, shard.end)
+            for name, shard in self._shards.items()
+        ]
+        ranges = [OwnedRange(*each) for of_rank in exchange.of_all(kept) for each in of_rank]
+        self.items: tuple[Scattered, ...] = scattered_state(model.config, model.layout, ranges)
+
+    def own(self, kind: str, index: int) -> Sequence[Tensor]:
+        """This rank's live part of items[index], float32; see BackgroundSaver."""
+        return (self._shards[self._exported[index]].tensor(kind),)
+
+    @torch.no_grad()
+    def read(self, kind: str, source: TensorSource) -> None:
+        """Fill this rank's state of one kind, parameter by parameter; MegatronAdamW.publish is the caller's.
+
+        Raises the source's error; then some of it is filled.
+        """
+        for name, shard in self._shards.items():
+            whole = local_shard(self._places[name], source, self._layout)
+            shard.tensor(kind).copy_(whole.view(-1)[shard.start : shard.end])
