@@ -174,7 +174,7 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """[trainer]: backend, layout, optimiser."""
 
-    backend: Literal["megatron", "deepspeed", "reference"] = "reference"
+    backend: Literal["megatron", "deepspeed", "reference"] = "megatron"
     """Which implementation of the trainer contract."""
     num_ranks: Positive = 1
     """Processes; on CUDA one GPU each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 
 from rlhpc.config import Config
@@ -21,6 +22,9 @@ def open_backend(config: Config, *, rank: int, world_size: int, store_address: s
     store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; unused by one rank.
     Raises ConfigError for a model that the backend cannot train.
     """
+    # What is not installed here they say at every start, and what torch will rename some day, at every collective.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     module, name = _BACKENDS[config.trainer.backend]
     backend: TrainerBackend = getattr(import_module(module), name).open(
         config, rank=rank, world_size=world_size, store_address=store_address

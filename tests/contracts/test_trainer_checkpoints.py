@@ -61,7 +61,8 @@ def continued(cluster: Any, run: Saved, scratch: Path) -> Any:
 
 def assert_same_course(run: Saved, results: list[Any], weights: dict[str, torch.Tensor]) -> None:
     for there, here in zip(run.results, results, strict=True):
-        assert here.metrics["loss"] == pytest.approx(there.metrics["loss"], rel=1e-5)
+        # The second number is for a sum over about 115 tokens of either sign that comes to nearly nothing.
+        assert here.metrics["loss"] == pytest.approx(there.metrics["loss"], rel=1e-5, abs=1e-5)
         assert here.grad_norm == pytest.approx(there.grad_norm, rel=1e-5)
     assert weights.keys() == run.weights.keys()
     for name in weights:
@@ -104,7 +105,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_on_all_ranks_before_anythin
     foreign = saved(SMALL, "llama-odd", other).directory
     answers = cluster.run(refuse_to_load, tmp_path / "b", model=model, directories=[damaged, foreign])
     assert all(is_unchanged for _, is_unchanged in answers)
-    told_damage, told_foreign = answers[0][0]
+    told_damage, _ = answers[0][0]
     assert victim.name in told_damage
     assert "checksum" in told_damage
-    assert all("model." in messages[1] for messages, _ in answers), told_foreign
+    assert all("another model" in messages[1] for messages, _ in answers)

@@ -77,7 +77,7 @@ def quick_settings(lab: Lab, name: str) -> dict[str, dict[str, Any]]:
             "kv_cache_bytes": 64 << 20,
         },
         "admission": {"groups_per_step": 4, "group_size": 4, "max_staleness": 1},
-        "trainer": {"token_budget": 256, "learning_rate": 1e-4, "device": "cpu"},
+        "trainer": {"backend": "reference", "token_budget": 256, "learning_rate": 1e-4, "device": "cpu"},
         "weights": {"timeout_s": 20.0},
         "checkpoint": {"every_steps": 4},
         "buffer": {"segment_groups": 8},

@@ -189,6 +189,6 @@ def _config(directory: Path, checkpoint: Path) -> Config:
                 "kv_cache_bytes": 64 << 20,
             },
             "admission": {"groups_per_step": 2, "group_size": 2},
-            "trainer": {"token_budget": 256},
+            "trainer": {"backend": "reference", "token_budget": 256},
         }
     )

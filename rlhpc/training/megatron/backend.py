@@ -8,12 +8,12 @@ changes no bit of weights, moments or step counters.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
-from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import STATE_FILE, TrainerCheckpoint, read_checkpoint
+from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
@@ -44,7 +44,6 @@ from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 LEAD_RANK = 0
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +247,8 @@ class MegatronBackend(TrainerBackend):
 
         A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
         """
-        checkpoint = self._together(lambda: self._verified(directory), directory)
-        self._together(lambda: self._read_state(checkpoint), directory)
+        checkpoint = on_all_ranks(lambda: self._verified(directory), directory, self._device)
+        on_all_ranks(lambda: self._read_state(checkpoint), directory, self._device)
         self._optimizer.num_steps_applied = checkpoint.num_steps_applied
         self._optimizer.publish()
         write_rng(checkpoint.rng, self._device)
@@ -263,26 +262,15 @@ class MegatronBackend(TrainerBackend):
             with checkpoint.source(kind) as source:
                 self._state.read(kind, source)
 
-    def _together(self, read: Callable[[], Read], directory: Path) -> Read:
-        """Return what `read` does, or raise CheckpointError on every rank: else some would wait for the others."""
-        error: CheckpointError | None = None
-        try:
-            found = read()
-        except CheckpointError as failure:
-            error = failure
-        everyone_succeeded = all_ranks_agree(error is None, self._device)
-        if error is not None:
-            raise error
-        if not everyone_succeeded:
-            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
-        return found
-
     def close(self) -> None:
         """Wait for a running save, then leave the process groups.  Idempotent."""
         if self._is_open:
             self._is_open = False
             self._saver.close()
+            del self._saver, self._state, self._schedule, self._optimizer, self._model
             _close_everything()
+            # Megatron's modules, buffers and hooks hold each other, and their groups' threads with them.
+            gc.collect()
 
 
 def _all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:

@@ -64,7 +64,7 @@ def small_config(num_steps: int = 4, **admission: Any) -> Config:
             "data": {"path": "none.jsonl", "task": "integer_arithmetic"},
             "generation": {"max_prompt_tokens": 4, "max_completion_tokens": 8},
             "admission": {"groups_per_step": 2, "group_size": 2, "max_staleness": 2, "window_groups": 1, **admission},
-            "trainer": {"token_budget": 64},
+            "trainer": {"backend": "reference", "token_budget": 64},
         }
     )
 

@@ -88,6 +88,7 @@ def tiny_config(model: Path, **trainer: object) -> Config:
             "generation": {"max_prompt_tokens": 32, "max_completion_tokens": 64, "temperature": temperature},
             "admission": {"groups_per_step": 2, "group_size": 2},
             "trainer": {
+                "backend": "reference",
                 "token_budget": 4096,
                 "device": "cpu",
                 "adam_eps": 1e-3,  # large, so that round-off in tiny gradients does not decide the sign of a step

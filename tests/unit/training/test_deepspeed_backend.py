@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rlhpc.training.deepspeed_backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import close_process_group, open_process_group
-from tests.contracts.trainer_cluster import Rank, RankProcesses
+from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.packed_rows import (
@@ -35,21 +35,16 @@ POISONED = [*ROWS[:3], replace(ROWS[3], advantages=np.full_like(ROWS[3].advantag
 
 
 @pytest.fixture(scope="module")
-def processes():
-    processes = RankProcesses(2)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def run(processes, tmp_path_factory):
+def run(tmp_path_factory):
     """Run a scenario on two ranks of DeepSpeed; one answer for each."""
+    pool = ClusterPool()
 
     def run(scenario: Any, stage: int, **arguments: Any) -> list[Any]:
         layout = {"backend": "deepspeed", "num_ranks": 2, "zero_stage": stage}
-        return processes.run(scenario, layout, tmp_path_factory.mktemp("run"), **arguments)
+        return pool.cluster(f"zero{stage}", layout).run(scenario, tmp_path_factory.mktemp("run"), **arguments)
 
-    return run
+    yield run
+    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +259,13 @@ def test_weight_decay_right_after_a_load_is_that_of_each_group(run, model, tmp_p
 
 
 def peak_of_export(rank: Rank, *, model: Path, bucket_elements: int) -> tuple[int, int]:
-    """Bytes that live at once during weights(), and bytes of the model."""
-    config = tiny_config(model, zero_stage=3)
+    """Bytes that live at once during weights() beside the rank's own part, and bytes of the model."""
+    config = tiny_config(model, **rank.layout)
     open_process_group(rank.rank, rank.world_size, f"file://{rank.scratch / 'store'}", torch.device("cpu"))
     settings = ZeroSettings(config.trainer, torch.float32, 1.0, bucket_elements)
     backend = DeepSpeedBackend(load_causal_lm(model, device=torch.device("cpu")), settings, device=torch.device("cpu"))
     total = 0
-    with LiveBytes() as live:
+    with LiveBytes(*(parameter.ds_tensor for parameter in backend._parameters.values())) as live:
         for _, tensor in backend.weights():
             total += tensor.nbytes
             del tensor
@@ -297,7 +292,7 @@ def traces(rank: Rank, *, model: Path) -> Any:
     """What is not as it was after an engine has come and gone."""
     linear, before = torch.nn.functional.linear, dict(os.environ)
     backend = rank.open(model)
-    during = os.environ.get("DS_ACCELERATOR")
+    during = os.environ.get("DS_ACCELERATOR"), torch.nn.functional.linear is linear
     train(rank, backend, ROWS[:2])
     backend.close()
     return during, dict(os.environ) == before, torch.nn.functional.linear is linear, torch.distributed.is_initialized()
@@ -305,7 +300,7 @@ def traces(rank: Rank, *, model: Path) -> Any:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_leaves_the_process_as_it_found_it(run, model, stage):
-    assert run(traces, stage, model=model) == [("cpu", True, True, False)] * 2
+    assert run(traces, stage, model=model) == [(("cpu", True), True, True, False)] * 2
 
 
 def in_a_group_that_is_up(rank: Rank, *, model: Path) -> Any:

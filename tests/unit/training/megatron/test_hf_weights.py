@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.unit.training.megatron.weights_of_rank import share_of
 from tests.unit.training.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
+TIMEOUT_S = 240  # for several models one after the other, on a machine with other work
 
 
 class CountedSource(TensorSource):
@@ -54,8 +55,17 @@ class Case:
     """One model on one layout."""
 
     checkpoint: Path
-    trainer: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
+    model: Any  # its configuration
+    weights: dict[str, torch.Tensor]  # as transformers keeps them in memory
+    trainer: dict[str, Any]
+    dtype: torch.dtype
+
+
+def make_case(checkpoint, family, tied, dtype, **trainer):
+    """Draw a model.  What ranks would import transformers' models for is done here, once."""
+    model, _ = random_checkpoint(checkpoint, family, tied=tied, dtype=dtype)
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).state_dict()
+    return Case(checkpoint, model, dict(weights), trainer, dtype)
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ def _one_case(rank: int, world_size: int, case: Case) -> Seen:
     trainer = TrainerConfig(backend="megatron", token_budget=4096, num_ranks=world_size, **case.trainer)
     layout = ParallelLayout.of(trainer)
     open_groups(layout, rank=rank, device=CPU)
-    model = AutoConfig.from_pretrained(case.checkpoint)
+    model = case.model
     chunks = build_chunks(model, transformer_config(model, trainer, case.dtype), trainer, CPU)
     with CountedSource.of_model(case.checkpoint) as source:
         load_weights(chunks, source, model, layout)
@@ -103,12 +113,11 @@ def _one_case(rank: int, world_size: int, case: Case) -> Seen:
 
 
 def _wrong_parameters(chunks, case):
-    weights = dict(AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=case.dtype).state_dict())
     return [
         name
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if not same_bits(parameter.detach(), share_of(chunk, name, weights))
+        if not same_bits(parameter.detach(), share_of(chunk, name, case.weights))
     ]
 
 
@@ -125,7 +134,7 @@ def _exported_twice(chunks, model, layout, dtype):
 
 
 def _gathered_state(parameters, model, layout):
-    """Every replica keeps ranges as a distributed optimiser cuts them: here uneven ones, and of all ranks of a group."""
+    """Every rank of a data-parallel group keeps a range, as in a distributed optimiser; uneven ones, some empty."""
     maps = parameter_maps(model, layout)
     mine = {}
     for place in maps:
@@ -170,36 +179,30 @@ def check(results, checkpoint, number=0):
 
 
 def test_two_ranks_load_and_export_interleaved_stages_and_experts_bit_for_bit(tmp_path):
-    cases = []
-    for family, tied, dtype, trainer in (
-        ("qwen2", True, torch.bfloat16, {"pipeline_parallel": 2, "chunks_per_stage": 2}),
-        ("qwen3", False, torch.float32, {"tensor_parallel": 2, "sequence_parallel": True}),
-        ("qwen3_moe", False, torch.bfloat16, {"expert_parallel": 2}),
-        ("qwen3_moe", True, torch.float32, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
-        ("qwen3_moe", False, torch.float32, {"tensor_parallel": 2, "sequence_parallel": True}),
-    ):
-        checkpoint = tmp_path / str(len(cases))
-        random_checkpoint(checkpoint, family, tied=tied, dtype=dtype)
-        cases.append(Case(checkpoint, trainer, dtype))
-    results = run_ranks(2, rank_results, tmp_path, cases)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    wide = {"tensor_parallel": 2, "sequence_parallel": True}
+    cases = [
+        make_case(tmp_path / "0", "qwen3", False, fp32, **wide),
+        make_case(tmp_path / "1", "qwen2", True, bf16, pipeline_parallel=2, chunks_per_stage=2),
+        make_case(tmp_path / "2", "qwen3_moe", False, bf16, expert_parallel=2),
+        make_case(tmp_path / "3", "qwen3_moe", True, fp32, expert_parallel=2, **wide),
+        make_case(tmp_path / "4", "qwen3_moe", False, fp32, **wide),
+    ]
+    results = run_ranks(2, rank_results, tmp_path, cases, timeout_s=TIMEOUT_S)
     for number, case in enumerate(cases):
         check(results, case.checkpoint, number)
-    whole = sum(tensor.numel() for tensor in load_file(cases[1].checkpoint / "model.safetensors").values())
-    assert all(of_rank[1].num_read < 0.51 * whole for of_rank in results)
+    whole = sum(tensor.numel() for tensor in load_file(cases[0].checkpoint / "model.safetensors").values())
+    assert all(of_rank[0].num_read < 0.51 * whole for of_rank in results)
 
 
-def test_four_ranks_load_and_export_tensor_data_and_pipeline_parallel_models_bit_for_bit(tmp_path):
-    cases = []
-    for family, tied, dtype, trainer in (
-        ("llama", True, torch.bfloat16, {"tensor_parallel": 2, "pipeline_parallel": 2}),
-        ("qwen2", False, torch.float32, {"tensor_parallel": 2, "context_parallel": 2}),
-        ("qwen2", False, torch.float32, {"tensor_parallel": 2}),
-        ("qwen3_moe", False, torch.float32, {"pipeline_parallel": 2, "expert_parallel": 2}),
-    ):
-        checkpoint = tmp_path / str(len(cases))
-        random_checkpoint(checkpoint, family, tied=tied, dtype=dtype)
-        cases.append(Case(checkpoint, trainer, dtype))
-    results = run_ranks(4, rank_results, tmp_path, cases, timeout_s=120)
+def test_four_ranks_load_and_export_every_mixture_of_axes_bit_for_bit(tmp_path):
+    cases = [
+        make_case(tmp_path / "0", "llama", True, torch.bfloat16, tensor_parallel=2, pipeline_parallel=2),
+        make_case(tmp_path / "1", "qwen2", False, torch.float32, tensor_parallel=2, context_parallel=2),
+        make_case(tmp_path / "2", "qwen2", False, torch.float32, tensor_parallel=2),
+        make_case(tmp_path / "3", "qwen3_moe", False, torch.float32, pipeline_parallel=2, expert_parallel=2),
+    ]
+    results = run_ranks(4, rank_results, tmp_path, cases, timeout_s=TIMEOUT_S)
     for number, case in enumerate(cases):
         check(results, case.checkpoint, number)
 
