@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how torch looks for GPUs
+
 
 @contextmanager
 def accelerator_environment(device: torch.device) -> Iterator[None]:
@@ -15,7 +17,7 @@ def accelerator_environment(device: torch.device) -> Iterator[None]:
     wanted = {"LOCAL_RANK": str(device.index or 0)}
     if device.type == "cpu":
         wanted["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ.get(name) for name in (*wanted, SET_BY_IMPORT)}
     os.environ.update(wanted)
     try:
         yield
