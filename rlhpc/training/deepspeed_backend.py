@@ -26,9 +26,8 @@ from torch import Tensor
 
 from rlhpc.config import Config, TrainerConfig
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
-from rlhpc.errors import CheckpointError
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
+from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import on_disk, views_on_disk
 from rlhpc.training.metric_sums import MetricSums
@@ -37,7 +36,6 @@ from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
-from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.zero_environment import accelerator_environment
 from rlhpc.training.zero_policy import ZeroPolicy
@@ -258,27 +256,20 @@ class DeepSpeedBackend(TrainerBackend):
 
         A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
         """
-        error: CheckpointError | None = None
-        try:
-            # The lead reads every byte; the others trust its verdict and read only what they load.
-            checkpoint = read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error, directory)
-        with ExitStack() as files:
-            sources = {kind: files.enter_context(checkpoint.source(kind)) for kind in STATE_KINDS}
-            self._state.fill(partial(_read_range, sources))
+        checkpoint = on_all_ranks(partial(self._verified, directory), directory, self._device)
+        on_all_ranks(partial(self._take, checkpoint), directory, self._device)
         self._state.num_steps_applied = checkpoint.num_steps_applied
         self._state.publish()
         write_rng(checkpoint.rng, self._device)
 
-    def _raise_together(self, error: CheckpointError | None, directory: Path) -> None:
-        """Raise on every rank if any rank has an error, so that none waits for the others for ever."""
-        everyone_succeeded = all_ranks_agree(error is None, self._device)
-        if error is not None:
-            raise error
-        if not everyone_succeeded:
-            raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+    def _verified(self, directory: Path) -> TrainerCheckpoint:
+        # The lead reads every byte; the others trust its verdict and read only what they load.
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+
+    def _take(self, checkpoint: TrainerCheckpoint) -> None:
+        with ExitStack() as files:
+            sources = {kind: files.enter_context(checkpoint.source(kind)) for kind in STATE_KINDS}
+            self._state.fill(partial(_read_range, sources))
 
     def close(self) -> None:
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""

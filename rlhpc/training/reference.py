@@ -27,6 +27,7 @@ from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_chec
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import on_disk, views_on_disk
 from rlhpc.training.logprob import chunked_logprobs
+from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
@@ -137,7 +138,7 @@ class ReferenceBackend(TrainerBackend):
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
         self._optimizer.zero_gradients()
-        sums = _MetricSums()
+        sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             start = None if proximal is None else proximal[index]
             sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
@@ -249,25 +250,6 @@ class ReferenceBackend(TrainerBackend):
         self._saver.close()
         if self._world_size > 1:
             close_process_group()
-
-
-class _MetricSums:
-    """Sums of per-token sums over micro-batches, then over ranks, in float64."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Tensor]] = []
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
-        self._rows.append(metrics)
-
-    def over_ranks(self, device: torch.device) -> dict[str, float]:
-        """A collective; every rank has at least one micro-batch, a dummy if need be, and so the same names."""
-        names = sorted(self._rows[0])
-        table = torch.stack([torch.stack([row[name].detach().double() for name in names]) for row in self._rows])
-        totals = table.sum(0).to(device)
-        if dist.is_initialized():
-            dist.all_reduce(totals)
-        return dict(zip(names, totals.tolist(), strict=True))
 
 
 def _scattered(name: str, parameter: Tensor) -> Scattered:
