@@ -1,0 +1,141 @@
+"""Megatron and DeepSpeed on one GPU: bfloat16 beside the float32 reference, offload, saves while training goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contracts.trainer_cluster import ClusterPool
+from tests.contracts.trainer_scenarios import look, take_steps
+from tests.gpu.gpu_ranks import (
+    VOCABULARY,
+    masters_after,
+    relative_distance,
+    rows_of,
+    save_twice,
+    skip_a_nan_gradient,
+)
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import dummy_row
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(400),
+]
+
+ON_GPU = {"num_ranks": 1, "device": "cuda", "logprob_chunk_tokens": 256}
+REFERENCE = ON_GPU | {"backend": "reference"}
+BACKENDS = {
+    "megatron": ON_GPU | {"backend": "megatron"},
+    "megatron_replicated": ON_GPU | {"backend": "megatron", "distributed_optimizer": False},
+    "zero2": ON_GPU | {"backend": "deepspeed", "zero_stage": 2},
+    "zero3": ON_GPU | {"backend": "deepspeed", "zero_stage": 3},
+}
+OFFLOADED = ("megatron", "zero2", "zero3")
+ROWS = rows_of(0, count=3)
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    pool = ClusterPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    # Logits of a spread of about one nat: the bars of log-probabilities are in nats, and errors grow with the spread.
+    return make_tiny_checkpoint(directory, "qwen3", hidden=128, layers=4, tied=False, vocabulary=VOCABULARY, heads=4)
+
+
+@pytest.fixture(scope="module")
+def reference(clusters, model, tmp_path_factory):
+    """Of the reference backend in float32: log-probabilities, first weights, results and weights of five steps."""
+    cluster = clusters.cluster("reference", REFERENCE)
+    scratch = tmp_path_factory.mktemp("reference")
+    ((_, logprobs, _, start),) = cluster.run(look, scratch / "look", model=model, rows=[*ROWS, dummy_row()])
+    steps = [rows_of(seed) for seed in range(5)]
+    ((results, weights),) = cluster.run(take_steps, scratch / "steps", model=model, steps=steps)
+    return logprobs, dict(start), results, weights
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_logprobs_are_near_those_of_the_reference_in_float32(backend, clusters, model, reference, tmp_path):
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    ((_, found, _, _),) = cluster.run(look, tmp_path / "look", model=model, rows=[*ROWS, dummy_row()], dtype="bfloat16")
+    difference = torch.cat(found) - torch.cat(reference[0])
+    assert difference.abs().mean() <= 2e-2
+    assert difference.square().mean().sqrt() <= 0.03
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_logprobs_are_those_of_the_reference(backend, clusters, model, reference, tmp_path):
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    ((_, found, _, weights),) = cluster.run(look, tmp_path / "look", model=model, rows=[*ROWS, dummy_row()])
+    torch.testing.assert_close(torch.cat(found), torch.cat(reference[0]), atol=1e-4, rtol=0)
+    assert {name for name, _ in weights} == reference[1].keys()
+    assert all(torch.equal(tensor, reference[1][name]) for name, tensor in weights)
+
+
+@pytest.mark.parametrize(("dtype", "distance"), [("float32", 1e-3), ("bfloat16", 0.25)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_five_steps_lead_where_the_reference_goes(backend, dtype, distance, clusters, model, reference, tmp_path):
+    _, start, wanted_results, wanted = reference
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    steps = [rows_of(seed) for seed in range(5)]
+    ((results, weights),) = cluster.run(take_steps, tmp_path / "steps", model=model, steps=steps, dtype=dtype)
+    norms = [[result.grad_norm for result in each] for each in (results, wanted_results)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3 if dtype == "float32" else 0.1)
+    assert relative_distance(weights, wanted, start) < distance
+
+
+@pytest.mark.parametrize("backend", OFFLOADED)
+def test_an_optimizer_in_host_memory_takes_the_same_steps(backend, clusters, model, tmp_path):
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    steps = [rows_of(seed) for seed in range(2)]
+    settings = {"model": model, "steps": steps, "dtype": "bfloat16"}
+    ((norms, here),) = cluster.run(masters_after, tmp_path / "here", **settings)
+    ((host_norms, host),) = cluster.run(masters_after, tmp_path / "host", optimizer_offload=True, **settings)
+    assert host_norms == pytest.approx(norms, rel=1e-4)
+    assert host.keys() == here.keys()
+    for key in here:
+        torch.testing.assert_close(host[key], here[key], atol=1e-5, rtol=0, msg=lambda story, key=key: f"{key} {story}")
+
+
+@pytest.mark.parametrize("backend", ["megatron", "zero2"])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_save_holds_the_state_of_its_call_while_training_goes_on(backend, is_offloaded, clusters, model, tmp_path):
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    steps = [rows_of(seed) for seed in range(5)]
+    settings = {"dtype": "bfloat16", "optimizer_offload": is_offloaded}
+    assert cluster.run(save_twice, tmp_path / "saves", model=model, steps=steps, **settings) == [True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_gradient_that_is_not_finite_changes_nothing(backend, is_offloaded, clusters, model, tmp_path):
+    if is_offloaded and backend not in OFFLOADED:
+        pytest.skip("refused: offload needs an optimiser that is shared out")
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    steps = [rows_of(seed) for seed in range(3)]
+    settings = {"dtype": "bfloat16", "optimizer_offload": is_offloaded}
+    (answer,) = cluster.run(skip_a_nan_gradient, tmp_path / "skip", model=model, steps=steps, **settings)
+    assert answer == ([True, False, True], True)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("backend", ["megatron", "zero2"])
+def test_activations_computed_anew_lead_to_the_same_state(backend, recompute, clusters, model, tmp_path):
+    if backend == "zero2" and recompute == "selective":
+        pytest.skip("Megatron's alone")
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    settings = {"model": model, "steps": [rows_of(0), rows_of(1)], "dtype": "bfloat16"}
+    ((norms, kept),) = cluster.run(masters_after, tmp_path / "kept", **settings)
+    ((again_norms, again),) = cluster.run(
+        masters_after, tmp_path / "again", recompute_activations=recompute, **settings
+    )
+    assert again_norms == pytest.approx(norms, rel=1e-3)
+    for key in kept:
+        torch.testing.assert_close(again[key], kept[key], atol=1e-5, rtol=0)
