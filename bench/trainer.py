@@ -1,7 +1,7 @@
 """The step of the Megatron backend beside the same step written straight onto Megatron-Core's schedule.
 
     python -m bench.trainer [--layouts dp1 tp2 pp2] [--model tiny] [--tokens 2048] [--rows 4] [--repeats 7]
-    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --recompute full
+    python -m bench.trainer --device cuda --dtype bfloat16 --model qwen3-0.6b --layouts dp1 --tokens 16384 --rows 2
 
 Both take the same rows through the same model, layout and optimiser in the same processes, turn about.  "direct" is
 what one writes by hand when nothing else is wanted: rows made ready beforehand, one loss, Megatron's own
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.config import TrainerConfig
 from rlhpc.training.make import open_backend
@@ -82,6 +81,7 @@ def make_model(directory: Path, name: str) -> Path:
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
     )
+    disable_progress_bar()
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -187,17 +187,19 @@ class DirectStep:
 
 def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    logging_off()
     keys = {**task.keys, "backend": "megatron"}
     config = tiny_config(task.model, dtype=task.dtype, **keys)
     address = f"file://{task.scratch / 'store'}"
     backend: Any = open_backend(config, rank=rank, world_size=config.trainer.num_ranks, store_address=address)
-    direct = DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))
+    tokens = num_loss_tokens(task.rows) * backend.dp_size
 
     def ours() -> None:
         proximal = [torch.from_numpy(row.behaviour_logprobs) for row in task.rows]
-        backend.step(task.rows, clipped_loss, proximal=proximal, num_loss_tokens=direct.num_loss_tokens, **STEP)
+        backend.step(task.rows, clipped_loss, proximal=proximal, num_loss_tokens=tokens, **STEP)
 
+    ours()
+    peak = torch.cuda.max_memory_allocated() if backend.device == "cuda" else 0  # before the other has taken any
+    direct = DirectStep(backend, config.trainer, task.rows, getattr(torch, task.dtype))
     times: dict[str, list[float]] = {"ours": [], "direct": []}
     for repeat in range(task.repeats + 2):
         contenders = [("ours", ours), ("direct", direct)]
@@ -205,7 +207,6 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
             seconds = timed(step, backend._device)
             if repeat >= 2:  # the first two warm up
                 times[name].append(seconds)
-    peak = torch.cuda.max_memory_allocated() if backend._device.type == "cuda" else 0
     pipe.send((times, peak, torch.cuda.get_device_name() if peak else ""))
     backend.close()
 
@@ -220,11 +221,6 @@ def timed(step: Any, device: torch.device) -> float:
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - began
-
-
-def logging_off() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.stderr = Path(os.devnull).open("w", encoding="utf-8") if "BENCH_VERBOSE" not in os.environ else sys.stderr
 
 
 def measure(task: Task) -> tuple[dict[str, list[float]], int, str]:
@@ -271,7 +267,8 @@ def main() -> None:
         f"recompute {options.recompute}"
     )
     print(
-        f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}{'ratio':>8}{'MFU':>7}{'peak GiB':>10}"
+        f"{'layout':8}{'ours tok/s':>12}{'range':>18}{'direct tok/s':>14}{'range':>18}"
+        f"{'ratio':>8}{'MFU':>7}{'peak GiB':>10}"
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.model)

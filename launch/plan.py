@@ -53,11 +53,15 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per core 
 def plan_run(config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None) -> RunPlan:
     """Lay out one attempt: controller, reward service, trainer ranks, generators."""
 
+    # A library that sees a GPU takes it, whatever it is told.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.trainer.device == "cpu" else {}
+
     def process(role: str, replica: int, *, num_ranks: int = 1, is_expendable: bool = False) -> ProcessPlan:
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
-        return ProcessPlan(role, replica, tuple(arguments), _ENVIRONMENT, _DEFAULTS, is_expendable)
+        environment = _ENVIRONMENT | hidden if role == "trainer" else _ENVIRONMENT
+        return ProcessPlan(role, replica, tuple(arguments), environment, _DEFAULTS, is_expendable)
 
     ranks, rewards, generators = config.trainer.num_ranks, config.rewards.num_replicas, config.generation.num_replicas
     return RunPlan(

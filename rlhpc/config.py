@@ -255,6 +255,9 @@ class CheckpointConfig(Section):
     """Also at the end of the run and on a graceful stop."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Complete ones kept; older ones are deleted after a newer one is complete."""
+    trainer_format: Literal["hf", "megatron"] = "hf"
+    """hf: HF names, streamed to one writer, read by every backend; megatron: every rank writes its own shards while
+    training waits, for models whose stream to one writer takes too long; continues in any Megatron layout only."""
 
 
 class BufferConfig(Section):

@@ -113,6 +113,9 @@ def layout_keys_need_their_partner(config: Config) -> None:
         raise ValueError(
             "trainer.optimizer_offload=true with backend='megatron' needs trainer.distributed_optimizer=true"
         )
+    if trainer.optimizer_offload and trainer.backend == "megatron" and config.model.dtype == "float32":
+        # Megatron 0.16.1 offloads masters only that are copies of the parameters.
+        raise ValueError("trainer.optimizer_offload=true with backend='megatron' needs model.dtype='bfloat16'")
 
 
 # Keys that other backends would have to ignore; what is ignored must not be set.
@@ -149,6 +152,15 @@ def backend_knows_its_keys(config: Config) -> None:
         raise ValueError("trainer.optimizer_offload=true is for backend='megatron' and 'deepspeed', not 'reference'")
 
 
+def format_has_its_backend(config: Config) -> None:
+    """Only Megatron writes and reads its own format."""
+    if config.checkpoint.trainer_format == "megatron" and config.trainer.backend != "megatron":
+        raise ValueError(
+            f"checkpoint.trainer_format='megatron' needs trainer.backend='megatron'; it is {config.trainer.backend!r}; "
+            "legal: 'hf'"
+        )
+
+
 RULES = (
     budget_holds_longest_sample,
     window_leaves_slots,
@@ -160,4 +172,5 @@ RULES = (
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,
+    format_has_its_backend,
 )

@@ -79,6 +79,7 @@ class BackgroundSaver:
         ]
         num_elements = sum(sum(sizes) for _, sizes in self._mine)
         self._is_pinned = device.type == "cuda" and num_elements > 0
+        self._pinned: list[int] = []  # addresses
         self._copies = {kind: self._buffer(num_elements) for kind in STATE_KINDS}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[dict[str, int]] | None = None
@@ -106,13 +107,17 @@ class BackgroundSaver:
     def close(self) -> None:
         """Wait for a running save; then free the buffers.  Idempotent.  Before the process groups are left."""
         self._thread.shutdown(wait=True)
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())  # type: ignore[no-untyped-call]
         self._copies = {}
 
     # ------------------------------------------------------------------------------------------------ in the caller
 
     def _buffer(self, num_elements: int) -> dict[int, list[Tensor]]:
         """Views of one new buffer: the pieces of each item that this rank has pieces of."""
-        buffer = torch.empty(num_elements, dtype=torch.float32, pin_memory=self._is_pinned).fill_(0.0)
+        buffer = torch.empty(num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
+        if self._is_pinned:
+            self._pinned.append(_pin(buffer))
         pieces = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
         return {index: [next(pieces) for _ in sizes] for index, sizes in self._mine}
 
@@ -185,6 +190,16 @@ class BackgroundSaver:
         answer = torch.tensor(int(has_succeeded), dtype=torch.int32)
         dist.broadcast(answer, src=self._lead_rank, group=self._group)
         return bool(answer.item())
+
+
+def _pin(buffer: Tensor) -> int:
+    """Make a buffer one that the GPU copies into by itself; return its address.
+
+    Not torch's own pinned memory: that comes in powers of two, up to twice what was asked for.
+    """
+    address = buffer.data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, buffer.numel() * buffer.element_size(), 0))  # type: ignore[no-untyped-call]
+    return address
 
 
 def _unless_given_up(tensors: Iterator[Tensor], write: _Write) -> Iterator[Tensor]:

@@ -30,6 +30,7 @@ from rlhpc.types import TensorSpec
 
 Found = TypeVar("Found")
 STATE_FILE = "trainer.json"
+MEGATRON_STATE_FILE = "megatron.json"  # its place in rlhpc.training.megatron.distributed_checkpoint's format
 FORMAT_VERSION = 1
 SHARD_BYTES = 2 << 30
 
@@ -98,7 +99,7 @@ def write_checkpoint(
             "files": files,
             "rng": rng,
         }
-        content = json.dumps({"crc32": _checksum(manifest), "manifest": manifest}, indent=1).encode()
+        content = manifest_content(manifest)
         write_atomically(directory / STATE_FILE, content)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from error
@@ -113,7 +114,8 @@ def read_checkpoint(
     specs: of the model that wants it, in any dtype and order; None takes it as it is.  verify_content=False checks
     sizes but not checksums, for ranks beside one that does.  Raises CheckpointError naming the file and the reason.
     """
-    manifest = _read_manifest(directory / STATE_FILE)
+    _refuse_other_format(directory)
+    manifest = read_manifest(directory / STATE_FILE)
     found = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
     if specs is not None:
         _refuse_other_model(directory / STATE_FILE, found, specs)
@@ -149,7 +151,13 @@ def fingerprint(specs: Sequence[TensorSpec]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def manifest_content(manifest: dict[str, Any]) -> bytes:
+    """What a manifest's file holds: JSON with its own checksum."""
+    return json.dumps({"crc32": _checksum(manifest), "manifest": manifest}, indent=1).encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what manifest_content was made of.  Raises CheckpointError if it is damaged or of another version."""
     try:
         outer = json.loads(path.read_bytes())
         manifest, checksum = outer["manifest"], outer["crc32"]
@@ -167,6 +175,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _checksum(manifest: Any) -> int:
     return crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _refuse_other_format(directory: Path) -> None:
+    if (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: was written with checkpoint.trainer_format='megatron', which only "
+            "trainer.backend='megatron' reads; for one that every backend and rlhpc export read, continue the run with "
+            "checkpoint.trainer_format='hf' until its next checkpoint"
+        )
 
 
 def _refuse_other_model(path: Path, found: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:

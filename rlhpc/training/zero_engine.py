@@ -20,12 +20,14 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # takes seconds; else within 
 import torch
 import torch.distributed as dist
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import nn
 
 from rlhpc.config import TrainerConfig
+from rlhpc.errors import ConfigError
 
 BUCKET_ELEMENTS = 64 << 20  # of gradients reduced, or parameters gathered, at once
 NEVER = 1 << 60
@@ -55,6 +57,9 @@ def open_engine(
     parameters: all of policy's, on the host, already of `dtype`; matrices make the optimiser's first group, the rest
     its second.  The step's options (learning rate, weight decay, clipping) are the caller's to set before each step.
     """
+    accelerator = get_accelerator().device_name()
+    if accelerator != device.type:  # settled by the first import in a process
+        raise ConfigError(f"trainer.device={device.type}: DeepSpeed works on {accelerator} in this process already")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated", FutureWarning)
     # Else the group's wrapper compiles C++ when it is made: minutes, or an error where there is no compiler.

@@ -27,13 +27,19 @@ from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
+from rlhpc.training.megatron.distributed_checkpoint import (
+    DistributedSaver,
+    is_distributed_checkpoint,
+    verify_distributed,
+)
 from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
 from rlhpc.training.megatron.parallel import close_groups, open_groups
 from rlhpc.training.megatron.rank_parts import RankModel, RankState
 from rlhpc.training.megatron.schedule import Schedule, Work
+from rlhpc.training.megatron.sharded_state import ShardedState
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
@@ -52,6 +58,7 @@ class MegatronSettings:
 
     temperature: float
     chunk_tokens: int
+    trainer_format: str  # of checkpoints to be written
 
 
 class MegatronBackend(TrainerBackend):
@@ -69,9 +76,7 @@ class MegatronBackend(TrainerBackend):
         # Losses are judged on the last stage; its first rank speaks for all, being tensor, context and data rank 0.
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
-        self._saver = BackgroundSaver(
-            self._state.items, self._state.own, device=self._device, group=open_save_group(), lead_rank=LEAD_RANK
-        )
+        self._saver = self._open_saver()
         self._is_open = True
 
     @classmethod
@@ -110,13 +115,24 @@ class MegatronBackend(TrainerBackend):
             model,
             optimizer,
             Schedule(wrapped, model.layout, device),
-            MegatronSettings(config.generation.temperature, trainer.logprob_chunk_tokens),
+            MegatronSettings(
+                config.generation.temperature, trainer.logprob_chunk_tokens, config.checkpoint.trainer_format
+            ),
         )
         if dtype != torch.float32:
             # Main weights were copied from rounded ones; the checkpoint may know them better.
             with TensorSource.of_model(config.model.path) as source:
                 backend._state.read("weights", source)
         return backend
+
+    def _open_saver(self) -> BackgroundSaver | DistributedSaver:
+        group = open_save_group()
+        if self._settings.trainer_format == "megatron":
+            sharded = ShardedState(self._model, self._optimizer.shards)
+            return DistributedSaver(sharded, self._exchange, fingerprint=fingerprint(self._model.specs), group=group)
+        return BackgroundSaver(
+            self._state.items, self._state.own, device=self._device, group=group, lead_rank=LEAD_RANK
+        )
 
     @property
     def dp_rank(self) -> int:
@@ -237,21 +253,32 @@ class MegatronBackend(TrainerBackend):
         )
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it."""
+        """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it.
+
+        In Megatron's format every rank writes its share and waits for its disk: the future is done already.
+        """
         return self._saver.save(
             directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
         )
 
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads its own part, the lead verifies everything.
+        """See TrainerBackend; every rank reads its own part; what format it is in, the directory tells.
 
         A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
         """
-        checkpoint = on_all_ranks(lambda: self._verified(directory), directory, self._device)
-        on_all_ranks(lambda: self._read_state(checkpoint), directory, self._device)
-        self._optimizer.num_steps_applied = checkpoint.num_steps_applied
+        if is_distributed_checkpoint(directory, self._exchange):
+            sharded = verify_distributed(directory, self._exchange, fingerprint=fingerprint(self._model.specs))
+            sharded.read(ShardedState(self._model, self._optimizer.shards), self._exchange)
+            self._continue_from(sharded.num_steps_applied, sharded.rng)
+        else:
+            checkpoint = on_all_ranks(lambda: self._verified(directory), directory, self._device)
+            on_all_ranks(lambda: self._read_state(checkpoint), directory, self._device)
+            self._continue_from(checkpoint.num_steps_applied, checkpoint.rng)
+
+    def _continue_from(self, num_steps_applied: int, rng: dict[str, str]) -> None:
+        self._optimizer.num_steps_applied = num_steps_applied
         self._optimizer.publish()
-        write_rng(checkpoint.rng, self._device)
+        write_rng(rng, self._device)
 
     def _verified(self, directory: Path) -> TrainerCheckpoint:
         # The lead reads every byte; the others trust its verdict and read only what they load.

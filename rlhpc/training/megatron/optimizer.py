@@ -10,6 +10,7 @@ Weight decay acts on matrices only (two dimensions or more), not on norms and bi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class MegatronAdamW:
         """Build it over chunks from wrap_chunks; moments are zeros from the start.  A collective."""
         self._chunks = list(chunks)
         self._optimizer = _build(self._chunks, settings)
+        if settings.is_offloaded:
+            gc.collect()  # Megatron pins the host's copy twice, and the first is garbage that refers to itself
         self._shards = shards_of(self._optimizer)
         self._num_steps_applied = 0
         for inner in torch_optimizers(self._optimizer):
