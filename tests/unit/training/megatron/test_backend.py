@@ -80,7 +80,7 @@ def test_offload_is_refused_without_a_gpu(two_ranks, model, tmp_path):
 
 def refuse_offload(rank: Rank, *, model: Path) -> str:
     with pytest.raises(ConfigError) as refusal:
-        rank.open(model, optimizer_offload=True)
+        rank.open(model, optimizer_offload=True, dtype="bfloat16")
     return str(refusal.value)
 
 
