@@ -1,7 +1,8 @@
 """Remember which policy version sampled which tokens of a request.
 
 Eats the number of tokens a request had when weights changed, makes one version per token.  Pure.
-Where vLLM keeps spans of its own the two must agree: a token with a wrong version is trained with a wrong ratio.
+Where vLLM keeps spans of its own the two must agree, but for a delay: new weights and their name reach the engine in
+two messages, and on a busy machine it decodes some tokens between them.  Ours is counted while the weights are loaded.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ class VersionRecord:
         for version, start in self._starts:
             versions[start:] = version
         return versions
+
+    def agrees_with(self, spans: Int32) -> bool:
+        """True if vLLM's versions, int32 [num_tokens], tell of the same changes in the same order, none too early.
+
+        Late ones are no contradiction, nor are changes so close together that it never named the one between.
+        """
+        changes = iter(self._starts)
+        begins = np.flatnonzero(np.diff(spans, prepend=spans[:1] - 1))
+        return all(any(version == spans[begin] and start <= begin for version, start in changes) for begin in begins)
 
 
 def versions_of_spans(spans: Sequence[Span], num_tokens: int) -> Int32:

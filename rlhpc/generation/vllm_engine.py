@@ -2,7 +2,7 @@
 
 Eats RolloutRequest and WeightManifest, makes Rollout.  Tokens in, tokens out; one request is one vLLM request.
 New weights are received by a thread of each worker while it decodes, then loaded between two steps; requests go on.
-Every token's version is recorded from the number of tokens each request had at that moment, and compared with vLLM's
+Every token's version is recorded from the number of tokens each request had at that moment, and held against vLLM's
 own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name, never by version number.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTiming
@@ -254,10 +253,10 @@ class VllmEngine(GenerationEngine):
             theirs = versions_of_spans(spans, num_tokens) if spans is not None else own
         except ValueError as error:
             raise self._die(str(error)) from error
-        if theirs is None or (own is not None and not np.array_equal(own, theirs)):
+        if theirs is None or (own is not None and not flight.record.agrees_with(theirs)):
             request_id = flight.request.request_id
-            raise self._die(f"{request_id}: versions by our count {own} differ from vLLM's {theirs}")
-        return theirs
+            raise self._die(f"{request_id}: versions by our count {own} contradict vLLM's {theirs}")
+        return theirs if own is None else own
 
     async def _abort(self, key: str, flight: _InFlight) -> None:
         while not flight.ended.is_set() and not self._death:
@@ -297,7 +296,7 @@ class VllmEngine(GenerationEngine):
         return max(float(seconds) for seconds, _ in loaded)
 
     async def _load_between_steps(self, policy_version: int) -> list[Any]:
-        """Sent together, these are all done before the engine's next step; if one fails the engine is dead."""
+        """Sent together, so that few steps if any lie between them; if one fails the engine is dead."""
         calls: list[Any] = [self._rpc("rlhpc_load")]
         if self._has_spans:
             calls.append(self._call(self._llm.update_weight_version(str(policy_version))))

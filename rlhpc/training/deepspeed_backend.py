@@ -35,6 +35,7 @@ from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.zero_environment import accelerator_environment
@@ -141,12 +142,10 @@ class DeepSpeedBackend(TrainerBackend):
     @torch.no_grad()
     def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        results = []
-        for microbatch in microbatches:
-            wanted = np.ones(len(microbatch.token_ids), dtype=bool)
-            wanted[microbatch.cu_seqlens[:-1]] = False
-            results.append(self._token_logprobs(microbatch, wanted, want_entropy=False)[0])
-        return results
+        return [
+            self._token_logprobs(microbatch, all_but_first(microbatch), want_entropy=False)[0]
+            for microbatch in microbatches
+        ]
 
     def step(
         self,
@@ -184,17 +183,7 @@ class DeepSpeedBackend(TrainerBackend):
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
         current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
-        loss_mask = self._on_device(microbatch.loss_mask)
-        behaviour = self._on_device(microbatch.behaviour_logprobs)
-        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
-        start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(self._device), 0.0)
-        loss_sum, metrics = loss(
-            current,
-            behaviour=behaviour,
-            proximal=start,
-            advantages=self._on_device(microbatch.advantages),
-            loss_mask=loss_mask,
-        )
+        loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
         # DeepSpeed divides by the number of ranks.
         share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
         # A loss can be infinite where its gradient is not: then no number of it may count.
@@ -209,20 +198,16 @@ class DeepSpeedBackend(TrainerBackend):
 
         A row of which nothing is wanted passes through the model too: other ranks wait for this one in every layer.
         """
-        tokens = self._on_device(np.flatnonzero(wanted))
+        tokens = on_device(np.flatnonzero(wanted), self._device)
         logprobs, entropy = self._engine(
-            token_ids=self._on_device(microbatch.token_ids.astype(np.int64)),
-            position_ids=self._on_device(microbatch.position_ids.astype(np.int64)),
+            token_ids=on_device(microbatch.token_ids.astype(np.int64), self._device),
+            position_ids=on_device(microbatch.position_ids.astype(np.int64), self._device),
             segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
             tokens=tokens,
             want_entropy=want_entropy,
         )
         result = torch.zeros(len(microbatch.token_ids), device=self._device)
         return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
-
-    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
-        # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
-        return torch.from_numpy(array.copy()).to(self._device)
 
     # ------------------------------------------------------------------------------------------- weights and state
 

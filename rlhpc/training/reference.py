@@ -32,6 +32,7 @@ from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.scattered import Piece, Scattered
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
@@ -118,12 +119,7 @@ class ReferenceBackend(TrainerBackend):
     @torch.no_grad()
     def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        results = []
-        for microbatch in microbatches:
-            wanted = np.ones(len(microbatch.token_ids), dtype=bool)
-            wanted[microbatch.cu_seqlens[:-1]] = False
-            results.append(self._token_logprobs(microbatch, wanted)[0])
-        return results
+        return [self._token_logprobs(microbatch, all_but_first(microbatch))[0] for microbatch in microbatches]
 
     def step(
         self,
@@ -157,17 +153,7 @@ class ReferenceBackend(TrainerBackend):
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
         current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
-        loss_mask = self._on_device(microbatch.loss_mask)
-        behaviour = self._on_device(microbatch.behaviour_logprobs)
-        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
-        start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(self._device), 0.0)
-        loss_sum, metrics = loss(
-            current,
-            behaviour=behaviour,
-            proximal=start,
-            advantages=self._on_device(microbatch.advantages),
-            loss_mask=loss_mask,
-        )
+        loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
         if loss_sum.requires_grad:  # not so for a row without loss tokens
             (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
         return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
@@ -183,13 +169,13 @@ class ReferenceBackend(TrainerBackend):
         positions = np.flatnonzero(wanted)
         if not len(positions):
             return result, result.new_zeros(())
-        token_ids = self._on_device(microbatch.token_ids.astype(np.int64))
+        token_ids = on_device(microbatch.token_ids.astype(np.int64), self._device)
         hidden = self._model.hidden_states(
             token_ids,
-            self._on_device(microbatch.position_ids.astype(np.int64)),
+            on_device(microbatch.position_ids.astype(np.int64), self._device),
             SegmentPlan.of(microbatch.cu_seqlens, self._device),
         )
-        tokens = self._on_device(positions)
+        tokens = on_device(positions, self._device)
         logprobs, entropy = chunked_logprobs(
             hidden.index_select(0, tokens - 1),  # the state before a token predicts it
             self._model.head_weight,
@@ -199,10 +185,6 @@ class ReferenceBackend(TrainerBackend):
             want_entropy=want_entropy,
         )
         return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
-
-    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
-        # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
-        return torch.from_numpy(array.copy()).to(self._device)
 
     def _sum_gradients(self) -> None:
         if self._world_size > 1:

@@ -44,7 +44,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "vocabulary": 117, "heads": 4},
 }
 MIXTURE = "qwen3_moe"
-MIXTURE_LAYOUTS = ("reference-dp1", "reference-dp2", "megatron-dp2", "megatron-ep2", "megatron-sp_ep2")
+MIXTURE_LAYOUTS = (
+    "reference-dp1",
+    "reference-dp2",
+    "megatron-dp2",
+    "megatron-ep2",
+    "megatron-sp_ep2",
+    "deepspeed-zero2",
+    "deepspeed-zero3",
+)
 LENGTHS = (5, 31, 12, 2, 47, 12, 20, 33, 9)  # too long and too short for one bucket of padding
 
 

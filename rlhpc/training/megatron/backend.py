@@ -15,11 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.config import Config
@@ -44,6 +42,7 @@ from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.row_tensors import all_but_first, loss_of_row
 from rlhpc.training.scattered import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
@@ -169,7 +168,7 @@ class MegatronBackend(TrainerBackend):
             rows[index].copy_(row)
             return entropy
 
-        work = [Work(microbatch, _all_but_first(microbatch)) for microbatch in microbatches]
+        work = [Work(microbatch, all_but_first(microbatch)) for microbatch in microbatches]
         self._schedule.forward(work, self._request(want_entropy=False), keep)
         if self._layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
@@ -195,7 +194,7 @@ class MegatronBackend(TrainerBackend):
 
         def judge(index: int, current: Tensor, entropy: Tensor) -> Tensor:
             start = None if proximal is None else proximal[index]
-            loss_sum, metrics = loss(current, **self._loss_inputs(microbatches[index], start))
+            loss_sum, metrics = loss_of_row(loss, current, microbatches[index], start)
             sums.add({**metrics, "entropy": entropy, "loss": loss_sum.detach()})
             return loss_sum / num_loss_tokens
 
@@ -212,23 +211,6 @@ class MegatronBackend(TrainerBackend):
 
     def _request(self, *, want_entropy: bool) -> HeadRequest:
         return HeadRequest(self._settings.temperature, self._settings.chunk_tokens, want_entropy)
-
-    def _loss_inputs(self, microbatch: PackedMicrobatch, proximal: Tensor | None) -> dict[str, Tensor]:
-        """Whole rows, on every rank that has whole log-probabilities."""
-        loss_mask = self._on_device(microbatch.loss_mask)
-        behaviour = self._on_device(microbatch.behaviour_logprobs)
-        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
-        start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(self._device), 0.0)
-        return {
-            "behaviour": behaviour,
-            "proximal": start,
-            "advantages": self._on_device(microbatch.advantages),
-            "loss_mask": loss_mask,
-        }
-
-    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
-        # A copy, because arrays of a message are read-only and torch cannot say so of a tensor.
-        return torch.from_numpy(array.copy()).to(self._device)
 
     def _summed(self, sums: MetricSums) -> dict[str, float]:
         """Over micro-batches and replicas, on the last stage; nothing on other stages."""
@@ -298,13 +280,6 @@ class MegatronBackend(TrainerBackend):
             _close_everything()
             # Megatron's modules, buffers and hooks hold each other, and their groups' threads with them.
             gc.collect()
-
-
-def _all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
-    """bool [T]: what has tokens before it in its segment."""
-    wanted = np.ones(len(microbatch.token_ids), dtype=bool)
-    wanted[microbatch.cu_seqlens[:-1]] = False
-    return wanted
 
 
 def _close_everything() -> None:

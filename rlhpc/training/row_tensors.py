@@ -1,0 +1,47 @@
+"""What every backend takes out of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
+
+Eats PackedMicrobatch, makes tensors on a device.  T: tokens of the row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.contracts import PolicyLoss
+from rlhpc.types import PackedMicrobatch
+
+
+def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy an array to `device`: arrays of a message are read-only, and torch cannot say so of a tensor."""
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
+    """bool [T]: tokens that have others before them in their segment."""
+    wanted = np.ones(len(microbatch.token_ids), dtype=bool)
+    wanted[microbatch.cu_seqlens[:-1]] = False
+    return wanted
+
+
+def loss_of_row(
+    loss: PolicyLoss, current: Tensor, microbatch: PackedMicrobatch, proximal: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Apply a loss to a whole row; both results summed over its loss tokens.
+
+    current: float32 [T], 0 off the loss mask, on the model's device.  proximal: see TrainerBackend.step.
+    """
+    device = current.device
+    loss_mask = on_device(microbatch.loss_mask, device)
+    behaviour = on_device(microbatch.behaviour_logprobs, device)
+    # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+    start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(device), 0.0)
+    return loss(
+        current,
+        behaviour=behaviour,
+        proximal=start,
+        advantages=on_device(microbatch.advantages, device),
+        loss_mask=loss_mask,
+    )
