@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check fix lint types imports spelling ring gpu bench clean
+.PHONY: help setup demo test check fix lint types imports spelling ring slurm gpu bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ fix: setup  ## format and mend what can be mended
 
 ring: setup  ## only the tests that start whole runs
 	$(BIN)/python -m pytest -m ring $(PYTEST_ARGS)
+
+slurm: setup  ## only the tests that start a private Slurm cluster
+	$(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
 
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""The command line: ``rlhpc run | check | status | stop | export | demo``.
+"""The command line: ``rlhpc run | check | plan | status | stop | export | demo | cluster``.
 
 Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no torch.
 """
@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "Validate a run file, its model and its data; print the plan and its memory.")
     _takes_run_file(check)
     check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that cannot fit the GPUs there")
+    plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
+    plan.add_argument("run_file", type=Path, metavar="RUN.toml")
+    plan.add_argument("site_file", type=Path, metavar="SITE.toml")
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
     for name, function, text in (
         ("status", _status, "Show every role of a run: state, version, what it holds, what it waits for."),
         ("stop", _stop, "Finish the step, save, and end every process of a run."),
@@ -68,7 +72,34 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument("overrides", nargs="*", metavar="key=value")
+    _takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
     return parser
+
+
+def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    for action, text in (
+        ("up", "Start a cluster, or what has died of one; print how to use it."),
+        ("status", "Show every daemon by pid, and the nodes."),
+        ("down", "End every job and every daemon."),
+    ):
+        sub = actions.add_parser(action, help=text, description=text)
+        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one per user in /tmp")
+        if action == "down":
+            sub.add_argument("--delete", action="store_true", help="delete the directory too")
+        if action == "up":
+            for name, of in (("train", "nodes"), ("gen", "nodes"), ("cpu", "nodes"), ("gpus", "fake GPUs of a node")):
+                sub.add_argument(f"--{name}", type=int, metavar="N", help=of)
+            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
+            sub.add_argument("--private", action="store_true", help="unpacked packages even where Slurm is installed")
+            sub.add_argument("--wait-s", type=float, default=30.0, metavar="S", help="until all nodes are idle (30)")
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    from launch.dev_cluster import commands
+
+    actions = {"up": commands.up, "status": commands.status, "down": commands.down}
+    return actions[options.action](options)
 
 
 def _takes_run_file(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +124,14 @@ def _check(options: argparse.Namespace) -> int:
         f"{data.longest_prompt_tokens} at most ({data.longest_source})"
     )
     print(memory)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from launch.job_report import plan_report
+    from launch.site_file import load_site
+
+    print(plan_report(load_config(options.run_file, options.overrides), load_site(options.site_file)))
     return 0
 
 

@@ -1,0 +1,101 @@
+"""Accounting for a dev cluster: a private MariaDB behind a private slurmdbd, so that sacct and accounts work.
+
+Eats paths and a port; text and argument lists are pure, `prepare_database` writes.  The database listens on a unix
+socket alone and knows no passwords: whoever may enter the directory of the socket is its owner.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch.dev_cluster.layout import ClusterLayout
+from launch.dev_cluster.packages import Installation
+from rlhpc.errors import RoleFailed
+
+DATABASE, DAEMON = "mariadbd", "slurmdbd"
+ACCOUNT = "lab"  # the one that every cluster with accounting has; jobs of another are refused
+_SYSTEM_TABLES = ("mysql_system_tables.sql", "mysql_system_tables_data.sql")
+
+
+def slurmdbd_conf(layout: ClusterLayout, user: str, plugins: Path, port: int) -> str:
+    """Text of slurmdbd.conf, which must be readable by its owner alone."""
+    return "\n".join(
+        [
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={layout.munge_socket}",
+            "DbdHost=localhost",
+            "DbdAddr=127.0.0.1",
+            f"DbdPort={port}",
+            f"SlurmUser={user}",
+            f"LogFile={layout.log(DAEMON)}",
+            f"PidFile={layout.run}/slurmdbd.own",
+            f"PluginDir={plugins}",
+            "StorageType=accounting_storage/mysql",
+            "StorageHost=localhost",
+            "StorageUser=slurm",
+            "StorageLoc=slurm_acct_db",
+            "",
+        ]
+    )
+
+
+def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
+    """What slurm.conf says of it."""
+    return [
+        "AccountingStorageType=accounting_storage/slurmdbd",
+        "AccountingStorageHost=127.0.0.1",
+        f"AccountingStoragePort={port}",
+        f"AccountingStoragePass={layout.munge_socket}",  # munge's socket goes here; AuthInfo is not asked
+        "AccountingStorageEnforce=associations",
+    ]
+
+
+def database_command(layout: ClusterLayout, installation: Installation, user: str) -> list[str]:
+    """MariaDB's program with what it takes to be small."""
+    share = _share(installation)
+    return [
+        *(installation.program(DATABASE), "--no-defaults", f"--user={user}"),
+        *(f"--datadir={layout.database}/data", f"--tmpdir={layout.database}/tmp"),
+        *(f"--lc-messages-dir={share}", f"--character-sets-dir={share}/charsets"),
+        *("--innodb-buffer-pool-size=16M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        *("--innodb-lock-wait-timeout=900", "--key-buffer-size=1M", "--performance-schema=OFF"),
+        *("--max-connections=20", "--thread-cache-size=2", "--skip-log-bin"),
+        *("--skip-networking", "--skip-grant-tables"),
+    ]
+
+
+def serve_arguments(layout: ClusterLayout) -> list[str]:
+    """What is added to `database_command` to serve."""
+    return [f"--socket={layout.database_socket}", f"--pid-file={layout.database}/mariadb.own"]
+
+
+def prepare_database(
+    layout: ClusterLayout, installation: Installation, user: str, environment: Mapping[str, str]
+) -> None:
+    """Make MariaDB's own tables, once.  Raises RoleFailed with its last words."""
+    if (layout.database / "data").exists():
+        return
+    for directory in (layout.database / "data", layout.database / "tmp"):
+        directory.mkdir(parents=True)
+    layout.database.chmod(0o700)
+    tables = "".join((_share(installation) / name).read_text(encoding="utf-8") for name in _SYSTEM_TABLES)
+    done = subprocess.run(
+        [*database_command(layout, installation, user), "--bootstrap"],
+        input=f"create database mysql;\nuse mysql;\n{tables}",
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RoleFailed(f"mariadbd makes no database: {(done.stderr or 'no output').strip().splitlines()[-1]}")
+
+
+def _share(installation: Installation) -> Path:
+    base = installation.prefix or Path("/")
+    for name in ("usr/share/mariadb", "usr/share/mysql"):
+        if (base / name / _SYSTEM_TABLES[0]).exists():
+            return base / name
+    return base / "usr/share/mysql"

@@ -1,0 +1,328 @@
+"""One dev cluster: start it, ask it, end it.
+
+Eats a directory and a shape.  Promises: everything lies below the directory; only recorded processes and those of the
+cluster's own jobs are ever signalled; `stop` leaves none of them; job ids go on where the last start left off.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from launch.dev_cluster import accounting
+from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
+from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, MUNGED, Daemons, daemon_of, reserved_ports
+from launch.dev_cluster.description import Description
+from launch.dev_cluster.layout import ClusterLayout
+from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.processes import Process, holding, wait_gone, with_descendants, with_environment
+from launch.dev_cluster.shape import ClusterShape
+from rlhpc.errors import RoleFailed, RunDirectoryError
+
+_BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
+_UP = ("idle", "mixed", "allocated", "completing")
+_COMMAND_S = 60.0
+
+
+class DevCluster:
+    """A cluster in a directory.  As a context manager it is started on entry and ended on exit."""
+
+    def __init__(self, root: Path, description: Description, *, dies_with_parent: bool = False) -> None:
+        """For `create` and `open` alone."""
+        self.layout = ClusterLayout(root)
+        self.shape = description.shape
+        self.installation = Installation(Path(description.prefix) if description.prefix else None)
+        self.daemons = Daemons(self.layout, self.installation, dies_with_parent=dies_with_parent)
+        self._first_job_id = description.first_job_id
+
+    @classmethod
+    def create(
+        cls, root: Path, shape: ClusterShape, installation: Installation, *, dies_with_parent: bool = False
+    ) -> Self:
+        """Claim a new or empty directory.  Raises RunDirectoryError: it holds something, or its path is too long."""
+        layout = ClusterLayout(root)
+        _check_owner(root)
+        if root.exists() and (not root.is_dir() or any(root.iterdir())):
+            raise RunDirectoryError(f"{root}: exists and is no dev cluster; take a directory that is new or empty")
+        layout.make()
+        # Numbers like a real site's, different from cluster to cluster: what is left of a job is not taken for another.
+        first_job_id = 1_000_000 + int(time.time()) % 9_000_000
+        prefix = str(installation.prefix) if installation.prefix else None
+        description = Description(shape, prefix, first_job_id)
+        layout.description.write_text(description.encode(), encoding="utf-8")
+        return cls(root, description, dies_with_parent=dies_with_parent)
+
+    @classmethod
+    def open(cls, root: Path) -> Self:
+        """The cluster that lives, or has lived, in a directory.  Raises RunDirectoryError: there is none."""
+        _check_owner(root)
+        try:
+            text = ClusterLayout(root).description.read_text(encoding="utf-8")
+            return cls(root, Description.decode(text))
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunDirectoryError(f"{root}: no dev cluster here; `rlhpc cluster up {root}` makes one") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{root}/cluster.json: damaged ({error}); delete {root}") from None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------------------------------------ start and end
+
+    def start(self, wait_s: float = 30.0) -> float:
+        """Start every daemon and wait until all nodes are idle; returns the seconds that took.
+
+        Raises RoleFailed: a daemon died or nodes stay away (everything is ended again); RunDirectoryError: it runs.
+        """
+        if self.is_running:
+            raise RunDirectoryError(
+                f"{self.layout.root}: runs already; `rlhpc cluster down {self.layout.root}` ends it"
+            )
+        began = time.monotonic()
+        self._check_own_name()
+        self._forget_last_life()
+        try:
+            with reserved_ports(2 + len(self.shape.nodes)) as ports:
+                self._write_files(ports)
+                self.mend(wait_s)
+        except BaseException:
+            self.stop()
+            raise
+        return time.monotonic() - began
+
+    def mend(self, wait_s: float = 30.0) -> list[str]:
+        """Start again the daemons that have died; returns their names.  Jobs go on.  Raises RoleFailed: no success."""
+        missing = [name for name in self._names() if not self.daemons.is_alive(name)]
+        for name in missing:
+            self.daemons.start(name)
+            self._wait_for_service(name, wait_s)
+        self.wait_up(wait_s)
+        return missing
+
+    def stop(self) -> None:
+        """Cancel all jobs, end what is left of them, then every daemon.  Does nothing where nothing runs."""
+        if self.is_reachable():
+            self._cancel_all()
+            self._wait_for_empty_queue(self.shape.times.kill_wait_s + 3.0)
+        # A process that left its session is not seen by Slurm's tracking; it still carries our name in its environment.
+        leftovers = with_descendants([*self.job_processes(), *self.step_daemons()])
+        for each in leftovers:
+            each.send(signal.SIGKILL)
+        wait_gone(leftovers, 5.0)
+        names = list(self.daemons.recorded())
+        self.daemons.end(*[name for name in names if name not in BEFORE_NODES])
+        for name in reversed(BEFORE_NODES):
+            self.daemons.end(*[each for each in names if each == name])
+
+    def delete(self) -> None:
+        """End everything and delete the directory."""
+        self.stop()
+        shutil.rmtree(self.layout.root)
+
+    # ------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def is_running(self) -> bool:
+        """True while any of its daemons lives."""
+        return any(found.is_alive for found in self.daemons.recorded().values())
+
+    @property
+    def export_lines(self) -> list[str]:
+        """What a shell needs in order to use the cluster."""
+        extra = [f'export {name}="{value}${{{name}:+:${name}}}"' for name, value in self.installation.variables.items()]
+        return [f"export SLURM_CONF={self.layout.slurm_conf}", *extra]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, turned towards the cluster; for any program that calls Slurm's commands."""
+        return {**self.installation.environment(os.environ), "SLURM_CONF": str(self.layout.slurm_conf)}
+
+    def run(self, *command: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
+        """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow."""
+        try:
+            done = subprocess.run(
+                [self.installation.program(command[0]), *command[1:]],
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise RoleFailed(f"{' '.join(command)}: no answer in {timeout_s:.0f} s") from None
+        if check and done.returncode:
+            raise RoleFailed(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def is_reachable(self) -> bool:
+        """True if the controller accepts connections; asking a dead one with Slurm's commands takes 9 s and more."""
+        if not self.daemons.is_alive(CONTROLLER):
+            return False
+        return _accepts(_value(self.layout.slurm_conf, "SlurmctldPort"))
+
+    def wait_answer(self, wait_s: float = 30.0) -> None:
+        """Return when the controller accepts connections.  Raises RoleFailed."""
+        deadline = time.monotonic() + wait_s
+        while not self.is_reachable():
+            self.daemons.raise_for_dead()
+            if time.monotonic() > deadline:
+                raise RoleFailed(f"the controller does not answer: {self.daemons.last_words(CONTROLLER)}")
+            time.sleep(0.05)
+
+    def node_states(self) -> dict[str, str]:
+        """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …"""
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).splitlines()
+        return dict(line.split() for line in lines if len(line.split()) == 2)
+
+    def wait_idle(self, wait_s: float = 30.0) -> None:
+        """Return when every node is idle.  Raises RoleFailed with the reason."""
+        self.wait_up(wait_s, ("idle",))
+
+    def wait_up(self, wait_s: float = 30.0, states: Sequence[str] = _UP) -> None:
+        """Return when every node is in one of `states`.  Raises RoleFailed with the reason."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            self.daemons.raise_for_dead()
+            found = self.node_states() if self.is_reachable() else {}
+            if len(found) == len(self.shape.nodes) and set(found.values()) <= set(states):
+                return
+            broken = {node: state for node, state in found.items() if state.startswith(_BROKEN)}
+            if broken or time.monotonic() > deadline:
+                reasons = self.run("sinfo", "--list-reasons", "--noheader", "--format=%N: %E", check=False).strip()
+                wanted, seen = " or ".join(states), broken or found or "the controller does not answer"
+                raise RoleFailed(
+                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_words(CONTROLLER)})"
+                )
+            time.sleep(0.05)
+
+    def step_daemons(self, node: str | None = None) -> list[Process]:
+        """slurmstepd processes, of one node or of all: each holds its node's log open."""
+        nodes = [node] if node else self.shape.nodes
+        return [found for each in nodes for found in holding(self.layout.log(daemon_of(each)), "slurmstepd")]
+
+    def job_processes(self, node: str | None = None) -> list[Process]:
+        """Processes of jobs, of one node or of all, also those that have left their session."""
+        ours = (f"SLURM_CONF={self.layout.slurm_conf}", f"SLURM_CLUSTER_NAME={self._name}")
+        return with_environment(ours, ("SLURM_JOB_ID=", *([f"SLURMD_NODENAME={node}"] if node else [])))
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    @property
+    def _name(self) -> str:
+        return "dev" + hashlib.sha256(os.fsencode(self.layout.root)).hexdigest()[:8]
+
+    def _names(self) -> list[str]:
+        """All daemons in the order in which they start."""
+        extra = (accounting.DATABASE, accounting.DAEMON)
+        first = [name for name in BEFORE_NODES if self.shape.has_accounting or name not in extra]
+        return [*first, *map(daemon_of, self.shape.nodes)]
+
+    def _wait_for_service(self, name: str, wait_s: float) -> None:
+        """Return when those that start after it can use it."""
+        layout = self.layout
+        if name == MUNGED:
+            self.daemons.wait_until(layout.munge_socket.is_socket, name, wait_s)
+        if name == accounting.DATABASE:
+            self.daemons.wait_until(layout.database_socket.is_socket, name, wait_s)
+        if name == accounting.DAEMON:
+            port = _value(layout.slurmdbd_conf, "DbdPort")
+            self.daemons.wait_until(lambda: _accepts(port), name, wait_s)
+            user, account = getpass.getuser(), accounting.ACCOUNT
+            for what in (
+                ("add", "cluster", self._name),
+                ("add", "account", account),
+                ("add", "user", user, f"account={account}"),
+                ("modify", "user", "where", f"name={user}", "set", f"defaultaccount={account}"),
+            ):
+                self.run("sacctmgr", "--immediate", *what, check=False)  # not 0 also when it is there already
+
+    def _write_files(self, ports: list[int]) -> None:
+        layout, shape = self.layout, self.shape
+        layout.make()
+        ground = Ground(
+            cluster_name=self._name,
+            user=getpass.getuser(),
+            plugins=self.installation.plugins,
+            version=self.installation.version,
+            controller_port=ports[0],
+            node_ports=dict(zip(shape.nodes, ports[2:], strict=True)),
+            accounting_port=ports[1] if shape.has_accounting else None,
+            first_job_id=self._first_job_id,
+        )
+        layout.slurm_conf.write_text(slurm_conf(shape, layout, ground), encoding="utf-8")
+        if shape.has_accounting:
+            layout.slurmdbd_conf.touch(0o600)
+            text = accounting.slurmdbd_conf(layout, ground.user, ground.plugins, ports[1])
+            layout.slurmdbd_conf.write_text(text, encoding="utf-8")
+        layout.gres_conf.write_text(gres_conf(shape, layout), encoding="utf-8")
+        layout.activate.write_text("".join(f"{line}\n" for line in self.export_lines), encoding="utf-8")
+        layout.cgroup_conf.write_text(cgroup_conf(ground.version), encoding="utf-8")
+        for group in shape.groups:
+            for node in group.nodes:
+                layout.spool(node).mkdir(parents=True, exist_ok=True)
+                layout.devices(node).mkdir(parents=True, exist_ok=True)
+                for index in range(group.gpus):
+                    device = layout.devices(node) / f"nvidia{index}"
+                    if not device.is_symlink():
+                        device.symlink_to("/dev/null")  # slurmd asks for a device file and follows links
+
+    def _forget_last_life(self) -> None:
+        """Records of daemons that are gone, as after the machine's own restart."""
+        for name in self.daemons.recorded():
+            self.layout.pid_file(name).unlink()
+        self.layout.munge_socket.unlink(missing_ok=True)
+        self.layout.database_socket.unlink(missing_ok=True)
+
+    def _check_own_name(self) -> None:
+        name = socket.gethostname()
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:
+            # Since 23.11 the controller looks itself up for every job, and each look-up blocks it for 10 to 20 s.
+            if self.installation.version >= (23, 11):
+                raise RunDirectoryError(
+                    f"this machine's own name {name!r} does not resolve, so every job would wait 10 s and more: "
+                    f"an administrator adds the line '127.0.1.1 {name}' to /etc/hosts"
+                ) from None
+
+    def _cancel_all(self) -> None:
+        jobs = sorted(set(self.run("squeue", "--noheader", "--format=%A", check=False).split()))
+        if jobs:
+            self.run("scancel", *jobs, check=False)
+
+    def _wait_for_empty_queue(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def _check_owner(root: Path) -> None:
+    """Whoever owns the directory could change what runs in it."""
+    if root.exists() and root.stat().st_uid != os.getuid():
+        raise RunDirectoryError(f"{root}: belongs to user {root.owner()}; take a directory of your own")
+
+
+def _value(path: Path, key: str) -> int:
+    """A number in one of Slurm's files."""
+    return int(path.read_text(encoding="utf-8").split(f"{key}=", 1)[1].split()[0])
+
+
+def _accepts(port: int) -> bool:
+    """True if something listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True

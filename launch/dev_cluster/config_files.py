@@ -1,0 +1,128 @@
+"""slurm.conf and its companions, as text.
+
+Eats shape, paths and ports; pure.  The same text serves Slurm 22.05 to 25.11: plugins named "none", which 23.11 took
+away, are simply not mentioned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.dev_cluster import accounting
+from launch.dev_cluster.layout import ClusterLayout
+from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
+
+GPU_TYPE = "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the machine adds to a shape."""
+
+    cluster_name: str
+    user: str
+    plugins: Path
+    version: tuple[int, int]
+    controller_port: int
+    node_ports: dict[str, int]
+    first_job_id: int
+    accounting_port: int | None = None
+
+
+def slurm_conf(shape: ClusterShape, layout: ClusterLayout, ground: Ground) -> str:
+    """Text of slurm.conf."""
+    lines = [*_controller(layout, ground), *_behaviour(shape, layout)]
+    if ground.accounting_port is not None:
+        lines += accounting.lines_of_slurm_conf(layout, ground.accounting_port)
+    addresses = iter(range(1, 255))  # any address of 127/8 can be bound: every node gets its own
+    for group in shape.groups:
+        lines += [_node(group, node, f"127.0.77.{next(addresses)}", ground.node_ports[node]) for node in group.nodes]
+    lines += [_partition(partition, shape, index == 0) for index, partition in enumerate(shape.partitions)]
+    return "\n".join(lines) + "\n"
+
+
+def gres_conf(shape: ClusterShape, layout: ClusterLayout) -> str:
+    """Text of gres.conf.  Only a GPU that is a device file counts; without the flag every vendor's variable is set."""
+    return "".join(
+        f"NodeName={node} Name=gpu Type={GPU_TYPE} File={layout.devices(node)}/nvidia{_range(group.gpus)} "
+        "Flags=nvidia_gpu_env\n"
+        for group in shape.groups
+        if group.gpus
+        for node in group.nodes
+    )
+
+
+def cgroup_conf(version: tuple[int, int]) -> str:
+    """Text of cgroup.conf: since 23.11 Slurm would look for a cgroup tree that an ordinary user does not have."""
+    return "CgroupPlugin=disabled\n" if version >= (23, 11) else ""
+
+
+def _controller(layout: ClusterLayout, ground: Ground) -> list[str]:
+    return [
+        f"ClusterName={ground.cluster_name}",
+        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmctldPort={ground.controller_port}",
+        f"SlurmUser={ground.user}",
+        f"SlurmdUser={ground.user}",
+        f"FirstJobId={ground.first_job_id}",
+        f"StateSaveLocation={layout.state}",
+        f"SlurmdSpoolDir={layout.spool('%n')}",
+        f"SlurmctldPidFile={layout.run}/slurmctld.own",
+        f"SlurmdPidFile={layout.run}/slurmd-%n.own",
+        f"SlurmctldLogFile={layout.log('slurmctld')}",
+        f"SlurmdLogFile={layout.log('slurmd-%n')}",
+        f"PluginDir={ground.plugins}",
+    ]
+
+
+def _behaviour(shape: ClusterShape, layout: ClusterLayout) -> list[str]:
+    times = shape.times
+    return [
+        "AuthType=auth/munge",
+        "CredType=cred/munge",
+        f"AuthInfo=socket={layout.munge_socket},cred_expire={times.requeue_delay_s}",
+        "ProctrackType=proctrack/linuxproc",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_CPU_Memory",
+        "DefMemPerCPU=16",
+        "GresTypes=gpu",
+        "MpiDefault=none",
+        "SlurmdParameters=config_overrides",  # nodes may claim more cores and memory than the machine has
+        "ReturnToService=2",
+        "SchedulerType=sched/backfill",
+        # Heterogeneous jobs are started by the backfill scheduler alone, every 30 s unless told otherwise.
+        "SchedulerParameters=bf_interval=1,bf_continue,bf_hetjob_immediate,sched_min_interval=100000,batch_sched_delay=0",
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "JobRequeue=1",
+        "MinJobAge=300",
+        f"KillWait={times.kill_wait_s}",
+        f"SlurmdTimeout={times.dead_node_s}",
+        "MessageTimeout=5",  # with 10 a dead node is seen after 26 s instead of 15
+        "UnkillableStepTimeout=60",
+        "JobCompType=jobcomp/filetxt",
+        f"JobCompLoc={layout.logs}/jobs.txt",
+    ]
+
+
+def _node(group: NodeGroup, node: str, address: str, port: int) -> str:
+    gpus = f" Gres=gpu:{GPU_TYPE}:{group.gpus}" if group.gpus else ""
+    return (
+        f"NodeName={node} NodeHostname=localhost NodeAddr={address} Port={port} "
+        f"CPUs={group.cpus} RealMemory={group.memory_mib}{gpus} State=UNKNOWN"
+    )
+
+
+def _partition(partition: Partition, shape: ClusterShape, is_default: bool) -> str:
+    nodes = ",".join(f"{group.name}{_range(group.count)}" for group in shape.groups if group.name in partition.groups)
+    preemption = f"PreemptMode=REQUEUE GraceTime={partition.grace_s}" if partition.is_preemptible else "PreemptMode=OFF"
+    return (
+        f"PartitionName={partition.name} Nodes={nodes} Default={'YES' if is_default else 'NO'} State=UP "
+        f"MaxTime={partition.max_minutes} PriorityTier={partition.tier} {preemption}"
+    )
+
+
+def _range(count: int) -> str:
+    """Slurm's notation for 0 … count-1."""
+    return f"[0-{count - 1}]" if count > 1 else "0"

@@ -1,0 +1,38 @@
+"""What a dev cluster is, as its directory remembers it: cluster.json, written once.
+
+Eats and makes Description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Self
+
+from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition, Times
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What cluster.json holds."""
+
+    shape: ClusterShape
+    prefix: str | None
+    first_job_id: int
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """From JSON."""
+        raw = json.loads(text)
+        shape = ClusterShape(
+            tuple(NodeGroup(**group) for group in raw["shape"]["groups"]),
+            tuple(Partition(**{**each, "groups": tuple(each["groups"])}) for each in raw["shape"]["partitions"]),
+            Times(**raw["shape"]["times"]),
+            raw["shape"]["has_accounting"],
+        )
+        return cls(shape, raw["prefix"], raw["first_job_id"])

@@ -1,0 +1,62 @@
+"""What can happen to a cluster, on purpose: a node without power, a dead daemon, a dead controller.
+
+Each function acts on a running DevCluster and returns when it is done; `DevCluster.mend` undoes all of them.  Slurm
+notices a silent node by itself after Times.dead_node_s and some 20 s more, or at once after `declare_down`.
+A link that is cut would be a fourth fault; it needs root and a network namespace for each node, and is not here.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.daemons import CONTROLLER, daemon_of
+from launch.dev_cluster.processes import wait_gone, with_descendants
+from rlhpc.errors import ConfigError, RoleFailed
+
+
+def crash_node(cluster: DevCluster, node: str) -> None:
+    """Power loss: the daemon, its helpers and every process of a job on that node are killed."""
+    kill_node_daemon(cluster, node)
+    victims = with_descendants([*cluster.step_daemons(node), *cluster.job_processes(node)])
+    for victim in victims:
+        victim.send(signal.SIGKILL)
+    if not wait_gone(victims, 5.0):
+        raise RoleFailed(f"{node}: a process survives SIGKILL")
+
+
+def kill_node_daemon(cluster: DevCluster, node: str) -> None:
+    """Only slurmd dies; jobs go on, and Slurm will start them a second time elsewhere: a split brain."""
+    if node not in cluster.shape.nodes:
+        raise ConfigError(f"node {node!r}: legal: {', '.join(cluster.shape.nodes)}")
+    cluster.daemons.kill(daemon_of(node))
+
+
+def kill_controller(cluster: DevCluster) -> None:
+    """The controller dies; jobs go on, commands fail after 9 s and more.
+
+    Whatever it has not saved is forgotten, as on a real cluster: it saves a job some seconds after its submission or
+    an `scontrol update`, but not after its start (seen with 22.05), for up to five minutes.
+    """
+    cluster.daemons.kill(CONTROLLER)
+
+
+def stop_controller(cluster: DevCluster) -> None:
+    """The controller is ended in good order, as for an upgrade: it saves its state first."""
+    cluster.daemons.end(CONTROLLER)
+
+
+def start_node(cluster: DevCluster, node: str) -> None:
+    """Power is back.  Returns at once; `DevCluster.wait_up` waits for the node."""
+    cluster.daemons.start(daemon_of(node))
+
+
+def start_controller(cluster: DevCluster, wait_s: float = 30.0) -> None:
+    """Start the controller again and wait until it answers; it finds its jobs where it left them."""
+    cluster.daemons.start(CONTROLLER)
+    cluster.wait_answer(wait_s)
+
+
+def declare_down(cluster: DevCluster, node: str) -> None:
+    """Tell the controller at once what it would find out; its jobs are requeued now."""
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crashed")

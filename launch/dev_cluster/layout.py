@@ -1,0 +1,130 @@
+"""Every path of a dev cluster, said once.
+
+Eats the cluster's directory.  Promises that every unix socket below it fits into the 107 bytes that Linux allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.errors import RunDirectoryError
+
+# The longest socket is the one of a step: ROOT/spool/train99/train99_67108863.4294967291.9 has to fit into 107 bytes.
+LONGEST_ROOT = 63
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLayout:
+    """Paths below one cluster's directory.  Creates nothing until `make`."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        """Raises RunDirectoryError: not absolute, too long for sockets, or not to be written in slurm.conf."""
+        text = str(self.root)
+        if not self.root.is_absolute():
+            raise RunDirectoryError(f"{text}: a cluster's directory is an absolute path")
+        if len(text.encode()) > LONGEST_ROOT:
+            raise RunDirectoryError(
+                f"{text}: {len(text.encode())} bytes; unix sockets below it leave room for {LONGEST_ROOT}: "
+                "take a shorter directory, for example one in /tmp"
+            )
+        if any(character in text for character in " ,=#%\"'\\\n"):
+            raise RunDirectoryError(f"{text}: slurm.conf cannot hold a path with blanks, quotes or any of , = # % \\")
+
+    @property
+    def description(self) -> Path:
+        """What the cluster is, as JSON; its presence says that the directory is ours."""
+        return self.root / "cluster.json"
+
+    @property
+    def slurm_conf(self) -> Path:
+        """What SLURM_CONF names."""
+        return self.root / "etc" / "slurm.conf"
+
+    @property
+    def activate(self) -> Path:
+        """Shell commands that turn a shell towards the cluster."""
+        return self.root / "activate"
+
+    @property
+    def gres_conf(self) -> Path:
+        """GPUs of every node."""
+        return self.root / "etc" / "gres.conf"
+
+    @property
+    def cgroup_conf(self) -> Path:
+        """Says that cgroups stay out of it."""
+        return self.root / "etc" / "cgroup.conf"
+
+    @property
+    def state(self) -> Path:
+        """The controller's memory: jobs survive a restart of it."""
+        return self.root / "state"
+
+    @property
+    def munge(self) -> Path:
+        """Key, socket and log of munged; closed to writing by others."""
+        return self.root / "munge"
+
+    @property
+    def munge_key(self) -> Path:
+        """Secret that all daemons share, 0400."""
+        return self.munge / "munge.key"
+
+    @property
+    def munge_socket(self) -> Path:
+        """Where clients and daemons have their credentials made."""
+        return self.munge / "munge.sock"
+
+    @property
+    def run(self) -> Path:
+        """One file per living daemon."""
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        """Two files per daemon: its log, and what it printed."""
+        return self.root / "log"
+
+    @property
+    def slurmdbd_conf(self) -> Path:
+        """Of the accounting daemon, 0600; must lie beside slurm.conf."""
+        return self.root / "etc" / "slurmdbd.conf"
+
+    @property
+    def database(self) -> Path:
+        """MariaDB's files, where there is accounting."""
+        return self.root / "db"
+
+    @property
+    def database_socket(self) -> Path:
+        """The only door of the database."""
+        return self.database / "mysql.sock"
+
+    def spool(self, node: str) -> Path:
+        """A node's own files: scripts and sockets of its steps."""
+        return self.root / "spool" / node
+
+    def devices(self, node: str) -> Path:
+        """A node's fake GPUs, links to /dev/null."""
+        return self.root / "dev" / node
+
+    def pid_file(self, daemon: str) -> Path:
+        """Pid and birth of one daemon."""
+        return self.run / f"{daemon}.pid"
+
+    def log(self, daemon: str) -> Path:
+        """What the daemon logs."""
+        return self.logs / f"{daemon}.log"
+
+    def output(self, daemon: str) -> Path:
+        """What the daemon prints: the reason, when it dies before it can log."""
+        return self.logs / f"{daemon}.out"
+
+    def make(self) -> None:
+        """Create every directory that does not depend on a node."""
+        for directory in (self.slurm_conf.parent, self.state, self.munge, self.run, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.munge.chmod(0o711)  # munged refuses a directory that others may write to; clients must reach the socket

@@ -1,0 +1,154 @@
+"""Processes by identity, read from /proc: a pid together with the time of its birth names one process for ever.
+
+Nothing here looks for a process by the name of its program alone, and no signal reaches a pid that has been reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process.  birth: clock ticks since the machine started."""
+
+    pid: int
+    birth: int
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has ended, also while its parent has not fetched its status."""
+        fields = _stat(self.pid)
+        return fields is not None and int(fields[19]) == self.birth and fields[0] not in "ZX"
+
+    @property
+    def memory_mib(self) -> float:
+        """Its share of physical memory, pages in common divided by their users (PSS); 0.0 when not to be had."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="ascii")
+            return int(text.split("\nPss:", 1)[1].split()[0]) / 1024
+        return 0.0
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it lives."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def process(pid: int) -> Process | None:
+    """The process that has this pid now, or None."""
+    fields = _stat(pid)
+    return None if fields is None else Process(pid, int(fields[19]))
+
+
+def write_record(path: Path, pid: int) -> None:
+    """Write `pid birth`, so that a later command finds this very process."""
+    fields = _stat(pid)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"{pid} {fields[19] if fields else 0}\n", encoding="ascii")
+    partial.replace(path)
+
+
+def read_record(path: Path) -> Process | None:
+    """What `write_record` wrote, or None when there is no such file."""
+    with contextlib.suppress(FileNotFoundError):
+        pid, birth = path.read_text(encoding="ascii").split()
+        return Process(int(pid), int(birth))
+    return None
+
+
+def end(processes: Iterable[Process], grace_s: float) -> None:
+    """SIGTERM, and SIGKILL to what is left after `grace_s`; returns when all are gone (or 5 s after the SIGKILL)."""
+    wanted = list(processes)
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        for each in wanted:
+            each.send(number)
+        if wait_gone(wanted, patience_s):
+            return
+
+
+def wait_gone(processes: Iterable[Process], patience_s: float) -> bool:
+    """True when all have ended within `patience_s`."""
+    left, deadline = list(processes), time.monotonic() + patience_s
+    while True:
+        left = [each for each in left if each.is_alive]
+        if not left or time.monotonic() > deadline:
+            return not left
+        time.sleep(0.02)
+
+
+def with_descendants(roots: Iterable[Process]) -> list[Process]:
+    """The given processes and everything below them in the tree."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        if fields := _stat(pid):
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: dict[int, Process] = {}
+    waiting = [root.pid for root in roots]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found and (here := process(pid)):
+            found[pid] = here
+            waiting += children.get(pid, [])
+    return list(found.values())
+
+
+def holding(path: Path, program: str) -> list[Process]:
+    """Processes of a program (its name in /proc/PID/comm begins so) that have a file open."""
+    found = []
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+            if not name.startswith(program):
+                continue
+            if any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir()):
+                found += [here] if (here := process(pid)) else []
+    return found
+
+
+def with_environment(any_of: Iterable[str], all_of: Iterable[str]) -> list[Process]:
+    """Processes in whose environment one of `any_of` and all of `all_of` stand; each is `NAME=value` or `NAME=`.
+
+    `NAME=` stands for any value.  This process and its ancestors are left out.
+    """
+    either, every = tuple(any_of), tuple(all_of)
+    own = set(_ancestors())
+    found = []
+    for pid in _pids():
+        if pid in own:
+            continue
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            if any(_stands(item, entries) for item in either) and all(_stands(item, entries) for item in every):
+                found += [here] if (here := process(pid)) else []
+    return found
+
+
+def _stands(item: str, entries: list[str]) -> bool:
+    return any(entry.startswith(item) for entry in entries) if item.endswith("=") else item in entries
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getpid()
+    while pid > 1:
+        yield pid
+        fields = _stat(pid)
+        pid = int(fields[1]) if fields else 0
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third on: state, parent, …, birth (index 19)."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+    return None

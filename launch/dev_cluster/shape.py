@@ -1,0 +1,104 @@
+"""What a dev cluster looks like: groups of equal nodes, partitions, and times that suit tests.
+
+Pure values.  The default has the partitions that a run is placed on: `train`, `gen`, `cpu`, and `scavenge`, whose jobs
+are preempted by those of `train` and `gen` on the same nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rlhpc.errors import ConfigError
+
+_NAME = re.compile(r"[a-z]{1,5}")  # a node is this and a number; both appear in paths of sockets
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """`count` nodes NAME0, NAME1, …; what they have is claimed, not there: eight of them share one laptop."""
+
+    name: str
+    count: int
+    gpus: int = 0
+    cpus: int = 16
+    memory_mib: int = 64_000
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a name or a number that Slurm would not take."""
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"node group {self.name!r}: legal: one to five lower-case letters")
+        if not (1 <= self.count <= 100 and 0 <= self.gpus <= 16 and self.cpus >= 1 and self.memory_mib >= 1):
+            raise ConfigError(
+                f"node group {self.name}: legal: 1 to 100 nodes, up to 16 GPUs, a core and a MiB at least"
+            )
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of its nodes."""
+        return tuple(f"{self.name}{index}" for index in range(self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Some groups of nodes under one name; jobs of a lower `tier` make room for those of a higher, if preemptible."""
+
+    name: str
+    groups: tuple[str, ...]
+    tier: int = 10
+    is_preemptible: bool = False
+    grace_s: int = 0
+    max_minutes: int = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Slurm's delays in seconds; production defaults, which are 10 to 50 times longer, stand beside them."""
+
+    requeue_delay_s: int = 5  # 120: a requeued job is not eligible before (munge's credentials must have expired)
+    kill_wait_s: int = 5  # 30: from SIGTERM to SIGKILL
+    dead_node_s: int = 6  # 300: silence after which a node counts as DOWN; seen some seconds later
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """The whole of a cluster.  The first partition is the default one."""
+
+    groups: tuple[NodeGroup, ...]
+    partitions: tuple[Partition, ...]
+    times: Times = Times()
+    has_accounting: bool = False  # with slurmdbd and a database: sacct, accounts, QOS
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: no nodes, no partitions, two groups of one name, a partition of unknown groups."""
+        names = [group.name for group in self.groups]
+        if not names or not self.partitions:
+            raise ConfigError("a cluster needs a node group and a partition")
+        if sum(group.count for group in self.groups) > 254:
+            raise ConfigError("a cluster has 254 nodes at most, one for each address")
+        if len(set(names)) != len(names):
+            raise ConfigError(f"node groups {', '.join(names)}: every name once")
+        for partition in self.partitions:
+            unknown = [name for name in partition.groups if name not in names]
+            if unknown or not partition.groups:
+                raise ConfigError(f"partition {partition.name}: groups={partition.groups}: legal: {', '.join(names)}")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all nodes, group by group."""
+        return tuple(node for group in self.groups for node in group.nodes)
+
+
+def default_shape(
+    train: int = 2, gen: int = 4, cpu: int = 1, gpus: int = 4, times: Times | None = None
+) -> ClusterShape:
+    """`train` and `gen` nodes with `gpus` fake GPUs each, `cpu` nodes without.  Any of the three may be 0, not all."""
+    counts = {"train": (train, gpus), "gen": (gen, gpus), "cpu": (cpu, 0)}
+    letters = {"train": "t", "gen": "g", "cpu": "c"}
+    there = {name: pair for name, pair in counts.items() if pair[0]}
+    groups = tuple(NodeGroup(letters[name], count, gpus=each) for name, (count, each) in there.items())
+    partitions = [Partition(name, (letters[name],)) for name in there]
+    with_gpus = tuple(letters[name] for name in there if name != "cpu")
+    if with_gpus:
+        partitions.append(Partition("scavenge", with_gpus, tier=1, is_preemptible=True))
+    return ClusterShape(groups, tuple(partitions), times or Times())

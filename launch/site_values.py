@@ -1,0 +1,114 @@
+"""Values of a site file that go into a job script as they stand: words, times, directives, shell names.
+
+Each type refuses what would break a script, or mean something else to Slurm than it seems to say.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+
+T = TypeVar("T")
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+_TIME_FORMS = 'minutes (240), "H:MM:SS", "D-HH", "D-HH:MM" or "D-HH:MM:SS"'
+_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d\d))?(?::(?P<third>\d\d))?")
+
+# Directives that the plan writes itself, and the key that says the same.
+OWN_DIRECTIVES = {
+    "partition": "partition",
+    "p": "partition",
+    "time": "time",
+    "t": "time",
+    "account": "account",
+    "A": "account",
+    "qos": "qos",
+    "q": "qos",
+    "constraint": "constraint",
+    "C": "constraint",
+    "reservation": "reservation",
+    "exclusive": "exclusive",
+    "nodes": "nodes",
+    "N": "nodes",
+    "gres": "gpus_per_node, gres_type and gpu_request",
+    "gpus": "gpus_per_node and gpu_request",
+    "G": "gpus_per_node and gpu_request",
+    "gpus-per-node": "gpus_per_node and gpu_request",
+    "gpus-per-task": "gpus_per_node and gpu_request",
+    "cpus-per-task": "cpus_per_task or cpus_per_gpu",
+    "c": "cpus_per_task or cpus_per_gpu",
+    "mem": "memory_gib_per_task or memory_gib_per_gpu",
+    "mail-user": "cluster.mail",
+    "mail-type": "cluster.mail_events",
+    "signal": "cluster.warn_s",
+}
+# Directives that would take the plan apart; no key says them.
+FOREIGN_DIRECTIVES = {
+    "ntasks", "n", "ntasks-per-node", "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J",
+    "requeue", "no-requeue", "dependency", "d", "chdir", "D", "no-kill", "k", "wrap", "hold", "H", "mem-per-cpu",
+    "mem-per-gpu", "export",
+}  # fmt: skip
+
+
+def walltime_s(value: object) -> int:
+    """Seconds of a time limit.  Raises ValueError: not one of the forms, zero, or a form that reads two ways."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    seconds = _seconds_of_text(value)
+    if seconds <= 0:
+        raise ValueError(f"a job needs time; legal: {_TIME_FORMS}")
+    return seconds
+
+
+def _seconds_of_text(value: object) -> int:
+    match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"not a time limit; legal: {_TIME_FORMS}")
+    days, first, second, third = (match[name] for name in ("days", "first", "second", "third"))
+    if days is None and second is None:
+        return int(first) * MINUTE_S  # as Slurm reads it
+    if days is None and third is None:
+        raise ValueError(f'Slurm reads this as minutes and seconds; legal: "{first}:{second}:00" for hours, "{first}"')
+    if int(second or 0) > 59 or int(third or 0) > 59 or (days is not None and int(first) > 23):
+        raise ValueError(f"not a time of day; legal: {_TIME_FORMS}")
+    return int(days or 0) * DAY_S + int(first) * HOUR_S + int(second or 0) * MINUTE_S + int(third or 0)
+
+
+def slurm_time(seconds: int) -> str:
+    """Write a time limit as Slurm does: "4:00:00", "2-12:00:00"."""
+    days, rest = divmod(seconds, DAY_S)
+    hours, minutes, seconds = rest // HOUR_S, rest // MINUTE_S % 60, rest % 60
+    return f"{days}-{hours:02}:{minutes:02}:{seconds:02}" if days else f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _directive(value: str) -> str:
+    """One directive without the "#SBATCH ", as it will stand in the script."""
+    match = re.fullmatch(r"(?:--(?P<long>[a-z][a-z0-9-]*)(?:[= ].*)?|-(?P<short>[A-Za-z]).*)", value)
+    if match is None or not value.isprintable():
+        raise ValueError('not a directive; legal: what stands behind #SBATCH, such as "--licenses=matlab:1"')
+    name = match["long"] or match["short"]
+    if name in OWN_DIRECTIVES:
+        raise ValueError(f"written from a key of its own; legal: {OWN_DIRECTIVES[name]}")
+    if name in FOREIGN_DIRECTIVES:
+        raise ValueError("the plan counts on its own value of this directive")
+    return value
+
+
+def _shell_line(value: str) -> str:
+    if not value.strip() or "\n" in value:
+        raise ValueError("not one line of shell")
+    return value
+
+
+Several = Annotated[tuple[T, ...], Field(strict=False)]  # TOML has lists; a frozen site has tuples
+# A word of a directive.  No space, quote, backslash or #: sbatch reads those as something else than themselves.
+Word = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\#-][^\s\"'\\#]*$")]
+Walltime = Annotated[int, BeforeValidator(walltime_s)]
+Directive = Annotated[str, AfterValidator(_directive)]
+ShellLine = Annotated[str, AfterValidator(_shell_line)]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# The name of a network interface.  Not NCCL's "^lo" or "=eth0": gloo takes names alone.
+Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*(,[A-Za-z0-9][A-Za-z0-9._@-]*)*$")]
+Bind = Annotated[str, StringConstraints(pattern=r"^/[^\s,]*$")]

@@ -1,0 +1,113 @@
+"""What a dev cluster refuses, and with what words; needs no Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
+from launch.dev_cluster.daemons import reserved_ports
+from launch.dev_cluster.description import Description
+from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
+from launch.dev_cluster.packages import Installation, SlurmMissing, installed, private
+from launch.dev_cluster.processes import Process, process, read_record, write_record
+from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition, default_shape
+from rlhpc.errors import ConfigError, RunDirectoryError
+
+GROUND = Ground("dev", "me", Path("/plugins"), (22, 5), 10_000, {"t0": 10_001, "g0": 10_002, "g1": 10_003}, 1000)
+
+
+def test_a_directory_too_long_for_sockets_is_refused() -> None:
+    ClusterLayout(Path("/" + "a" * (LONGEST_ROOT - 1)))
+    with pytest.raises(RunDirectoryError, match=f"room for {LONGEST_ROOT}"):
+        ClusterLayout(Path("/" + "a" * LONGEST_ROOT))
+
+
+def test_the_longest_socket_of_the_longest_directory_has_a_legal_length() -> None:
+    node = NodeGroup("train", 100).nodes[-1]
+    socket_path = ClusterLayout(Path("/" + "a" * (LONGEST_ROOT - 1))).spool(node) / f"{node}_67108863.4294967291.9"
+    assert len(str(socket_path)) == 107
+
+
+@pytest.mark.parametrize("name", ["with blank", "with,comma", "with#hash", "50%"])
+def test_a_directory_that_slurm_conf_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(RunDirectoryError, match=r"slurm\.conf cannot hold"):
+        ClusterLayout(Path("/tmp") / name)
+
+
+def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(RunDirectoryError, match="no dev cluster"):
+        DevCluster.create(tmp_path, default_shape(), Installation())
+    assert main(["cluster", "down", str(tmp_path), "--delete"]) == 2
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+def test_a_shape_without_nodes_or_with_a_partition_of_unknown_ones_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a node group"):
+        default_shape(0, 0, 0)
+    with pytest.raises(ConfigError, match=r"partition gen: groups=\('x',\): legal: g"):
+        ClusterShape((NodeGroup("g", 1),), (Partition("gen", ("x",)),))
+    with pytest.raises(ConfigError, match="legal: 1 to 100 nodes"):
+        default_shape(train=-1)
+
+
+def test_a_description_survives_its_file() -> None:
+    description = Description(default_shape(1, 2, 3, gpus=8), "/prefix", 17)
+    assert Description.decode(description.encode()) == description
+
+
+def test_slurm_conf_says_what_the_shape_says() -> None:
+    shape, layout = default_shape(1, 2, 0, gpus=2), ClusterLayout(Path("/tmp/c"))
+    text = slurm_conf(shape, layout, GROUND)
+    assert "NodeName=g1 NodeHostname=localhost NodeAddr=127.0.77.3 Port=10003 CPUs=16" in text
+    assert "PartitionName=train Nodes=t0 Default=YES State=UP MaxTime=60 PriorityTier=10 PreemptMode=OFF" in text
+    assert (
+        "PartitionName=scavenge Nodes=t0,g[0-1] Default=NO State=UP MaxTime=60 PriorityTier=1 PreemptMode=REQ" in text
+    )
+    assert "/none" not in text  # plugins of that name went with 23.11
+    assert gres_conf(shape, layout).count("/nvidia[0-1] Flags=nvidia_gpu_env\n") == 3
+    assert [cgroup_conf(version) for version in ((22, 5), (23, 11))] == ["", "CgroupPlugin=disabled\n"]
+
+
+def test_two_reservations_never_share_a_port_and_a_daemon_can_have_it() -> None:
+    with reserved_ports(50) as some, reserved_ports(50) as others:
+        assert len({*some, *others}) == 100
+        with socket.socket() as daemon:
+            daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            daemon.bind(("", some[0]))
+            daemon.listen()
+
+
+def test_a_pid_that_has_been_reused_is_not_the_recorded_process(tmp_path: Path) -> None:
+    write_record(tmp_path / "x.pid", 1)
+    recorded = read_record(tmp_path / "x.pid")
+    assert recorded is not None
+    assert recorded == process(1)
+    assert recorded.is_alive
+    assert not Process(1, recorded.birth + 1).is_alive
+
+
+def test_a_machine_without_slurm_and_apt_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmMissing, match="apt-get, which could fetch it, is not there") as caught:
+        private(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")
+def test_apt_without_lists_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "apt.conf").write_text(f'Dir::State::lists "{tmp_path}/lists";\nDir::Cache "{tmp_path}";\n')
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    if installed() is not None:
+        pytest.skip("apt knows installed packages without lists")
+    with pytest.raises(SlurmMissing, match=r"apt does not deliver it.*apt-get update") as caught:
+        private(tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
