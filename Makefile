@@ -60,6 +60,9 @@ gpu: setup  ## only the tests that need a CUDA device
 bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/transport.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
+	$(BIN)/python bench/logprob_memory.py --tokens 2048
+	$(BIN)/python -m bench.trainer
 
 clean:  ## delete the environment and caches, not runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
