@@ -61,7 +61,7 @@ bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/transport.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
-	$(BIN)/python bench/logprob_memory.py --tokens 2048
+	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer
 
 clean:  ## delete the environment and caches, not runs

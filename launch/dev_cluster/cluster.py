@@ -6,7 +6,6 @@ cluster's own jobs are ever signalled; `stop` leaves none of them; job ids go on
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import shutil
@@ -24,7 +23,7 @@ from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, MUNGED, Daemons
 from launch.dev_cluster.description import Description
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import Installation
-from launch.dev_cluster.processes import Process, holding, wait_gone, with_descendants, with_environment
+from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
 from launch.dev_cluster.shape import ClusterShape
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
@@ -49,6 +48,7 @@ class DevCluster:
         cls, root: Path, shape: ClusterShape, installation: Installation, *, dies_with_parent: bool = False
     ) -> Self:
         """Claim a new or empty directory.  Raises RunDirectoryError: it holds something, or its path is too long."""
+        root = root.resolve()  # processes are found again by the real paths of files that they hold
         layout = ClusterLayout(root)
         _check_owner(root)
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -64,6 +64,7 @@ class DevCluster:
     @classmethod
     def open(cls, root: Path) -> Self:
         """The cluster that lives, or has lived, in a directory.  Raises RunDirectoryError: there is none."""
+        root = root.resolve()
         _check_owner(root)
         try:
             text = ClusterLayout(root).description.read_text(encoding="utf-8")
@@ -239,7 +240,7 @@ class DevCluster:
         if name == accounting.DAEMON:
             port = _value(layout.slurmdbd_conf, "DbdPort")
             self.daemons.wait_until(lambda: _accepts(port), name, wait_s)
-            user, account = getpass.getuser(), accounting.ACCOUNT
+            user, account = own_user(), accounting.ACCOUNT
             for what in (
                 ("add", "cluster", self._name),
                 ("add", "account", account),
@@ -253,7 +254,7 @@ class DevCluster:
         layout.make()
         ground = Ground(
             cluster_name=self._name,
-            user=getpass.getuser(),
+            user=own_user(),
             plugins=self.installation.plugins,
             version=self.installation.version,
             controller_port=ports[0],

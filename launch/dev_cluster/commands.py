@@ -6,7 +6,6 @@ Eats parsed options, prints, returns the exit status.
 from __future__ import annotations
 
 import argparse
-import getpass
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import obtain
+from launch.dev_cluster.processes import own_user
 from launch.dev_cluster.shape import default_shape
 from rlhpc.errors import ConfigError
 
@@ -73,8 +73,8 @@ def down(options: argparse.Namespace) -> int:
 
 def directory(options: argparse.Namespace) -> Path:
     """The one asked for, or the user's default one."""
-    named: Path = options.directory or Path(tempfile.gettempdir(), f"rlhpc-cluster-{getpass.getuser()}")
-    return named.absolute()
+    named: Path = options.directory or Path(tempfile.gettempdir(), f"rlhpc-cluster-{own_user()}")
+    return named.resolve()
 
 
 def _print_partitions(cluster: DevCluster) -> None:

@@ -6,7 +6,6 @@ process of the same user can watch it or end it.
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from launch.dev_cluster import accounting
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import Installation
-from launch.dev_cluster.processes import Process, end, read_record, wait_gone, write_record
+from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 MUNGED, CONTROLLER = "munged", "slurmctld"
@@ -55,7 +54,7 @@ class Daemons:
             self._make_key()
         environment = {**self._installation.environment(os.environ), "SLURM_CONF": str(self._layout.slurm_conf)}
         if name == accounting.DATABASE:
-            accounting.prepare_database(self._layout, self._installation, getpass.getuser(), environment)
+            accounting.prepare_database(self._layout, self._installation, own_user(), environment)
         if name == accounting.DAEMON:  # the client library looks here for "localhost"
             environment["MYSQL_UNIX_PORT"] = str(self._layout.database_socket)
         guard = ["setpriv", "--pdeathsig", "TERM"] if self._dies_with_parent else []
@@ -105,7 +104,8 @@ class Daemons:
         """Return when a daemon serves.  Raises RoleFailed."""
         deadline = time.monotonic() + patience_s
         while not is_ready():
-            self.raise_for_dead()
+            if not self.is_alive(name):
+                raise RoleFailed(f"{name} ended by itself: {self.last_words(name)}")
             if time.monotonic() > deadline:
                 raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_words(name)}")
             time.sleep(0.02)
@@ -136,7 +136,7 @@ class Daemons:
                 f"--seed-file={munge}/munged.seed",
             ]
         if name == accounting.DATABASE:
-            command = accounting.database_command(layout, self._installation, getpass.getuser())
+            command = accounting.database_command(layout, self._installation, own_user())
             return [*command, *accounting.serve_arguments(layout)]
         if name == accounting.DAEMON:
             return [program("slurmdbd"), "-D"]

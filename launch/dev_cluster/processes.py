@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhpc.errors import RunDirectoryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,14 @@ def process(pid: int) -> Process | None:
     """The process that has this pid now, or None."""
     fields = _stat(pid)
     return None if fields is None else Process(pid, int(fields[19]))
+
+
+def own_user() -> str:
+    """Name of the user that this process runs as, whatever the environment says.  Raises RunDirectoryError: none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        raise RunDirectoryError(f"user {os.getuid()} has no name here, and Slurm knows users by name") from None
 
 
 def write_record(path: Path, pid: int) -> None:
