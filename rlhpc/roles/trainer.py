@@ -11,7 +11,6 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -202,7 +201,8 @@ class Trainer:
         self._presence.now("publishing", "generators", self._version)
         weights = self._backend.weights()
         if self._publisher is None or self._channel is None or self._manifest is None:
-            _exhaust(weights)  # ranks besides the lead take part in the export
+            for _ in weights:
+                pass  # ranks besides the lead take part in the export
             return
         manifest = replace(self._manifest, policy_version=command.policy_version, epoch=command.epoch)
         try:
@@ -211,7 +211,6 @@ class Trainer:
             log.warning("version %d not published: %s", command.policy_version, failure)
             error = str(failure)
             self._publisher.dissolve()
-            _exhaust(weights)  # the other ranks send theirs in any case
         seconds = time.monotonic() - began
         self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
         self._presence.now("running", "batch", self._version)
@@ -237,11 +236,6 @@ class Trainer:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
             self._presence.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
-
-
-def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in weights:
-        pass
 
 
 def _shares_gpu(config: Config) -> bool:
