@@ -99,7 +99,7 @@ class DevCluster:
             with reserved_ports(2 + len(self.shape.nodes)) as ports:
                 self._write_files(ports)
                 self.mend(wait_s)
-        except BaseException:
+        except BaseException:  # survived: nothing; whatever it was, no daemon may be left behind
             self.stop()
             raise
         return time.monotonic() - began

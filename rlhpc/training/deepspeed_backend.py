@@ -29,7 +29,7 @@ from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
-from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.training.hf_names import named_on_disk, on_disk
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
@@ -228,9 +228,7 @@ class DeepSpeedBackend(TrainerBackend):
             )
         elif self.is_lead:
             for parameter in self._specs:
-                views = views_on_disk(parameter.name, self._parameters[parameter.name].detach())
-                for spec, view in zip(on_disk(parameter), views, strict=True):
-                    yield spec.name, view
+                yield from named_on_disk(parameter, self._parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every rank sends its share of masters and moments to the lead, which writes."""

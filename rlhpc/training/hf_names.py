@@ -9,10 +9,13 @@ Transformers holds all experts of a layer in one tensor; checkpoints name every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from rlhpc.training.scattered import Piece, Scattered
 from rlhpc.types import TensorSpec
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
@@ -45,3 +48,18 @@ def views_on_disk(name: str, tensor: Tensor) -> Iterator[Tensor]:
         yield from tensor
     else:
         yield tensor
+
+
+def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, view) of a parameter; `tensor` is the parameter, or something of its shape."""
+    return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
+
+
+def scattered_on_disk(spec: TensorSpec, pieces: Sequence[Piece]) -> Scattered:
+    """A parameter that lies in these flat pieces, end to end, as an item under its names on disk."""
+    return Scattered(specs=on_disk(spec), pieces=tuple(pieces), join=partial(_join, spec))
+
+
+def _join(spec: TensorSpec, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    return views_on_disk(spec.name, whole.view(spec.shape))

@@ -25,7 +25,7 @@ from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
-from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.training.hf_names import named_on_disk, on_disk, scattered_on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
@@ -33,7 +33,7 @@ from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.scattered import Piece
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
@@ -62,7 +62,10 @@ class ReferenceBackend(TrainerBackend):
             cast_parameters(model, settings.dtype)
         names = list(model.parameters)
         self._saver = BackgroundSaver(
-            [_scattered(name, parameter) for name, parameter in model.parameters.items()],
+            [
+                scattered_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Piece(0, parameter.numel())])
+                for name, parameter in model.parameters.items()
+            ],
             lambda kind, index: (self._optimizer.state(kind)[names[index]],),
             device=self._device,
             group=open_save_group(),
@@ -198,7 +201,7 @@ class ReferenceBackend(TrainerBackend):
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
         if self.is_lead:
             for parameter in self._model.tensor_specs():
-                yield from _on_disk(parameter, self._model.parameters[parameter.name].detach())
+                yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; every rank has everything, and the lead writes its own."""
@@ -223,7 +226,9 @@ class ReferenceBackend(TrainerBackend):
     def _take(self, checkpoint: TrainerCheckpoint) -> None:
         for kind in STATE_KINDS:
             parameters = self._optimizer.state(kind)
-            here = dict(pair for spec in self._model.tensor_specs() for pair in _on_disk(spec, parameters[spec.name]))
+            here = dict(
+                pair for spec in self._model.tensor_specs() for pair in named_on_disk(spec, parameters[spec.name])
+            )
             for _, name, tensor in checkpoint.tensors(kind):
                 here[name].copy_(tensor)
 
@@ -232,23 +237,3 @@ class ReferenceBackend(TrainerBackend):
         self._saver.close()
         if self._world_size > 1:
             close_process_group()
-
-
-def _scattered(name: str, parameter: Tensor) -> Scattered:
-    """A parameter that rank 0 has whole, in float32, under its names on disk."""
-    shape = tuple(parameter.shape)
-    return Scattered(
-        specs=on_disk(TensorSpec(name, "float32", shape)),
-        pieces=(Piece(0, parameter.numel()),),
-        join=partial(_split, name, shape),
-    )
-
-
-def _split(name: str, shape: tuple[int, ...], pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    return views_on_disk(name, pieces[0].view(shape))
-
-
-def _on_disk(parameter: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names on disk of a parameter, and views of `tensor`, which is the parameter or something of its shape."""
-    names = (spec.name for spec in on_disk(parameter))
-    return zip(names, views_on_disk(parameter.name, tensor), strict=True)

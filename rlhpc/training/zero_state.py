@@ -10,9 +10,8 @@ Moments exist from the start, as zeros.  Steps are counted once for each flat te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.training.hf_names import scattered_on_disk
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.scattered import Piece, Scattered
 from rlhpc.types import TensorSpec
@@ -85,10 +84,9 @@ class ZeroState:
     def items(self, dtype: str = "float32") -> list[Scattered]:
         """One for each parameter, in the model's order."""
         return [
-            Scattered(
-                specs=on_disk(TensorSpec(spec.name, dtype, spec.shape)),
-                pieces=tuple(Piece(f.rank, f.num_elements) for f in self.fragments[spec.name]),
-                join=partial(_join, spec.name, spec.shape),
+            scattered_on_disk(
+                TensorSpec(spec.name, dtype, spec.shape),
+                [Piece(f.rank, f.num_elements) for f in self.fragments[spec.name]],
             )
             for spec in self.specs
         ]
@@ -172,8 +170,3 @@ def _fragments_of_stage_3(optimizer: Any) -> dict[int, tuple[Fragment, ...]]:
             )
             offset += size
     return table
-
-
-def _join(name: str, shape: tuple[int, ...], pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-    return views_on_disk(name, whole.view(shape))
