@@ -1,6 +1,7 @@
 """Every path of a run directory, said once.
 
 The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all a resume needs.
+Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunLayout:
     """Paths below one run directory.  Creates nothing."""
 
@@ -74,6 +75,61 @@ class RunLayout:
     def summary(self) -> Path:
         """Figures of the whole run, as JSON, written at its end."""
         return self.root / "summary.json"
+
+    # ------------------------------------------------------------------------------------------------- of Slurm jobs
+
+    @property
+    def attempt(self) -> Path:
+        """The attempt that is on, as JSON: attempt, resume_step, job_id, restart, host; replaced by rename."""
+        return self.root / "attempt.json"
+
+    @property
+    def site(self) -> Path:
+        """The site file that the run was submitted with, word for word."""
+        return self.root / "site.toml"
+
+    @property
+    def job_plan(self) -> Path:
+        """What the supervisor of each job starts, as JSON (docs/slurm.md)."""
+        return self.root / "job_plan.json"
+
+    @property
+    def scripts(self) -> Path:
+        """Batch scripts, as submitted."""
+        return self.root / "scripts"
+
+    @property
+    def jobs(self) -> Path:
+        """One JSON file per submitted job, and the events of its supervisors."""
+        return self.root / "jobs"
+
+    @property
+    def stop_request(self) -> Path:
+        """While it exists, supervisors finish the step, save and end all jobs (`rlhpc stop`)."""
+        return self.root / "STOP"
+
+    @property
+    def abort_request(self) -> Path:
+        """While it exists, supervisors end all jobs at once (`rlhpc stop --now`, or `touch`)."""
+        return self.root / "ABORT"
+
+    def job_record(self, job_id: int) -> Path:
+        """What was submitted under this id."""
+        return self.jobs / f"{job_id}.json"
+
+    def job_events(self, name: str) -> Path:
+        """What the supervisor of a job (or of an array task, JOB_TASK) has done: a JSON line each."""
+        return self.jobs / f"{name}.events.jsonl"
+
+    def yield_request(self, name: str) -> Path:
+        """A job whose time is nearly over asks the controller to save and to go on in another attempt."""
+        return self.jobs / f"{name}.yield"
+
+    def exit_record(self, role: str, replica: int, attempt: int) -> Path:
+        """How a process under a supervisor ended, as JSON; lies beside its log."""
+        return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"
+
+    # --------------------------------------------------------------------------------------------------------- parts
 
     def log(self, role: str, replica: int, attempt: int) -> Path:
         """Output of one process."""

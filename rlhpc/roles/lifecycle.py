@@ -55,6 +55,8 @@ class RoleContext:
     layout: RunLayout
     config: Config
     config_hash: str
+    meet_timeout_s: float = 120.0  # so long this process waits for another to turn up; then it says who is missing
+    is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlasts the controller's restarts
 
     @property
     def caller(self) -> Caller:
@@ -82,6 +84,9 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--resume-step", type=int, default=None)
+    parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
+    parser.add_argument("--meet-timeout-s", type=float, default=120.0)
+    parser.add_argument("--supervised", action="store_true")
     options = parser.parse_args(arguments)
     layout = RunLayout(options.run_dir.absolute())
     config, digest = read_resolved(layout)
@@ -91,10 +96,12 @@ def parse_role(arguments: list[str]) -> RoleContext:
         num_ranks=options.num_ranks,
         attempt=options.attempt,
         resume_step=options.resume_step,
-        incarnation=f"{options.attempt}-{uuid.uuid4().hex[:12]}",
+        incarnation=f"{options.incarnation or f'0.{options.attempt}.0'}-{uuid.uuid4().hex[:12]}",
         layout=layout,
         config=config,
         config_hash=digest,
+        meet_timeout_s=options.meet_timeout_s,
+        is_supervised=options.supervised,
     )
 
 
