@@ -42,7 +42,7 @@ DOORS = {
     "zlib_ng": {"rlhpc"},  # rlhpc/crc.py
     "megatron": {"rlhpc/training"},
     "deepspeed": {"rlhpc/training"},
-    "pickle": set(),
+    "pickle": {"launch/batch"},  # writes what submitit reads as a job's result; reads none
     "cloudpickle": set(),
 }
 
@@ -184,6 +184,26 @@ def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
         if forbidden.search(line)
     ]
     assert not found
+
+
+_BATCH = sorted([*(ROOT / "launch" / "batch").glob("*.py"), ROOT / "launch" / "supervisor.py"])
+_PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
+
+
+@pytest.mark.parametrize("path", _PLAIN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_runs_in_a_batch_step_is_python_3_9_and_the_standard_library(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Match)]
+    own = {f"{'.'.join(each.relative_to(ROOT).with_suffix('').parts)}" for each in _PLAIN}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            assert name in own or name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "dataclass":
+            assert not [word for word in node.keywords if word.arg in ("slots", "kw_only")], f"{path.name}: Python 3.10"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "zip":
+            assert not node.keywords, f"{path.name}: zip(strict=…) is Python 3.10"
 
 
 def test_the_config_loads_without_torch_in_a_third_of_a_second() -> None:

@@ -1,0 +1,42 @@
+"""Begin an attempt: in the roles' own Python, which knows checkpoints and keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+from launch.batch.plan_file import JobPart
+from launch.batch.run_state import Attempt
+from launch.batch.this_job import ThisJob
+from rlhpc.errors import RlhpcError
+
+BEGIN_S = 600.0  # imports from a shared filesystem that is busy take minutes
+
+
+class BeginError(RlhpcError):
+    """No attempt could be begun."""
+
+
+def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
+    """Make directories and keys, find the checkpoint to resume from, write attempt.json.  Raises BeginError."""
+    part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
+    words = [*part.python, "-m", "launch.begin_attempt", "--run-dir", str(plan.layout.root)]
+    words += ["--job-id", str(job.job_id), "--restart", str(job.restart)]
+    environment = {**part.defaults, **os.environ, **part.environment}
+    try:
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=BEGIN_S,
+            env=environment,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BeginError(f"{words[0]} -m launch.begin_attempt: {error}") from error
+    if done.returncode != 0:
+        raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}")
+    document = json.loads(done.stdout.strip().splitlines()[-1])
+    return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])

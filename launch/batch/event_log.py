@@ -1,0 +1,34 @@
+"""What a supervisor has done and why: a JSON line per event in the run directory, and the same in the batch log."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+class EventLog:
+    """Appends to one file; each job (or array task) has its own, so that nobody writes beside it."""
+
+    def __init__(self, path: Path, restart: int) -> None:
+        self._path, self._restart = path, restart
+        self.attempt = -1  # the one that is on
+
+    def say(self, event: str, text: str) -> None:
+        """Note an event: one word for programs, a sentence for people."""
+        now = time.time()
+        line = {"unix_time_s": now, "restart": self._restart, "attempt": self.attempt, "event": event, "text": text}
+        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
+        sys.stdout.flush()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, (json.dumps(line) + "\n").encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # a full disk must not end the run for the sake of its diary
+            sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")

@@ -1,0 +1,62 @@
+"""How the processes of an attempt have ended: one small file each, written by the task around it.
+
+srun knows one status for all tasks, and says 0 for tasks that never started; these files say who ended how.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """The end of one process."""
+
+    name: str  # trainer-3
+    status: int  # as a shell counts: 128 + number for a signal
+    last_words: str  # its last error, or the last line of its log
+    starts: int  # how often it was started
+    host: str
+    job: str
+
+    @property
+    def cause(self) -> str:
+        """In words."""
+        how = f"signal {self.status - 128}" if self.status > 128 else f"exit status {self.status}"
+        return f"{self.name} on {self.host} ended with {how}: {self.last_words}"
+
+
+def write_record(path: Path, record: ExitRecord) -> None:
+    """Put one down.  Raises OSError."""
+    write_atomically(path, json.dumps(asdict(record)).encode())
+
+
+def read_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRecord]:
+    """All records of a role in one attempt, by replica."""
+    found: dict[int, ExitRecord] = {}
+    for directory in layout.logs.glob(f"{role}-*"):
+        replica = directory.name.rpartition("-")[2]
+        if replica.isdigit():
+            record = _read(layout.exit_record(role, int(replica), attempt))
+            if record is not None:
+                found[int(replica)] = record
+    return found
+
+
+def last_words(log: bytes) -> str:
+    """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
+    return errors[-1] if errors else lines[-1] if lines else "no output"
+
+
+def _read(path: Path) -> ExitRecord | None:
+    try:
+        return ExitRecord(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None

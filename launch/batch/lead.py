@@ -1,0 +1,319 @@
+"""The supervisor of the job that the controller runs in: it owns the attempts of the run.
+
+    begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ verdict
+          ▲                                                              │
+          └── failed, and a retry is left ───────────────────────────────┤
+                                     time is over: save, requeue ◀───────┤
+                       complete, stopped, given up: end all jobs ◀───────┘
+
+Promises: an attempt is begun only when nothing of the one before writes to the run any more; what is requeued is
+requeued when no srun is alive; a run that is complete leaves no job behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+
+from launch.batch.begin import begin_attempt
+from launch.batch.event_log import EventLog
+from launch.batch.exit_records import ExitRecord, read_records
+from launch.batch.plan_file import JobPart, Part
+from launch.batch.retry_budget import RetryBudget
+from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
+from launch.batch.run_state import (
+    Attempt,
+    Progress,
+    is_complete,
+    needed_to_stop_s,
+    read_attempt,
+    read_progress,
+    saved_step,
+    wants_abort,
+    wants_stop,
+    yield_requests,
+)
+from launch.batch.signals import Notices
+from launch.batch.slurm_commands import SlurmError
+from launch.batch.steps import Step, start_in_batch_step, start_part
+from launch.batch.this_job import ThisJob, TimeLimit
+from launch.batch.verdict import Cause, Verdict
+
+POLL_S = 0.3
+FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
+SAVE_GRACE_S = 1800.0  # after a failure: the controller outlasts a checkpoint that is being written
+MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
+
+
+class Lead:
+    """Runs one life of the job."""
+
+    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:
+        self._plan, self._job, self._limit, self._log, self._notices = plan, job, limit, log, notices
+        self._layout = plan.layout
+        self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
+        self._controller: Step | None = None
+        self._steps: dict[str, Step] = {}  # everything else, by name
+        self._starts: dict[str, int] = {}  # of each, in this life
+        self._cause: Cause | None = None  # why the controller was asked to stop
+
+    def run(self) -> Verdict:
+        """Attempt after attempt, until there is a verdict that this life cannot change."""
+        try:
+            while True:
+                verdict = self._attempt()
+                pause_s = self._pause_before_another(verdict)
+                if pause_s is None:
+                    return verdict
+                self._log.say("retry", f"{verdict.text}; another attempt in {pause_s:.0f} s")
+                self._notices.sleep(pause_s)
+        finally:
+            self._end_everything()
+
+    # ------------------------------------------------------------------------------------------------- one attempt
+
+    def _attempt(self) -> Verdict:
+        if self._notices.told_to_end:
+            return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
+        for request in yield_requests(self._layout):
+            request.unlink(missing_ok=True)
+        attempt = begin_attempt(self._plan, self._job)
+        self._cause, self._log.attempt = None, attempt.index
+        resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
+        self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
+        self._start_all(attempt)
+        began = time.monotonic()
+        watch = _Watch(began)
+        while self._controller is not None and self._controller.status() is None:
+            self._notices.sleep(POLL_S)
+            self._look(attempt, watch)
+        return self._wind_up(attempt)
+
+    def _start_all(self, attempt: Attempt) -> None:
+        """Start the controller, and whatever does not run from the attempt before."""
+        for group, part in enumerate(self._plan.parts):
+            if not part.runs_in_batch_step:
+                self._start_part(part, group, attempt)
+                continue
+            for share in part.shares:
+                for index in range(share.num_processes):
+                    self._start_here(part, share.role, index, attempt)
+
+    def _start_here(self, part: Part, role: str, index: int, attempt: Attempt) -> None:
+        name = f"{role}-{part.share_of(role).first_replica + index}"
+        if name in self._steps and self._steps[name].status() is None:
+            return
+        step = start_in_batch_step(self._plan, part, role, index, attempt, self._count(name))
+        if role == "controller":
+            self._controller = step
+        else:
+            self._steps[name] = step
+
+    def _start_part(self, part: Part, group: int, attempt: Attempt) -> None:
+        if part.name in self._steps and self._steps[part.name].status() is None:
+            return
+        het_group = group if self._job.is_heterogeneous else None
+        start = self._count(part.name)
+        self._steps[part.name] = start_part(self._plan, part, het_group, attempt, start)
+
+    def _count(self, name: str) -> int:
+        self._starts[name] = self._starts.get(name, -1) + 1
+        return self._starts[name]
+
+    # -------------------------------------------------------------------------------------------------------- watching
+
+    def _look(self, attempt: Attempt, watch: _Watch) -> None:
+        """React to what has happened since the last look."""
+        if wants_abort(self._layout):
+            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} is there")
+            return
+        newer = read_attempt(self._layout)
+        if newer is not None and newer.index > attempt.index:
+            self._kill_attempt(Cause.FENCED, f"attempt {newer.index} has begun in job {newer.job_id}")
+            return
+        progress = read_progress(self._layout)
+        if self._cause is None:
+            self._stop_if_asked(progress)
+        if self._cause is None:
+            self._stop_if_stuck(progress, watch)
+        for name, step in list(self._steps.items()):
+            if step.status() is not None and not step.asked and name not in watch.reported:
+                watch.reported.add(name)
+                self._part_ended(name, step, attempt)
+
+    def _stop_if_asked(self, progress: Progress | None) -> None:
+        """Let the controller finish the step and save, for whichever reason comes first."""
+        needed_s = needed_to_stop_s(progress, self._limit.life_s)
+        if self._notices.told_to_end:
+            self._ask_controller(Cause.SIGNAL, "Slurm signals the end of this job")
+        elif wants_stop(self._layout):
+            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} is there")
+        elif yield_requests(self._layout):
+            names = ", ".join(path.stem for path in yield_requests(self._layout))
+            self._ask_controller(Cause.YIELD, f"the time of job {names} is nearly over")
+        elif self._limit.left_s() < needed_s:
+            self._limit.ask()  # somebody may have given the job more time
+            if self._limit.left_s() < needed_s:
+                left_s = self._limit.left_s()
+                self._ask_controller(Cause.TIME, f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s")
+        elif self._notices.warned and self._limit.end is None:
+            self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
+
+    def _ask_controller(self, cause: Cause, why: str) -> None:
+        self._cause = cause
+        self._log.say("stop", f"{why}: the controller finishes its step and saves")
+        if self._controller is not None:
+            self._controller.ask_to_leave()
+
+    def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
+        """End an attempt without progress.  It is begun again only if it had made some."""
+        step = progress.step if progress is not None else -1
+        now = time.monotonic()
+        if step != watch.step:
+            watch.step, watch.since, watch.has_moved = step, now, watch.has_moved or watch.step >= 0
+        elif now - watch.since > self._plan.limits.stall_s:
+            waits = progress.waits() if progress is not None else "the controller has written no status"
+            cause = Cause.FAILED if watch.has_moved else Cause.STALLED
+            self._kill_attempt(cause, f"no step for {self._plan.limits.stall_s:.0f} s: {waits}")
+
+    def _kill_attempt(self, cause: Cause, why: str) -> None:
+        """End controller and trainer now; what outlasts attempts stays."""
+        self._cause = cause
+        self._log.say("kill", why)
+        if self._controller is not None:
+            self._controller.kill()
+
+    def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
+        """A part has ended although nobody asked it to."""
+        self._log.say("part_end", f"{name} ended with status {step.status()}: {self._obituary(name, attempt)}")
+        if self._controller is None or self._controller.status() is not None or self._cause is not None:
+            return
+        if name == "trainer":
+            # Nobody will finish the step that the controller waits for: it closes its books at once.
+            self._controller.ask_to_leave(signal.SIGINT)
+        elif name == "generation" and not self._others_generate(name):
+            self._ask_controller(Cause.FAILED, "no generator is left")
+
+    def _others_generate(self, name: str) -> bool:
+        """True if generators of other jobs are there."""
+        progress = read_progress(self._layout)
+        part = next(part for part in self._plan.parts if part.name == name)
+        own = {f"generator-{part.share_of('generator').first_replica + k}" for k in range(part.shares[0].num_processes)}
+        return progress is not None and any(generator not in own for generator in progress.generators())
+
+    # ---------------------------------------------------------------------------------------------------- winding up
+
+    def _wind_up(self, attempt: Attempt) -> Verdict:
+        """The controller has ended: end what belongs to its attempt, and say what it comes to."""
+        status = self._controller.status() if self._controller is not None else 1
+        trainer = self._steps.get("trainer")
+        if trainer is not None:
+            trainer.asked = True
+            if not trainer.wait(FINISH_GRACE_S if status == 0 else POLL_S):
+                trainer.kill()
+        verdict = self._judge(status if status is not None else 1, attempt)
+        self._log.say("attempt_end", f"attempt {attempt.index}: {verdict.text}")
+        return verdict
+
+    def _judge(self, status: int, attempt: Attempt) -> Verdict:
+        if is_complete(self._layout):
+            unclean = self._unclean_ranks(attempt)
+            return (
+                Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
+            )
+        if self._cause in (Cause.ABORT, Cause.FENCED, Cause.STALLED):
+            return Verdict(self._cause, self._cause.words)
+        records = self._records(attempt)
+        settings = [record for record in records if record.status == EXIT_CONFIG]
+        if settings or status == EXIT_CONFIG:
+            return Verdict(Cause.SETTINGS, settings[0].cause if settings else "the controller refuses the settings")
+        if status == EXIT_ALONE:
+            return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
+        if status == 0 and self._cause is not None and self._cause is not Cause.FAILED:
+            return Verdict(self._cause, f"stopped at step {saved_step(self._layout)}: {self._cause.words}")
+        failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
+        # The trainer first: when it fails, the controller does, too.
+        failed.sort(key=lambda record: not record.name.startswith("trainer"))
+        text = failed[0].cause if failed else f"the controller ended with status {status}"
+        if self._component_is_gone("trainer"):
+            return Verdict(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
+        if self._component_is_gone("generation") and self._cause is Cause.FAILED:
+            return Verdict(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
+        if self._notices.told_to_end:
+            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
+        return Verdict(Cause.FAILED, text)
+
+    def _unclean_ranks(self, attempt: Attempt) -> str:
+        """Trainer ranks of this job that have not ended well: srun's own word is not enough."""
+        for part in self._plan.parts:
+            if part.name == "trainer":
+                records = read_records(self._layout, "trainer", attempt.index)
+                ranks = range(part.share_of("trainer").num_processes)
+                missing = [str(rank) for rank in ranks if rank not in records or records[rank].status != 0]
+                return f"trainer ranks {', '.join(missing)} did not end well" if missing else ""
+        return ""
+
+    def _records(self, attempt: Attempt) -> list[ExitRecord]:
+        roles = ("controller", "trainer")
+        return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
+
+    def _component_is_gone(self, name: str) -> bool:
+        """True if Slurm runs this component of the job no longer: scancel of one component, its own time limit."""
+        names = [part.name for part in self._plan.parts]
+        if not self._job.is_heterogeneous or name not in names:
+            return False
+        try:
+            states = self._job.component_states()
+        except SlurmError:
+            return False
+        return states.get(names.index(name), "RUNNING") not in ("RUNNING", "COMPLETING", "SUSPENDED")
+
+    def _obituary(self, name: str, attempt: Attempt) -> str:
+        role = {"generation": "generator", "rewards": "reward"}.get(name, name.partition("-")[0])
+        records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
+        return records[0].cause if records else "no process of it says why"
+
+    # -------------------------------------------------------------------------------------------------- what comes next
+
+    def _pause_before_another(self, verdict: Verdict) -> float | None:
+        """Seconds until the next attempt in this life; None: there is none."""
+        if verdict.cause is Cause.YIELD:
+            return 0.0
+        if verdict.cause is not Cause.FAILED:
+            return None
+        pause_s = self._budget.take(saved_step(self._layout))
+        if pause_s is None:
+            self._log.say("give_up", f"{self._budget.failures} failures since step {saved_step(self._layout)}")
+            verdict.cause = Cause.GIVEN_UP
+            return None
+        needed_s = needed_to_stop_s(read_progress(self._layout), self._limit.life_s)
+        if self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
+            verdict.cause = Cause.TIME  # the next life tries
+            return None
+        return pause_s
+
+    def _end_everything(self) -> None:
+        """End every process of this job; generators hand back what they have."""
+        if self._controller is not None:
+            self._controller.kill()
+        left = [step for step in self._steps.values() if step.status() is None]
+        for step in left:
+            step.ask_to_leave()
+        deadline = time.monotonic() + FINISH_GRACE_S
+        for step in left:
+            if not step.wait(max(0.0, deadline - time.monotonic())):
+                self._log.say("kill", f"{step.name} does not leave")
+                step.kill()
+
+
+@dataclass
+class _Watch:
+    """What was seen of an attempt."""
+
+    since: float  # of the present step, or of the beginning
+    step: int = -1
+    has_moved: bool = False
+
+    def __post_init__(self) -> None:
+        self.reported: set[str] = set()  # parts whose end was told

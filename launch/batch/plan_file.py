@@ -1,0 +1,121 @@
+"""Read job_plan.json: what one job of a run starts.
+
+Eats the file that launch/job_report.py writes (docs/slurm.md, "Interface of the supervisor"), makes JobPart.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import RlhpcError
+from rlhpc.run_layout import RunLayout
+
+SCHEMA = 2
+
+
+class PlanFileError(RlhpcError):
+    """A plan file is missing, of another schema, or does not know the job."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Processes of one role in one component; of one array task where the job is an array."""
+
+    role: str
+    num_processes: int
+    first_replica: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of a job."""
+
+    name: str
+    shares: tuple[Share, ...]
+    runs_in_batch_step: bool
+    srun: tuple[str, ...]  # size options
+    gpus_per_task: int
+    sees_own_gpus_alone: bool
+    python: tuple[str, ...]  # words before `-m rlhpc.roles`
+    environment: dict[str, str]  # set for its processes
+    defaults: dict[str, str]  # set where nothing is
+
+    def share_of(self, role: str) -> Share:
+        """The processes of a role.  Raises PlanFileError if it has none here."""
+        for share in self.shares:
+            if share.role == role:
+                return share
+        raise PlanFileError(f"component {self.name} has no {role}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait, how often to try; seconds."""
+
+    meet_s: float  # for another role
+    stall_s: float  # without an optimiser step
+    max_retries: int  # failed attempts in a row without a new checkpoint
+
+
+@dataclass(frozen=True)
+class JobPart:
+    """What one job starts, and the run that it belongs to."""
+
+    layout: RunLayout
+    path: Path  # of the file that this was read from
+    placement: str
+    name: str
+    is_array: bool
+    parts: tuple[Part, ...]
+    limits: Limits
+    continuation: str  # "requeue" or "successor"
+    other_jobs: tuple[str, ...]  # names of the jobs beside this one
+
+    @property
+    def is_lead(self) -> bool:
+        """True if the controller runs in this job."""
+        return any(share.role == "controller" for part in self.parts for share in part.shares)
+
+
+def read_plan(path: Path, job: str) -> JobPart:
+    """Read one job of a plan.  Raises PlanFileError that names the file and what is wrong."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"{path}: {error}") from error
+    if document.get("schema") != SCHEMA:
+        raise PlanFileError(f"{path}: schema {document.get('schema')!r}; this supervisor reads {SCHEMA}")
+    jobs = {each["name"]: each for each in document["jobs"]}
+    if job not in jobs:
+        raise PlanFileError(f"{path}: no job {job!r}; legal: {', '.join(jobs)}")
+    try:
+        return JobPart(
+            layout=RunLayout(Path(document["run_directory"])),
+            path=path,
+            placement=document["placement"],
+            name=job,
+            is_array=jobs[job]["array_size"] is not None,
+            parts=tuple(_part(each) for each in jobs[job]["components"]),
+            limits=Limits(**document["limits"]),
+            continuation=document["continuation"],
+            other_jobs=tuple(name for name in jobs if name != job),
+        )
+    except (KeyError, TypeError) as error:
+        raise PlanFileError(f"{path}: {error!r} missing or unknown") from error
+
+
+def _part(document: dict[str, Any]) -> Part:
+    return Part(
+        name=document["name"],
+        shares=tuple(Share(**share) for share in document["roles"]),
+        runs_in_batch_step=document["runs_in_batch_step"],
+        srun=tuple(document["srun"]),
+        gpus_per_task=document["gpus_per_task"],
+        sees_own_gpus_alone=document["sees_own_gpus_alone"],
+        python=tuple(document["python"]),
+        environment=dict(document["environment"]),
+        defaults=dict(document["defaults"]),
+    )

@@ -1,0 +1,44 @@
+"""How often a run may fail.  Refilled by progress, not by time: a run that fails every hour at the same step ends.
+
+Kept in the run directory, so that it outlasts requeues.
+"""
+
+from __future__ import annotations
+
+import json
+
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+
+
+class RetryBudget:
+    """Counts failures since the last new checkpoint."""
+
+    def __init__(self, layout: RunLayout, max_retries: int) -> None:
+        self._path, self._max_retries = layout.jobs / "failures.json", max_retries
+        try:
+            document = json.loads(self._path.read_bytes())
+            self.failures, self._step = int(document["failures"]), int(document["saved_step"])
+        except (OSError, ValueError, KeyError):
+            self.failures, self._step = 0, -1
+
+    def take(self, saved_step: int) -> float | None:
+        """Use up one retry.  Returns the seconds to pause before it; None: there is none left.
+
+        saved_step: of the newest complete checkpoint.  Raises OSError.
+        """
+        if saved_step > self._step:
+            self.failures = 0
+        self.failures, self._step = self.failures + 1, saved_step
+        document = {"failures": self.failures, "saved_step": saved_step}
+        write_atomically(self._path, json.dumps(document).encode())
+        if self.failures > self._max_retries:
+            return None
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))
+
+    def reset(self) -> None:
+        """Forget failures: somebody has looked at them and resumed the run."""
+        self._path.unlink(missing_ok=True)
+        self.failures, self._step = 0, -1

@@ -1,0 +1,129 @@
+"""What a supervisor reads of a run: how far it is, what it does, what people ask of it.
+
+Eats files of the run directory; a file that is not there, or half there, is simply not known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.run_layout import RunLayout
+
+FIRST_SAVE_S = 60.0  # taken for a run that has not saved yet
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The attempt that is on."""
+
+    index: int
+    resume_step: int | None
+    job_id: int
+    restart: int
+
+
+def read_attempt(layout: RunLayout) -> Attempt | None:
+    """Read attempt.json."""
+    document = _read(layout.attempt)
+    try:
+        return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])
+    except KeyError:
+        return None
+
+
+def is_complete(layout: RunLayout) -> bool:
+    """True if the run has come to its last step."""
+    return _exists(layout.summary)
+
+
+def wants_stop(layout: RunLayout) -> bool:
+    """True after `rlhpc stop`."""
+    return _exists(layout.stop_request)
+
+
+def wants_abort(layout: RunLayout) -> bool:
+    """True after `rlhpc stop --now`."""
+    return _exists(layout.abort_request)
+
+
+def yield_requests(layout: RunLayout) -> list[Path]:
+    """Requests of jobs whose time is nearly over."""
+    return sorted(layout.jobs.glob("*.yield"))
+
+
+def saved_step(layout: RunLayout) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    steps = [path.parent.name.rpartition("_")[2] for path in layout.checkpoints.glob("step_*/COMPLETE")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the controller last wrote of the run."""
+
+    attempt: int
+    phase: str
+    step: int
+    step_s: float  # the longest of late
+    save_s: float  # the longest so far; 0: none yet
+    age_s: float
+    roles: tuple[dict[str, Any], ...]
+
+    def waits(self) -> str:
+        """Who waits for what, in words."""
+        said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
+        return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "nobody has said hello")
+
+    def generators(self) -> list[str]:
+        """Names of the generators that are there."""
+        return [role["name"] for role in self.roles if role["name"].startswith("generator-")]
+
+
+def read_progress(layout: RunLayout) -> Progress | None:
+    """Read status.json."""
+    document = _read(layout.status)
+    try:
+        return Progress(
+            attempt=document.get("attempt", -1),
+            phase=document["phase"],
+            step=document["step"],
+            step_s=document.get("step_s", 0.0),
+            save_s=document.get("save_s", 0.0),
+            age_s=max(0.0, time.time() - document["unix_time_s"]),
+            roles=tuple(document["roles"]),
+        )
+    except KeyError:
+        return None
+
+
+def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
+    """Seconds from the request to stop until a job has ended well: the step that is on, a checkpoint, the farewells.
+
+    What was seen is taken with a margin; what was not, is guessed, but never as more than a tenth of the job's life.
+    """
+    margin_s = min(20.0, life_s / 10)
+    if progress is None:
+        return margin_s
+    save_s = 2.0 * progress.save_s if progress.save_s > 0 else min(FIRST_SAVE_S, life_s / 10)
+    return margin_s + 1.5 * progress.step_s + save_s
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def _exists(path: Path) -> bool:
+    """True if it is there.  The directory is listed, since NFS may remember for half a minute that a name was not."""
+    try:
+        return path.name in os.listdir(path.parent)  # noqa: PTH208  names are enough
+    except OSError:
+        return False

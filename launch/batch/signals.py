@@ -1,0 +1,46 @@
+"""Slurm's signals to the batch step, as flags.
+
+USR2 comes `warn_s` before the time limit; TERM with scancel, pre-emption, a sibling's dead node, and at the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from types import FrameType
+
+
+class Notices:
+    """What Slurm has said so far."""
+
+    def __init__(self) -> None:
+        """Listen.  One per process."""
+        self.warned = False  # of the time limit
+        self.told_to_end = False
+        self._reader, self._writer = os.pipe()  # a signal between a look at the flags and select must not be lost
+        os.set_blocking(self._writer, False)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._warn)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until the next signal."""
+        ready, _, _ = select.select([self._reader], [], [], seconds)
+        if ready:
+            os.read(self._reader, 64)
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        self.warned = True
+        self._wake()
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.told_to_end = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._writer, b"!")
+        except BlockingIOError:
+            return  # it is full: it wakes

@@ -1,0 +1,112 @@
+"""The Slurm job that this process is the batch step of: who it is, when it ends, and how it is put back into the queue.
+
+Eats the environment that Slurm sets.  Promises nothing about other jobs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch.batch.slurm_commands import SlurmError, slurm
+
+PATIENCE_S = 300.0  # with a slurmctld that is away: it comes back, or the time limit settles it
+_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")  # as squeue's %L: D-HH:MM:SS, HH:MM:SS or MM:SS
+
+
+@dataclass(frozen=True)
+class ThisJob:
+    """Identity of one life of a job."""
+
+    job_id: int  # of the leader in a heterogeneous job, of the task itself in an array
+    array_id: int | None  # of the whole array
+    array_task: int | None
+    restart: int  # how often Slurm has requeued it
+    is_heterogeneous: bool
+    began: float  # unix time of this life, s
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ThisJob:
+        """Read who we are.  Raises SlurmError outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise SlurmError("SLURM_JOB_ID is not set: this is no job step; `rlhpc submit` starts runs")
+        task = environment.get("SLURM_ARRAY_TASK_ID")
+        return cls(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            array_id=int(environment["SLURM_ARRAY_JOB_ID"]) if task is not None else None,
+            array_task=int(task) if task is not None else None,
+            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            is_heterogeneous="SLURM_HET_SIZE" in environment,
+            began=time.time(),
+        )
+
+    @property
+    def submitted_id(self) -> int:
+        """What sbatch said: the array's id, or the job's."""
+        return self.job_id if self.array_id is None else self.array_id
+
+    @property
+    def name(self) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return str(self.job_id) if self.array_task is None else f"{self.array_id}_{self.array_task}"
+
+    def incarnation(self, start: int) -> str:
+        """What a process started now is called; a later life of this job is of a higher order."""
+        return f"{self.job_id}.{self.restart}.{start}"
+
+    def requeue(self) -> None:
+        """Put this job back into the queue; Slurm ends its batch step in a moment.
+
+        Call it when no srun is alive: Slurm 25.11 and later turns the requeue of a job whose first component has a live
+        step into its cancellation.  Raises SlurmError where the site forbids it.
+        """
+        slurm("scontrol", "requeue", str(self.job_id), patience_s=PATIENCE_S)
+
+    def component_states(self) -> dict[int, str]:
+        """Slurm's state of every component of a heterogeneous job; of another job that of component 0.
+
+        Raises SlurmError.
+        """
+        out = slurm("squeue", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%i %T", patience_s=30.0)
+        rows = [line.split() for line in out.splitlines() if line.strip()]
+        return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
+
+
+class TimeLimit:
+    """When this life ends.  Asked of Slurm once, and again before anybody acts on it: limits can be changed."""
+
+    def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
+        self._job = job
+        said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
+        self.end: float | None = float(said) if said.isdigit() else self.ask()
+
+    def ask(self) -> float | None:
+        """Unix time of the end, s, as Slurm sees it now; None: no limit, or no answer."""
+        try:
+            out = slurm("squeue", "--noheader", f"--jobs={self._job.job_id}", "--format=%L", timeout_s=30.0)
+        except SlurmError:
+            return getattr(self, "end", None)
+        left = [seconds_left(line.strip()) for line in out.splitlines() if line.strip()]
+        known = [seconds for seconds in left if seconds is not None]
+        self.end = time.time() + min(known) if known else None
+        return self.end
+
+    def left_s(self) -> float:
+        """Seconds from now; infinity without a limit."""
+        return float("inf") if self.end is None else self.end - time.time()
+
+    @property
+    def life_s(self) -> float:
+        """Seconds of the whole life; infinity without a limit."""
+        return float("inf") if self.end is None else self.end - self._job.began
+
+
+def seconds_left(text: str) -> float | None:
+    """Read squeue's %L.  None: UNLIMITED, INVALID or NOT_SET."""
+    match = _LEFT.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

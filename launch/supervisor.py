@@ -1,0 +1,93 @@
+"""What a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
+
+Runs one life of one job of a run to its verdict, and does what follows from it.  Python 3.9 and the standard library;
+launch/batch has the parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from launch.batch.ending import end_other_jobs, go_back_into_queue, submit_successor, write_result
+from launch.batch.event_log import EventLog
+from launch.batch.follower import Follower
+from launch.batch.lead import Lead
+from launch.batch.plan_file import JobPart, read_plan
+from launch.batch.run_state import is_complete, wants_abort, wants_stop
+from launch.batch.signals import Notices
+from launch.batch.this_job import ThisJob, TimeLimit
+from launch.batch.verdict import Cause, Verdict
+from rlhpc.errors import RlhpcError
+
+LIMIT_S = 5.0  # a SIGTERM so close to the time limit is the time limit's
+
+
+def main() -> int:
+    """Run one life of this job.  Returns the exit status of the batch step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    options = parser.parse_args()
+    try:
+        plan, job = read_plan(options.plan, options.job), ThisJob.of(os.environ)
+    except RlhpcError as error:
+        sys.stderr.write(f"rlhpc supervisor: {error}\n")
+        return 2
+    log = EventLog(plan.layout.job_events(job.name), job.restart)
+    notices, limit = Notices(), TimeLimit(job, os.environ)
+    verdict = _one_life(plan, job, limit, log, notices)
+    return _follow_up(plan, job, log, verdict)
+
+
+def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> Verdict:
+    log.say("life", _opening(plan, job, limit))
+    over = _over_before_it_began(plan)
+    if over is not None:
+        return over
+    if plan.continuation == "successor":
+        submit_successor(plan, job, log)
+    kind = Lead if plan.is_lead else Follower
+    supervisor: Lead | Follower = kind(plan, job, limit, log, notices)
+    try:
+        verdict = supervisor.run()
+    except RlhpcError as error:
+        verdict = Verdict(Cause.SETTINGS, str(error))
+    if verdict.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
+        verdict.cause = Cause.TIME  # saving took longer than it ever had
+    return verdict
+
+
+def _over_before_it_began(plan: JobPart) -> Verdict | None:
+    """A life of a run that is complete, or that somebody has stopped, does nothing."""
+    if is_complete(plan.layout):
+        return Verdict(Cause.COMPLETE, "the run is complete")
+    if wants_abort(plan.layout):
+        return Verdict(Cause.ABORT, f"{plan.layout.abort_request} is there")
+    if wants_stop(plan.layout):
+        return Verdict(Cause.STOP, f"{plan.layout.stop_request} is there")
+    return None
+
+
+def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict) -> int:
+    """Do what follows from a verdict."""
+    log.say("verdict", f"{verdict.cause.name.lower()}: {verdict.text}")
+    if verdict.cause.follows == "requeue":
+        return go_back_into_queue(plan, job, log)
+    write_result(plan, job, verdict)
+    if verdict.cause.follows == "end" and plan.is_lead:
+        end_other_jobs(plan, job, log)
+    return verdict.cause.status
+
+
+def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
+    left = "without a time limit" if limit.end is None else f"for {limit.left_s():.0f} s"
+    life = f", started again {job.restart} times" if job.restart else ""
+    return f"job {job.name} ({plan.name}){life} runs {left} on {os.environ.get('SLURM_JOB_NODELIST', 'this host')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

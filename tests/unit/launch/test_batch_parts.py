@@ -1,0 +1,187 @@
+"""The parts of a supervisor that need no Slurm: times, budgets, plans, records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.batch.event_log import EventLog
+from launch.batch.exit_records import ExitRecord, read_records, write_record
+from launch.batch.plan_file import PlanFileError, read_plan
+from launch.batch.retry_budget import RetryBudget
+from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
+from launch.batch.signals import Notices
+from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.this_job import ThisJob, TimeLimit, seconds_left
+from rlhpc.run_layout import RunLayout
+
+
+def layout_in(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    for directory in (layout.jobs, layout.checkpoints, layout.logs):
+        directory.mkdir()
+    return layout
+
+
+def progress(step_s: float, save_s: float) -> Progress:
+    return Progress(attempt=0, phase="training", step=7, step_s=step_s, save_s=save_s, age_s=0.0, roles=())
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1:30", 90), ("2:00:05", 7205), ("3-01:00:00", 262_800), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)
+def test_time_left_is_read_in_all_forms_of_squeue(text: str, seconds: float | None) -> None:
+    assert seconds_left(text) == seconds
+
+
+def test_a_job_knows_itself_from_its_environment() -> None:
+    job = ThisJob.of({"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "3", "SLURM_HET_SIZE": "3"})
+    assert (job.job_id, job.submitted_id, job.name, job.restart, job.is_heterogeneous) == (12, 12, "12", 3, True)
+    assert job.incarnation(4) == "12.3.4"
+    task = ThisJob.of({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "13", "SLURM_ARRAY_TASK_ID": "2"})
+    assert (task.job_id, task.submitted_id, task.name, task.restart) == (15, 13, "13_2", 0)
+
+
+def test_outside_a_job_there_is_no_job() -> None:
+    with pytest.raises(SlurmError, match="rlhpc submit"):
+        ThisJob.of({})
+
+
+def test_the_end_of_a_life_is_taken_from_slurm_where_slurm_says_it() -> None:
+    job = ThisJob.of({"SLURM_JOB_ID": "12"})
+    limit = TimeLimit(job, {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
+    assert 98 < limit.left_s() <= 100
+    assert 98 < limit.life_s <= 101
+
+
+def test_stopping_needs_the_step_and_the_checkpoint_that_were_seen_and_a_margin() -> None:
+    assert needed_to_stop_s(progress(10.0, 30.0), 36_000.0) == pytest.approx(20.0 + 15.0 + 60.0)
+
+
+def test_what_was_not_seen_yet_never_takes_more_than_a_tenth_of_a_life() -> None:
+    assert needed_to_stop_s(progress(2.0, 0.0), 100.0) == pytest.approx(10.0 + 3.0 + 10.0)
+    assert needed_to_stop_s(None, 60.0) == pytest.approx(6.0)
+    assert needed_to_stop_s(progress(2.0, 0.0), float("inf")) == pytest.approx(20.0 + 3.0 + 60.0)
+
+
+def test_a_budget_is_used_up_by_failures_without_a_new_checkpoint(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    pauses = [RetryBudget(layout, 3).take(40) for _ in range(4)]  # each time read anew, as after a requeue
+    assert pauses == [2.0, 8.0, 32.0, None]
+
+
+def test_a_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
+    budget = RetryBudget(layout_in(tmp_path), 2)
+    assert [budget.take(10), budget.take(10), budget.take(20), budget.take(20), budget.take(20)] == [
+        2.0, 8.0, 2.0, 8.0, None,
+    ]  # fmt: skip
+
+
+def test_a_resume_forgets_failures(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    budget = RetryBudget(layout, 1)
+    assert (budget.take(10), budget.take(10)) == (2.0, None)
+    budget.reset()
+    assert RetryBudget(layout, 1).take(10) == 2.0
+
+
+def test_the_saved_step_is_that_of_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    assert saved_step(layout) == 0
+    for step, is_complete in ((4, True), (8, True), (12, False)):
+        layout.checkpoint(step).mkdir()
+        if is_complete:
+            (layout.checkpoint(step) / "COMPLETE").touch()
+    assert saved_step(layout) == 8
+
+
+def test_half_written_state_is_not_known(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    assert read_attempt(layout) is None
+    assert read_progress(layout) is None
+    layout.attempt.write_text('{"attempt": 1')
+    layout.status.write_text("{}")
+    assert read_attempt(layout) is None
+    assert read_progress(layout) is None
+
+
+def test_records_of_an_attempt_are_found_by_role_and_replica(tmp_path: Path) -> None:
+    layout = layout_in(tmp_path)
+    for replica, status in ((0, 0), (11, 139)):
+        path = layout.exit_record("trainer", replica, 3)
+        path.parent.mkdir()
+        write_record(path, ExitRecord(f"trainer-{replica}", status, "segmentation fault", 1, "n1", "12"))
+    found = read_records(layout, "trainer", 3)
+    assert {replica: record.status for replica, record in found.items()} == {0: 0, 11: 139}
+    assert found[11].cause == "trainer-11 on n1 ended with signal 11: segmentation fault"
+    assert read_records(layout, "trainer", 2) == {}
+
+
+def test_a_plan_of_another_schema_or_without_the_job_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job_plan.json"
+    path.write_text(json.dumps({"schema": 1, "jobs": []}))
+    with pytest.raises(PlanFileError, match="schema 1; this supervisor reads 2"):
+        read_plan(path, "hetjob")
+    path.write_text(json.dumps({"schema": 2, "jobs": [{"name": "trainer"}]}))
+    with pytest.raises(PlanFileError, match="no job 'hetjob'; legal: trainer"):
+        read_plan(path, "hetjob")
+    with pytest.raises(PlanFileError, match="No such file"):
+        read_plan(tmp_path / "none.json", "hetjob")
+
+
+def test_events_are_lines_of_json_that_a_later_life_goes_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / "12.events.jsonl"
+    EventLog(path, 0).say("life", "begins")
+    later = EventLog(path, 1)
+    later.attempt = 2
+    later.say("requeue", "back into the queue")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(e["event"], e["restart"], e["attempt"]) for e in events] == [("life", 0, -1), ("requeue", 1, 2)]
+
+
+def test_signals_become_flags_and_end_a_sleep() -> None:
+    old = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        notices = Notices()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        began = time.monotonic()
+        notices.sleep(5.0)
+        assert time.monotonic() - began < 1.0
+        assert (notices.warned, notices.told_to_end) == (True, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert notices.told_to_end
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    with pytest.raises(SlurmError, match="no-such-sbatch: no such command here"):
+        slurm("no-such-sbatch", "--version")
+
+
+def test_a_command_that_fails_is_quoted() -> None:
+    with pytest.raises(SlurmError, match="sh: line of its own, and another"):
+        slurm("sh", "-c", "echo line of its own, >&2; echo and another >&2; exit 3")
+
+
+def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    away = "echo Unable to contact slurm controller >&2; (sleep 0.3; touch $1) & exit 1"
+    script = f"test -e $1 && echo fine || {{ {away}; }}"
+    assert slurm("sh", "-c", script, "sh", str(tmp_path / "back"), patience_s=20.0) == "fine\n"
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        slurm("sh", "-c", "echo Unable to contact slurm controller >&2; exit 1", patience_s=0.2)
+
+
+def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_HET_SIZE", "SBATCH_PARTITION", "SLURM_CONF", "SRUN_DEBUG", "PMIX_RANK"):
+        monkeypatch.setenv(name, "x")
+    clean = clean_environment()
+    assert clean["SLURM_CONF"] == "x"
+    assert not {"SLURM_HET_SIZE", "SBATCH_PARTITION", "SRUN_DEBUG", "PMIX_RANK"} & set(clean)
