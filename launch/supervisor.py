@@ -11,13 +11,15 @@ import os
 import sys
 from pathlib import Path
 
-from launch.batch.ending import end_other_jobs, go_back_into_queue, submit_successor, write_result
+from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
 from launch.batch.follower import Follower
 from launch.batch.lead import Lead
+from launch.batch.other_jobs import end_other_jobs
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete, wants_abort, wants_stop
 from launch.batch.signals import Notices
+from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
 from rlhpc.errors import RlhpcError
@@ -79,7 +81,10 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict) -> 
         return go_back_into_queue(plan, job, log)
     write_result(plan, job, verdict)
     if verdict.cause.follows == "end" and plan.is_lead:
-        end_other_jobs(plan, job, log)
+        try:
+            end_other_jobs(plan.layout, job, log)
+        except SlurmError as error:
+            log.say("not_ended", f"other jobs of the run may be left: {error}")
     return verdict.cause.status
 
 

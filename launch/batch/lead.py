@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from launch.batch.begin import begin_attempt
 from launch.batch.event_log import EventLog
 from launch.batch.exit_records import ExitRecord, read_records
+from launch.batch.other_jobs import bring_back
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
@@ -78,6 +79,10 @@ class Lead:
             return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
+        if self._attempts_of_others():
+            cancelled = self._bring_back()
+            if "trainer" in cancelled:
+                return Verdict(Cause.COMPONENT, "the trainer's job was cancelled")
         attempt = begin_attempt(self._plan, self._job)
         self._cause, self._log.attempt = None, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
@@ -89,6 +94,17 @@ class Lead:
             self._notices.sleep(POLL_S)
             self._look(attempt, watch)
         return self._wind_up(attempt)
+
+    def _attempts_of_others(self) -> bool:
+        """True if jobs beside this one may have ended by now: not while they are being submitted."""
+        return bool(self._plan.other_jobs) and read_attempt(self._layout) is not None
+
+    def _bring_back(self) -> list[str]:
+        try:
+            return bring_back(self._plan, self._job, self._log)
+        except SlurmError as error:
+            self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
+            return []
 
     def _start_all(self, attempt: Attempt) -> None:
         """Start the controller, and whatever does not run from the attempt before."""

@@ -104,9 +104,10 @@ def read_progress(layout: RunLayout) -> Progress | None:
 def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
     """Seconds from the request to stop until a job has ended well: the step that is on, a checkpoint, the farewells.
 
-    What was seen is taken with a margin; what was not, is guessed, but never as more than a tenth of the job's life.
+    What was seen is taken with a margin, in which generators leave too; what was not, is guessed, but never as more than
+    a tenth of the job's life.
     """
-    margin_s = min(20.0, life_s / 10)
+    margin_s = min(30.0, life_s / 6)
     if progress is None:
         return margin_s
     save_s = 2.0 * progress.save_s if progress.save_s > 0 else min(FIRST_SAVE_S, life_s / 10)

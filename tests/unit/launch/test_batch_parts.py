@@ -61,13 +61,13 @@ def test_the_end_of_a_life_is_taken_from_slurm_where_slurm_says_it() -> None:
 
 
 def test_stopping_needs_the_step_and_the_checkpoint_that_were_seen_and_a_margin() -> None:
-    assert needed_to_stop_s(progress(10.0, 30.0), 36_000.0) == pytest.approx(20.0 + 15.0 + 60.0)
+    assert needed_to_stop_s(progress(10.0, 30.0), 36_000.0) == pytest.approx(30.0 + 15.0 + 60.0)
 
 
 def test_what_was_not_seen_yet_never_takes_more_than_a_tenth_of_a_life() -> None:
-    assert needed_to_stop_s(progress(2.0, 0.0), 100.0) == pytest.approx(10.0 + 3.0 + 10.0)
-    assert needed_to_stop_s(None, 60.0) == pytest.approx(6.0)
-    assert needed_to_stop_s(progress(2.0, 0.0), float("inf")) == pytest.approx(20.0 + 3.0 + 60.0)
+    assert needed_to_stop_s(progress(2.0, 0.0), 100.0) == pytest.approx(100 / 6 + 3.0 + 10.0)
+    assert needed_to_stop_s(None, 60.0) == pytest.approx(10.0)
+    assert needed_to_stop_s(progress(2.0, 0.0), float("inf")) == pytest.approx(30.0 + 3.0 + 60.0)
 
 
 def test_a_budget_is_used_up_by_failures_without_a_new_checkpoint(tmp_path: Path) -> None:

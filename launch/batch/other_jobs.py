@@ -1,0 +1,127 @@
+"""The other jobs of a run, by the ids that were recorded when they were submitted.  Never by name.
+
+Eats jobs/ID.json and what squeue says.  Every function raises SlurmError where Slurm refuses or does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.batch.event_log import EventLog
+from launch.batch.plan_file import JobPart
+from launch.batch.slurm_commands import clean_environment, slurm
+from launch.batch.this_job import ThisJob
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
+PATIENCE_S = 300.0
+ALIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SIGNALING",
+         "STAGE_OUT", "STOPPED", "RESIZING", "SPECIAL_EXIT"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OtherJob:
+    """A job that was submitted, and the most alive state of its tasks or components; "" where Slurm knows no more."""
+
+    job_id: int
+    name: str
+    state: str
+
+    @property
+    def is_alive(self) -> bool:
+        """True if something of it is in the queue or runs."""
+        return self.state in ALIVE
+
+
+def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
+    """Every recorded job but this one, the oldest first."""
+    numbers = [number for number in _recorded(layout) if number != job.submitted_id]
+    if not numbers:
+        return []
+    states = _states(numbers)
+    return [OtherJob(number, record_of(layout, number).get("name", "?"), states.get(number, "")) for number in numbers]
+
+
+def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
+    """Cancel every other job: what is pending at once, what runs after it has had time to end by itself."""
+    _cancel([other for other in other_jobs(layout, job) if other.state == "PENDING"], log)
+    deadline = time.monotonic() + FAREWELL_S
+    while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and time.monotonic() < deadline:
+        time.sleep(1.0)
+    _cancel(alive, log)
+
+
+def bring_back(plan: JobPart, job: ThisJob, log: EventLog) -> list[str]:
+    """Submit planned jobs again that have come to an end while the run goes on.
+
+    Returns the names of those that somebody has cancelled: these are not.
+    """
+    newest = {other.name: other for other in other_jobs(plan.layout, job)}
+    cancelled = []
+    for name in plan.other_jobs:
+        other = newest.get(name)
+        if other is None or other.is_alive:
+            continue
+        if other.state == "CANCELLED":
+            cancelled.append(name)
+            continue
+        number = submit_again(plan.layout, other.job_id)
+        log.say(
+            "submit", f"job {other.job_id} ({name}) is gone ({other.state or 'forgotten'}): job {number} is instead"
+        )
+    return cancelled
+
+
+def submit_again(layout: RunLayout, job_id: int, *options: str) -> int:
+    """Submit the script of a recorded job once more and record it.  Returns the new id."""
+    record = record_of(layout, job_id)
+    script = record.get("script") or str(layout.scripts / f"{record.get('name', 'hetjob')}.sbatch")
+    out = slurm("sbatch", "--parsable", *options, script, patience_s=PATIENCE_S, environment=clean_environment())
+    number = int(out.strip().partition(";")[0])
+    document = {**record, "job_id": number, "submitted_unix_s": time.time(), "follows": job_id}
+    write_atomically(layout.job_record(number), json.dumps(document, indent=1).encode())
+    return number
+
+
+def record_of(layout: RunLayout, job_id: int) -> dict[str, Any]:
+    """What was recorded at submission; {} if nothing was."""
+    try:
+        document: dict[str, Any] = json.loads(layout.job_record(job_id).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def _recorded(layout: RunLayout) -> list[int]:
+    stems = (Path(name).stem for name in os.listdir(layout.jobs))  # noqa: PTH208  names are enough
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def _states(numbers: list[int]) -> dict[int, str]:
+    """The most alive state of each: one task that runs makes an array run."""
+    out = slurm("squeue", "--noheader", "--me", "--states=all", "--format=%i|%F|%T", patience_s=PATIENCE_S)
+    states: dict[int, str] = {}
+    for line in out.splitlines():
+        shown, array, state = line.strip().split("|")
+        leader = shown.partition("+")[0].partition("_")[0]
+        for text in {leader, array}:
+            number = int(text) if text.isdigit() else -1
+            if number in numbers and _rank(state) > _rank(states.get(number, "")):
+                states[number] = state
+    return states
+
+
+def _rank(state: str) -> int:
+    return 0 if not state else 1 if state not in ALIVE else 2 if state == "PENDING" else 3
+
+
+def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
+    if jobs:
+        log.say("cancel", f"jobs of this run that are left: {', '.join(str(job.job_id) for job in jobs)}")
+        slurm("scancel", *(str(job.job_id) for job in jobs), patience_s=PATIENCE_S)

@@ -1,0 +1,145 @@
+"""Runs on a dev cluster, as a user starts them: a run file, a site file, `rlhpc submit`.
+
+Eats a cluster and a lab (model and dataset), makes SlurmRun, which looks at a run from outside and fails with all that
+its supervisors and roles have said.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.dev_cluster.cluster import DevCluster
+from tests.ring.run_kit import ROOT, Lab, command_environment, to_toml
+
+START_LIMIT_S = 90.0  # from submission to the first step, on a busy machine
+RUN_LIMIT_S = 150.0
+# Sections of a run that lasts: 0.2 s a step and more, bounded by its rewards.
+LASTING = {"data": {"task": "tests.ring.ring_rewards:slow_parity"}}
+
+
+class SlurmRun:
+    """One run on one cluster."""
+
+    def __init__(self, cluster: DevCluster, lab: Lab, name: str, placement: str = "hetjob", **sections: Any) -> None:
+        """sections: laid over the quick run of tests/ring/run_kit.py; `site` holds sections of the site file."""
+        self.cluster, self.lab, self.layout = cluster, lab, lab.layout(name)
+        site = sections.pop("site", {})
+        sections["transport"] = {"heartbeat_s": 0.2, "kind": "tcp", **sections.get("transport", {})}
+        self.run_file = lab.run_file(name, **sections)
+        self.site_file = lab.root / f"{name}.site.toml"
+        self.site_file.write_text(to_toml(site_settings(lab, placement, site)), encoding="utf-8")
+        self.submitted_at = 0.0
+
+    def submit(self, *words: str) -> str:
+        """`rlhpc submit`; returns what it printed."""
+        self.submitted_at = time.time()
+        return self.cli("submit", str(self.run_file), str(self.site_file), *words)
+
+    def cli(self, *words: str, status: int = 0, timeout_s: float = 60.0) -> str:
+        """Any rlhpc command, on this cluster; returns what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cli", *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.lab.root,
+            env={**command_environment(), **self.cluster.environment()},
+        )
+        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.story()}"
+        return done.stdout + done.stderr
+
+    # -------------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """Job ids by name, the newest of each."""
+        records = [json.loads(path.read_bytes()) for path in self.layout.jobs.glob("[0-9]*.json")]
+        return {record["name"]: record["job_id"] for record in sorted(records, key=lambda record: record["job_id"])}
+
+    def status(self) -> dict[str, Any]:
+        """status.json, {} while there is none."""
+        try:
+            document: dict[str, Any] = json.loads(self.layout.status.read_bytes())
+        except FileNotFoundError:
+            return {}
+        return document
+
+    def events(self, word: str | None = None) -> list[dict[str, Any]]:
+        """Events of all supervisors in the order of time; those of one word."""
+        lines = [line for path in self.layout.jobs.glob("*.events.jsonl") for line in path.read_text().splitlines()]
+        found = sorted((json.loads(line) for line in lines), key=lambda event: event["unix_time_s"])
+        return [event for event in found if word in (None, event["event"])]
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """One for every start: attempts.jsonl."""
+        return [json.loads(line) for line in self.layout.attempts.read_text().splitlines()]
+
+    def wait(self, is_so: Callable[[], Any], what: str, timeout_s: float = START_LIMIT_S) -> Any:
+        """Wait until it is so and return what it said."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := is_so()):
+            assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}\n{self.story()}"
+            time.sleep(0.1)
+        return found
+
+    def wait_step(self, step: int, timeout_s: float = START_LIMIT_S) -> float:
+        """Wait until so many steps are done; returns the seconds since submission."""
+        self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}", timeout_s)
+        return time.time() - self.submitted_at
+
+    def wait_complete(self, timeout_s: float = RUN_LIMIT_S) -> float:
+        """Wait until the run is complete and none of its jobs is left; returns the seconds that it took."""
+        began = time.monotonic()
+        self.wait(self.layout.summary.exists, "complete", timeout_s)
+        self.wait(lambda: not self.queue(), "no job left", 90.0)
+        return time.monotonic() - began
+
+    def queue(self) -> dict[str, str]:
+        """State by job, task or component, of those of this run that are in the queue."""
+        out = self.cluster.run("squeue", "--noheader", "--format=%i|%T|%F|%A")
+        rows = [line.strip().split("|") for line in out.splitlines() if line.strip()]
+        own = {str(number) for number in self.jobs.values()}
+        return {shown: state for shown, state, array, number in rows if own & {shown.partition("+")[0], array, number}}
+
+    def story(self) -> str:
+        """What was said: for the message of a failed test."""
+        said = [
+            f"{e['unix_time_s']:.1f} {e['restart']} {e['attempt']} {e['event']}: {e['text']}" for e in self.events()
+        ]
+        logs = sorted([*self.layout.logs.rglob("*.log")])
+        tails = [f"--- {log.parent.name}/{log.name}\n{_tail(log)}" for log in logs]
+        return "\n".join([*said, self.cluster.run("squeue", "--states=all", check=False), *tails])
+
+
+def site_settings(lab: Lab, placement: str, over: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A site file for the dev cluster's default shape, with `over` laid over it."""
+    settings: dict[str, dict[str, Any]] = {
+        "cluster": {"name": "dev", "shared_directory": str(lab.root), "placement": placement},
+        "common": {"time": "0:30:00"},
+        "controller": {"partition": "cpu", "memory_gib_per_task": 1},
+        "trainer": {"partition": "train", "gpu": "h100", "gpus_per_node": 4, "memory_gib_per_gpu": 1},
+        "generation": {"partition": "gen", "gpu": "h100", "gpus_per_node": 4, "memory_gib_per_gpu": 1},
+        "prologue": {"python": sys.executable, "code": str(ROOT)},
+    }
+    for section, values in over.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return settings
+
+
+@contextmanager
+def measured(figures: dict[str, float], name: str) -> Iterator[None]:
+    """Note how many seconds the block took."""
+    began = time.monotonic()
+    yield
+    figures[name] = time.monotonic() - began
+
+
+def _tail(log: Path, num_lines: int = 25) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
