@@ -48,7 +48,7 @@ def lines_of_slurm_conf(layout: ClusterLayout, port: int) -> list[str]:
         "AccountingStorageHost=127.0.0.1",
         f"AccountingStoragePort={port}",
         f"AccountingStoragePass={layout.munge_socket}",  # munge's socket goes here; AuthInfo is not asked
-        "AccountingStorageEnforce=associations",
+        "AccountingStorageEnforce=associations,qos",
     ]
 
 

@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from launch.dev_cluster import accounting
+from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
-from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, MUNGED, Daemons, daemon_of, reserved_ports
+from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, HUB, MUNGED, Daemons, daemon_of, reserved_ports
 from launch.dev_cluster.description import Description
 from launch.dev_cluster.layout import ClusterLayout
+from launch.dev_cluster.network import Network
 from launch.dev_cluster.packages import Installation
 from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
-from launch.dev_cluster.shape import ClusterShape
+from launch.dev_cluster.shape import LOOPBACK, ClusterShape
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 _BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
@@ -41,13 +42,19 @@ class DevCluster:
         self.shape = description.shape
         self.installation = Installation(Path(description.prefix) if description.prefix else None)
         self.daemons = Daemons(self.layout, self.installation, dies_with_parent=dies_with_parent)
+        self.network = Network(self.layout, self.daemons, self.shape) if self.shape.has_networks else None
         self._first_job_id = description.first_job_id
 
     @classmethod
     def create(
         cls, root: Path, shape: ClusterShape, installation: Installation, *, dies_with_parent: bool = False
     ) -> Self:
-        """Claim a new or empty directory.  Raises RunDirectoryError: it holds something, or its path is too long."""
+        """Claim a new or empty directory.
+
+        Raises RunDirectoryError: it holds something, or its path is too long; ConfigError: networks without root.
+        """
+        if shape.has_networks:
+            namespaces.require()
         root = root.resolve()  # processes are found again by the real paths of files that they hold
         layout = ClusterLayout(root)
         _check_owner(root)
@@ -93,9 +100,14 @@ class DevCluster:
                 f"{self.layout.root}: runs already; `rlhpc cluster down {self.layout.root}` ends it"
             )
         began = time.monotonic()
+        if self.network:
+            namespaces.require()
         self._check_own_name()
         self._forget_last_life()
         try:
+            if self.network:  # its addresses go into slurm.conf
+                self.daemons.start(HUB)
+                self.network.serve(HUB, wait_s)
             with reserved_ports(2 + len(self.shape.nodes)) as ports:
                 self._write_files(ports)
                 self.mend(wait_s)
@@ -106,7 +118,8 @@ class DevCluster:
 
     def mend(self, wait_s: float = 30.0) -> list[str]:
         """Start again the daemons that have died; returns their names.  Jobs go on.  Raises RoleFailed: no success."""
-        missing = [name for name in self._names() if not self.daemons.is_alive(name)]
+        strays = self.network.end_strays() if self.network else []
+        missing = [name for name in self._names() if name in strays or not self.daemons.is_alive(name)]
         for name in missing:
             self.daemons.start(name)
             self._wait_for_service(name, wait_s)
@@ -125,6 +138,8 @@ class DevCluster:
         wait_gone(leftovers, 5.0)
         names = list(self.daemons.recorded())
         self.daemons.end(*[name for name in names if name not in BEFORE_NODES])
+        if self.network:
+            self.network.close()
         for name in reversed(BEFORE_NODES):
             self.daemons.end(*[each for each in names if each == name])
 
@@ -226,13 +241,16 @@ class DevCluster:
 
     def _names(self) -> list[str]:
         """All daemons in the order in which they start."""
-        extra = (accounting.DATABASE, accounting.DAEMON)
-        first = [name for name in BEFORE_NODES if self.shape.has_accounting or name not in extra]
-        return [*first, *map(daemon_of, self.shape.nodes)]
+        absent = {HUB} if self.network is None else set()
+        absent |= set() if self.shape.has_accounting else {accounting.DATABASE, accounting.DAEMON}
+        first = [name for name in BEFORE_NODES if name not in absent]
+        return [*first, *(self.network.holders if self.network else []), *map(daemon_of, self.shape.nodes)]
 
     def _wait_for_service(self, name: str, wait_s: float) -> None:
         """Return when those that start after it can use it."""
         layout = self.layout
+        if self.network and name in (HUB, *self.network.holders):
+            self.network.serve(name, wait_s)
         if name == MUNGED:
             self.daemons.wait_until(layout.munge_socket.is_socket, name, wait_s)
         if name == accounting.DATABASE:
@@ -261,6 +279,7 @@ class DevCluster:
             node_ports=dict(zip(shape.nodes, ports[2:], strict=True)),
             accounting_port=ports[1] if shape.has_accounting else None,
             first_job_id=self._first_job_id,
+            subnet=self.network.subnet if self.network else LOOPBACK,
         )
         layout.slurm_conf.write_text(slurm_conf(shape, layout, ground), encoding="utf-8")
         if shape.has_accounting:
@@ -283,8 +302,8 @@ class DevCluster:
         """Records of daemons that are gone, as after the machine's own restart."""
         for name in self.daemons.recorded():
             self.layout.pid_file(name).unlink()
-        self.layout.munge_socket.unlink(missing_ok=True)
-        self.layout.database_socket.unlink(missing_ok=True)
+        for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):
+            path.unlink(missing_ok=True)
 
     def _check_own_name(self) -> None:
         name = socket.gethostname()

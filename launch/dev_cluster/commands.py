@@ -23,10 +23,13 @@ def up(options: argparse.Namespace) -> int:
     root = directory(options)
     asked = {name: getattr(options, name) for name in ("train", "gen", "cpu", "gpus")}
     shape = default_shape(**{name: count for name, count in asked.items() if count is not None})
-    shape = replace(shape, has_accounting=options.accounting)
+    has_networks = options.networks
+    shape = replace(shape, has_accounting=options.accounting, has_networks=has_networks)
     if ClusterLayout(root).description.exists():
         cluster = DevCluster.open(root)
-        if (options.accounting or any(count is not None for count in asked.values())) and shape != cluster.shape:
+        if (
+            options.accounting or has_networks or any(count is not None for count in asked.values())
+        ) and shape != cluster.shape:
             raise ConfigError(f"{root}: holds a cluster of another shape; `rlhpc cluster down --delete {root}` first")
     else:
         cluster = DevCluster.create(root, shape, obtain(is_private=options.private, has_accounting=options.accounting))

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from launch.dev_cluster import accounting
 from launch.dev_cluster.layout import ClusterLayout
-from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
-
-GPU_TYPE = "fake"
+from launch.dev_cluster.shape import LOOPBACK, ClusterShape, NodeGroup, Partition, machine_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,7 @@ class Ground:
     node_ports: dict[str, int]
     first_job_id: int
     accounting_port: int | None = None
+    subnet: str = LOOPBACK  # of the nodes' addresses
 
 
 def slurm_conf(shape: ClusterShape, layout: ClusterLayout, ground: Ground) -> str:
@@ -35,9 +34,8 @@ def slurm_conf(shape: ClusterShape, layout: ClusterLayout, ground: Ground) -> st
     lines = [*_controller(layout, ground), *_behaviour(shape, layout)]
     if ground.accounting_port is not None:
         lines += accounting.lines_of_slurm_conf(layout, ground.accounting_port)
-    addresses = iter(range(1, 255))  # any address of 127/8 can be bound: every node gets its own
     for group in shape.groups:
-        lines += [_node(group, node, f"127.0.77.{next(addresses)}", ground.node_ports[node]) for node in group.nodes]
+        lines += [_node(group, node, shape, ground) for node in group.nodes]
     lines += [_partition(partition, shape, index == 0) for index, partition in enumerate(shape.partitions)]
     return "\n".join(lines) + "\n"
 
@@ -45,7 +43,7 @@ def slurm_conf(shape: ClusterShape, layout: ClusterLayout, ground: Ground) -> st
 def gres_conf(shape: ClusterShape, layout: ClusterLayout) -> str:
     """Text of gres.conf.  Only a GPU that is a device file counts; without the flag every vendor's variable is set."""
     return "".join(
-        f"NodeName={node} Name=gpu Type={GPU_TYPE} File={layout.devices(node)}/nvidia{_range(group.gpus)} "
+        f"NodeName={node} Name=gpu Type={group.gpu_type} File={layout.devices(node)}/nvidia{_range(group.gpus)} "
         "Flags=nvidia_gpu_env\n"
         for group in shape.groups
         if group.gpus
@@ -61,7 +59,7 @@ def cgroup_conf(version: tuple[int, int]) -> str:
 def _controller(layout: ClusterLayout, ground: Ground) -> list[str]:
     return [
         f"ClusterName={ground.cluster_name}",
-        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmctldHost=localhost({machine_address(ground.subnet)})",
         f"SlurmctldPort={ground.controller_port}",
         f"SlurmUser={ground.user}",
         f"SlurmdUser={ground.user}",
@@ -86,6 +84,7 @@ def _behaviour(shape: ClusterShape, layout: ClusterLayout) -> list[str]:
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_CPU_Memory",
         "DefMemPerCPU=16",
+        f"EnforcePartLimits={'ALL' if shape.enforces_limits else 'NO'}",
         "GresTypes=gpu",
         "MpiDefault=none",
         "SlurmdParameters=config_overrides",  # nodes may claim more cores and memory than the machine has
@@ -106,11 +105,14 @@ def _behaviour(shape: ClusterShape, layout: ClusterLayout) -> list[str]:
     ]
 
 
-def _node(group: NodeGroup, node: str, address: str, port: int) -> str:
-    gpus = f" Gres=gpu:{GPU_TYPE}:{group.gpus}" if group.gpus else ""
+def _node(group: NodeGroup, node: str, shape: ClusterShape, ground: Ground) -> str:
+    address, port = shape.address(node, ground.subnet), ground.node_ports[node]
+    hostname = node if shape.has_networks else "localhost"
+    gpus = f" Gres=gpu:{group.gpu_type}:{group.gpus}" if group.gpus else ""
+    features = f" Features={','.join(group.features)}" if group.features else ""
     return (
-        f"NodeName={node} NodeHostname=localhost NodeAddr={address} Port={port} "
-        f"CPUs={group.cpus} RealMemory={group.memory_mib}{gpus} State=UNKNOWN"
+        f"NodeName={node} NodeHostname={hostname} NodeAddr={address} Port={port} "
+        f"CPUs={group.cpus} RealMemory={group.memory_mib}{gpus}{features} State=UNKNOWN"
     )
 
 

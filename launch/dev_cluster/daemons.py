@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.dev_cluster import accounting
+from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import Installation
 from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
-MUNGED, CONTROLLER = "munged", "slurmctld"
-BEFORE_NODES = (MUNGED, accounting.DATABASE, accounting.DAEMON, CONTROLLER)  # in the order of their start
+HUB, MUNGED, CONTROLLER = "network", "munged", "slurmctld"
+BEFORE_NODES = (HUB, MUNGED, accounting.DATABASE, accounting.DAEMON, CONTROLLER)  # in the order of their start
 _LOWEST_PORT = 10_000
 _TERM_S = 10.0
 
@@ -32,6 +32,11 @@ _TERM_S = 10.0
 def daemon_of(node: str) -> str:
     """Name of a node's daemon."""
     return f"slurmd-{node}"
+
+
+def holder_of(node: str) -> str:
+    """Name of the process that holds a node's network."""
+    return f"{HUB}-{node}"
 
 
 class Daemons:
@@ -142,10 +147,16 @@ class Daemons:
             return [program("slurmdbd"), "-D"]
         if name == CONTROLLER:
             return [program("slurmctld"), "-D", "-f", str(layout.slurm_conf)]
-        node = name.removeprefix("slurmd-")
+        if name == HUB:
+            return namespaces.hub_command()
+        if name.startswith(holder_of("")):
+            return namespaces.node_command(name.removeprefix(holder_of("")), layout.hosts)
+        node = name.removeprefix(daemon_of(""))
+        holder = self.find(holder_of(node))
         # An unpacked slurmd would look for its helper in /usr/sbin.
         helper = ["-d", program("slurmstepd")] if self._installation.prefix else []
-        return [program("slurmd"), "-D", "-f", str(layout.slurm_conf), "-N", node, *helper]
+        entry = namespaces.inside(holder) if holder else []
+        return [*entry, program("slurmd"), "-D", "-f", str(layout.slurm_conf), "-N", node, *helper]
 
     def _make_key(self) -> None:
         key = self._layout.munge_key

@@ -30,9 +30,9 @@ class Description:
         """From JSON."""
         raw = json.loads(text)
         shape = ClusterShape(
-            tuple(NodeGroup(**group) for group in raw["shape"]["groups"]),
+            tuple(NodeGroup(**{**each, "features": tuple(each["features"])}) for each in raw["shape"]["groups"]),
             tuple(Partition(**{**each, "groups": tuple(each["groups"])}) for each in raw["shape"]["partitions"]),
             Times(**raw["shape"]["times"]),
-            raw["shape"]["has_accounting"],
+            *(raw["shape"][flag] for flag in ("has_accounting", "enforces_limits", "has_networks")),
         )
         return cls(shape, raw["prefix"], raw["first_job_id"])

@@ -1,8 +1,8 @@
-"""What can happen to a cluster, on purpose: a node without power, a dead daemon, a dead controller.
+"""What can happen to a cluster, on purpose: a node without power or without a network, a dead daemon or controller.
 
-Each function acts on a running DevCluster and returns when it is done; `DevCluster.mend` undoes all of them.  Slurm
-notices a silent node by itself after Times.dead_node_s and some 20 s more, or at once after `declare_down`.
-A link that is cut would be a fourth fault; it needs root and a network namespace for each node, and is not here.
+Each function acts on a running DevCluster and returns when it is done; `DevCluster.mend` undoes all of them but
+`cut`, which `heal` undoes.  Slurm notices a silent node by itself after Times.dead_node_s and some 20 s more, or at
+once after `declare_down`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.daemons import CONTROLLER, daemon_of
+from launch.dev_cluster.network import Network
 from launch.dev_cluster.processes import wait_gone, with_descendants
 from rlhpc.errors import ConfigError, RoleFailed
 
@@ -27,9 +28,24 @@ def crash_node(cluster: DevCluster, node: str) -> None:
 
 def kill_node_daemon(cluster: DevCluster, node: str) -> None:
     """Only slurmd dies; jobs go on, and Slurm will start them a second time elsewhere: a split brain."""
-    if node not in cluster.shape.nodes:
-        raise ConfigError(f"node {node!r}: legal: {', '.join(cluster.shape.nodes)}")
+    _check(cluster, node)
     cluster.daemons.kill(daemon_of(node))
+
+
+def cut(cluster: DevCluster, node: str) -> None:
+    """Nothing reaches a node or leaves it, without a word to either side; its processes go on: a split brain.
+
+    Raises ConfigError: a cluster without networks (ClusterShape.has_networks).
+    """
+    _network(cluster, node).forward(node, is_cut=True)
+
+
+def heal(cluster: DevCluster, node: str) -> None:
+    """Undo `cut`; for 3 s more a connection may fail, as the kernel remembers that nobody answered.
+
+    Once Slurm sees the node again it kills what runs there of jobs that it has requeued.
+    """
+    _network(cluster, node).forward(node, is_cut=False)
 
 
 def kill_controller(cluster: DevCluster) -> None:
@@ -60,3 +76,20 @@ def start_controller(cluster: DevCluster, wait_s: float = 30.0) -> None:
 def declare_down(cluster: DevCluster, node: str) -> None:
     """Tell the controller at once what it would find out; its jobs are requeued now."""
     cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crashed")
+
+
+def declare_up(cluster: DevCluster, node: str) -> None:
+    """Have the controller look at a DOWN node now; by itself it does so twice a minute."""
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
+def _network(cluster: DevCluster, node: str) -> Network:
+    _check(cluster, node)
+    if cluster.network is None:
+        raise ConfigError(f"{cluster.layout.root}: nodes have no networks of their own (ClusterShape.has_networks)")
+    return cluster.network
+
+
+def _check(cluster: DevCluster, node: str) -> None:
+    if node not in cluster.shape.nodes:
+        raise ConfigError(f"node {node!r}: legal: {', '.join(cluster.shape.nodes)}")

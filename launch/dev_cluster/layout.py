@@ -59,6 +59,16 @@ class ClusterLayout:
         return self.root / "etc" / "cgroup.conf"
 
     @property
+    def subnet(self) -> Path:
+        """First three numbers of the nodes' addresses, where they have a network."""
+        return self.root / "etc" / "subnet"
+
+    @property
+    def hosts(self) -> Path:
+        """What nodes that have a network see as /etc/hosts."""
+        return self.root / "etc" / "hosts"
+
+    @property
     def state(self) -> Path:
         """The controller's memory: jobs survive a restart of it."""
         return self.root / "state"

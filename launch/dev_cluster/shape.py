@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from rlhpc.errors import ConfigError
 
 _NAME = re.compile(r"[a-z]{1,5}")  # a node is this and a number; both appear in paths of sockets
+_WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
+_MOST_NODES = 253  # 254 is the machine's own address
+LOOPBACK = "127.0.77"  # any address of 127/8 can be bound: without networks every node has its own all the same
+
+
+def machine_address(subnet: str) -> str:
+    """Address of the machine itself among its nodes.  subnet: the first three numbers."""
+    return f"{subnet}.{_MOST_NODES + 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,8 @@ class NodeGroup:
     gpus: int = 0
     cpus: int = 16
     memory_mib: int = 64_000
+    gpu_type: str = "fake"
+    features: tuple[str, ...] = ()  # what --constraint may ask for
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a name or a number that Slurm would not take."""
@@ -32,6 +42,11 @@ class NodeGroup:
             raise ConfigError(
                 f"node group {self.name}: legal: 1 to 100 nodes, up to 16 GPUs, a core and a MiB at least"
             )
+        for word in (self.gpu_type, *self.features):
+            if not _WORD.fullmatch(word):
+                raise ConfigError(
+                    f"node group {self.name}: {word!r}: legal: letters, digits, _, -, ., beginning with one"
+                )
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -68,14 +83,16 @@ class ClusterShape:
     partitions: tuple[Partition, ...]
     times: Times = Times()
     has_accounting: bool = False  # with slurmdbd and a database: sacct, accounts, QOS
+    enforces_limits: bool = False  # refuses at submission what no partition could ever run, as most sites do
+    has_networks: bool = False  # every node in a network namespace, with a link that can be cut; takes root
 
     def __post_init__(self) -> None:
         """Raises ConfigError: no nodes, no partitions, two groups of one name, a partition of unknown groups."""
         names = [group.name for group in self.groups]
         if not names or not self.partitions:
             raise ConfigError("a cluster needs a node group and a partition")
-        if sum(group.count for group in self.groups) > 254:
-            raise ConfigError("a cluster has 254 nodes at most, one for each address")
+        if sum(group.count for group in self.groups) > _MOST_NODES:
+            raise ConfigError(f"a cluster has {_MOST_NODES} nodes at most, one for each address")
         if len(set(names)) != len(names):
             raise ConfigError(f"node groups {', '.join(names)}: every name once")
         for partition in self.partitions:
@@ -87,6 +104,10 @@ class ClusterShape:
     def nodes(self) -> tuple[str, ...]:
         """Names of all nodes, group by group."""
         return tuple(node for group in self.groups for node in group.nodes)
+
+    def address(self, node: str, subnet: str) -> str:
+        """A node's own one.  subnet: the first three numbers."""
+        return f"{subnet}.{self.nodes.index(node) + 1}"
 
 
 def default_shape(

@@ -1,0 +1,161 @@
+"""Commands that make network namespaces and join them; only root may run them.
+
+Eats processes that hold a namespace, makes interfaces in it.  Promises: an interface belongs to the namespace of a
+process, or is the other end of one that does, so that it ends with the process: no crash leaves any behind.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from launch.dev_cluster.processes import Process
+from launch.dev_cluster.shape import machine_address
+from rlhpc.errors import ConfigError, RoleFailed
+
+_SUBNETS = 512  # 198.18.0.0/15, which RFC 2544 keeps for tests of networks, in parts of 256 addresses
+_PATIENCE_S = 5.0  # the kernel takes down a dead namespace in the background
+_BRIDGE = "switch"
+
+
+def require() -> None:
+    """Raises ConfigError: this process may not make namespaces, or a program for it is missing."""
+    missing = [name for name in ("ip", "nsenter", "unshare") if not Path(_program(name)).is_absolute()]
+    if missing:
+        raise ConfigError(f"networks of nodes need {', '.join(missing)}: install iproute2 and util-linux")
+    if os.geteuid():
+        raise ConfigError("networks of nodes need root: namespaces are made")
+    done = _run(_program("unshare"), "--net", "--uts", "--mount", "true")
+    if done.returncode:
+        raise ConfigError(f"networks of nodes need root with all its rights: {done.stderr.strip()}")
+
+
+def hub_command() -> list[str]:
+    """A process whose network namespace holds the switch that joins the nodes."""
+    ip = _program("ip")
+    script = f"{ip} link add {_BRIDGE} type bridge && {ip} link set {_BRIDGE} up && exec sleep infinity"
+    return [_program("unshare"), "--net", "sh", "-c", script]
+
+
+def node_command(node: str, hosts: Path) -> list[str]:
+    """A process that holds network, host name and mounts of one node, also while its slurmd is dead."""
+    # `slave`: what is mounted on this machine later is seen by the node too, and nothing goes the other way.
+    words = (_program("unshare"), "--net", "--uts", "--mount", "--propagation", "slave")
+    rename = "echo $0 > /proc/sys/kernel/hostname"
+    script = f"{rename} && mount --bind $1 /etc/hosts && {_program('ip')} link set lo up && exec sleep infinity"
+    return [*words, "sh", "-c", script, node, str(hosts)]
+
+
+def inside(holder: Process) -> list[str]:
+    """Words before a command that shall run in the node of a holder.
+
+    Not `ip netns exec`: it mounts another /sys, in which slurmd finds no cgroups and dies.
+    """
+    return [_program("nsenter"), f"--target={holder.pid}", "--net", "--uts", "--mount"]
+
+
+def is_ready(holder: Process | None) -> bool:
+    """True when a process of `hub_command` or `node_command` has made what it holds."""
+    if holder is None or not holder.is_alive:
+        return False
+    return Path(f"/proc/{holder.pid}/comm").read_text(encoding="ascii").strip() == "sleep"
+
+
+def claim_subnet(hub: Process, label: str, wanted: str | None = None) -> str:
+    """Join this machine to the switch by an interface whose name is the claim; returns the subnet: "198.18.77".
+
+    The kernel gives every name once, so two clusters never have one subnet.  label: shown by `ip link`.  Raises
+    RoleFailed: none is free, or the wanted one is not.
+    """
+    deadline = time.monotonic() + (_PATIENCE_S if wanted else 0.0)
+    taken = _routed()
+    candidates = [wanted] if wanted else [f"198.{18 + k // 256}.{k % 256}" for k in _order(hub)]
+    while True:
+        for subnet in candidates:
+            network = ipaddress.ip_network(f"{subnet}.0/24")
+            if wanted is None and any(network.overlaps(other) for other in taken):
+                continue
+            if _join_host(hub, subnet, label):
+                return subnet
+        if time.monotonic() > deadline:
+            raise RoleFailed(f"no free subnet in 198.18.0.0/15{f' ({wanted}.0/24 is taken)' if wanted else ''}")
+        time.sleep(0.05)
+
+
+def plug(hub: Process, holder: Process, node: str, address: str) -> None:
+    """Give a node its link to the switch, a new one where it had one.  Raises RoleFailed."""
+    _run(*_in_network(hub), _program("ip"), "link", "del", "dev", node)  # of an earlier holder; usually there is none
+    add = f"link add dev {node} type veth peer name eth0 netns {holder.pid}"
+    _batch(hub, add, f"link set dev {node} master {_BRIDGE} up")
+    _batch(holder, f"addr add {address}/24 dev eth0", "link set eth0 up")
+
+
+def forward(hub: Process, node: str, *, is_cut: bool) -> None:
+    """Take a node's cable out of the switch, or put it back; the node's own interface stays up and notices nothing."""
+    _batch(hub, f"link set dev {node} {'nomaster' if is_cut else f'master {_BRIDGE}'}")
+
+
+def leave(hub: Process) -> None:
+    """Take this machine's interface away now; the kernel would do so some moments after the hub's end."""
+    _run(*_in_network(hub), _program("ip"), "link", "del", "dev", "host")
+
+
+def interface_of(subnet: str) -> str:
+    """This machine's interface in a cluster's subnet."""
+    return "rlhpc-" + subnet.removeprefix("198.").replace(".", "-")
+
+
+def _join_host(hub: Process, subnet: str, label: str) -> bool:
+    name = interface_of(subnet)
+    done = _run(
+        _program("ip"), "link", "add", "dev", name, "type", "veth", "peer", "name", "host", "netns", str(hub.pid)
+    )
+    if done.returncode:
+        if "exists" in done.stderr:
+            return False
+        raise RoleFailed(f"ip link add {name}: {done.stderr.strip()}")
+    _batch(hub, f"link set dev host master {_BRIDGE} up")
+    _batch(
+        None,
+        f"link set dev {name} alias {label}",
+        f"addr add {machine_address(subnet)}/24 dev {name}",
+        f"link set dev {name} up",
+    )
+    return True
+
+
+def _routed() -> list[ipaddress.IPv4Network]:
+    """Networks that this machine already has a way to."""
+    lines = _run(_program("ip"), "-4", "route", "show", "table", "all").stdout.splitlines()
+    words = [word for line in lines for word in line.split()[:2] if word[0].isdigit()]
+    found = [ipaddress.IPv4Network(word, strict=False) for word in words]
+    return [network for network in found if network.prefixlen]
+
+
+def _order(hub: Process) -> list[int]:
+    first = (hub.pid * 37 + hub.birth) % _SUBNETS
+    return [(first + k) % _SUBNETS for k in range(_SUBNETS)]
+
+
+def _in_network(holder: Process | None) -> list[str]:
+    return [_program("nsenter"), f"--target={holder.pid}", "--net"] if holder else []
+
+
+def _batch(holder: Process | None, *lines: str) -> None:
+    """Commands of ip in a holder's network, or in this machine's.  Raises RoleFailed: one failed."""
+    done = _run(*_in_network(holder), _program("ip"), "-batch", "-", given="\n".join(lines) + "\n")
+    if done.returncode:
+        raise RoleFailed(f"ip {'; '.join(lines)}: {done.stderr.strip().splitlines()[0]}")
+
+
+def _run(*command: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+
+
+def _program(name: str) -> str:
+    """Its absolute path; where there is none the bare name."""
+    return shutil.which(name, path=os.pathsep.join([*os.get_exec_path(), "/usr/sbin", "/sbin"])) or name
