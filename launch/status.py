@@ -1,6 +1,7 @@
 """What a run is doing, read from its directory: for the live line, for `rlhpc status`.
 
-Eats status.json, which the controller replaces about once a second.
+Eats status.json, which the controller replaces about once a second, and, for a run under Slurm, what
+launch/slurm_status.py makes of its jobs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from typing import Any
 
 from launch.run_directory import launcher_of
+from launch.slurm_status import document_of, is_slurm_run, lines_of, look_at_run
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 
@@ -23,16 +25,31 @@ def read_status(layout: RunLayout) -> dict[str, Any] | None:
     return document
 
 
-def render_status(layout: RunLayout) -> str:
-    """Return a table of every role.  Raises RunDirectoryError if this is no run directory."""
+def render_status(layout: RunLayout, as_json: bool = False) -> str:
+    """Return a table of every role, and of every job under Slurm.  as_json: the same for programs.
+
+    Raises RunDirectoryError if this is no run directory.
+    """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory")
-    status, pid = read_status(layout), launcher_of(layout)
-    if status is None:
-        return f"{layout.root}: " + (f"starting (launcher pid {pid})" if pid else "never got as far as a controller")
+    status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
+    if as_json:
+        return json.dumps({"status": status, "slurm": None if view is None else document_of(view)}, indent=1)
+    if view is None:
+        pid = launcher_of(layout)
+        if status is None:
+            return f"{layout.root}: " + (
+                f"starting (launcher pid {pid})" if pid else "never got as far as a controller"
+            )
+        return "\n".join(_run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine"))
+    life = "under Slurm" if view.is_alive else "no job of it is alive"
+    head = [f"{layout.root}: {life}, no controller yet"] if status is None else _run_lines(status, life)
+    return "\n".join([*head, "", *lines_of(view)])
+
+
+def _run_lines(status: dict[str, Any], life: str) -> list[str]:
     age = time.time() - status["unix_time_s"]
-    life = f"launcher pid {pid}" if pid else "not running on this machine"
-    lines = [
+    return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
         f"{status['version']}, {life}, as of {age:.0f} s ago",
         f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
@@ -41,9 +58,8 @@ def render_status(layout: RunLayout) -> str:
         "queue   " + "   ".join(f"{name} {count}" for name, count in status["queue"].items()),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
+        *(_row(role) for role in status["roles"]),
     ]
-    lines += [_row(role) for role in status["roles"]]
-    return "\n".join(lines)
 
 
 def _row(role: dict[str, Any]) -> str:

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 
 from launch.batch.begin import begin_attempt
 from launch.batch.event_log import EventLog
-from launch.batch.exit_records import ExitRecord, read_records
+from launch.batch.judge import Judge
 from launch.batch.other_jobs import bring_back
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.retry_budget import RetryBudget
-from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
 from launch.batch.run_state import (
     Attempt,
     Progress,
-    is_complete,
     needed_to_stop_s,
     read_attempt,
     read_progress,
@@ -54,6 +52,7 @@ class Lead:
         self._plan, self._job, self._limit, self._log, self._notices = plan, job, limit, log, notices
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
+        self._judge = Judge(plan, job)
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # of each, in this life
@@ -63,8 +62,9 @@ class Lead:
         """Attempt after attempt, until there is a verdict that this life cannot change."""
         try:
             while True:
+                saved_before = saved_step(self._layout)
                 verdict = self._attempt()
-                pause_s = self._pause_before_another(verdict)
+                pause_s = self._pause_before_another(verdict, has_saved=saved_step(self._layout) > saved_before)
                 if pause_s is None:
                     return verdict
                 self._log.say("retry", f"{verdict.text}; another attempt in {pause_s:.0f} s")
@@ -202,7 +202,7 @@ class Lead:
 
     def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
         """A part has ended although nobody asked it to."""
-        self._log.say("part_end", f"{name} ended with status {step.status()}: {self._obituary(name, attempt)}")
+        self._log.say("part_end", f"{name} has ended: {self._judge.obituary(name, attempt, step.status())}")
         if self._controller is None or self._controller.status() is not None or self._cause is not None:
             return
         if name == "trainer":
@@ -228,83 +228,29 @@ class Lead:
             trainer.asked = True
             if not trainer.wait(FINISH_GRACE_S if status == 0 else POLL_S):
                 trainer.kill()
-        verdict = self._judge(status if status is not None else 1, attempt)
+        told_to_end = self._notices.told_to_end
+        verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, told_to_end)
         self._log.say("attempt_end", f"attempt {attempt.index}: {verdict.text}")
         return verdict
 
-    def _judge(self, status: int, attempt: Attempt) -> Verdict:
-        if is_complete(self._layout):
-            unclean = self._unclean_ranks(attempt)
-            return (
-                Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
-            )
-        if self._cause in (Cause.ABORT, Cause.FENCED, Cause.STALLED):
-            return Verdict(self._cause, self._cause.words)
-        records = self._records(attempt)
-        settings = [record for record in records if record.status == EXIT_CONFIG]
-        if settings or status == EXIT_CONFIG:
-            return Verdict(Cause.SETTINGS, settings[0].cause if settings else "the controller refuses the settings")
-        if status == EXIT_ALONE:
-            return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
-        if status == 0 and self._cause is not None and self._cause is not Cause.FAILED:
-            return Verdict(self._cause, f"stopped at step {saved_step(self._layout)}: {self._cause.words}")
-        failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
-        # The trainer first: when it fails, the controller does, too.
-        failed.sort(key=lambda record: not record.name.startswith("trainer"))
-        text = failed[0].cause if failed else f"the controller ended with status {status}"
-        if self._component_is_gone("trainer"):
-            return Verdict(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
-        if self._component_is_gone("generation") and self._cause is Cause.FAILED:
-            return Verdict(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
-        if self._notices.told_to_end:
-            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
-        return Verdict(Cause.FAILED, text)
-
-    def _unclean_ranks(self, attempt: Attempt) -> str:
-        """Trainer ranks of this job that have not ended well: srun's own word is not enough."""
-        for part in self._plan.parts:
-            if part.name == "trainer":
-                records = read_records(self._layout, "trainer", attempt.index)
-                ranks = range(part.share_of("trainer").num_processes)
-                missing = [str(rank) for rank in ranks if rank not in records or records[rank].status != 0]
-                return f"trainer ranks {', '.join(missing)} did not end well" if missing else ""
-        return ""
-
-    def _records(self, attempt: Attempt) -> list[ExitRecord]:
-        roles = ("controller", "trainer")
-        return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
-
-    def _component_is_gone(self, name: str) -> bool:
-        """True if Slurm runs this component of the job no longer: scancel of one component, its own time limit."""
-        names = [part.name for part in self._plan.parts]
-        if not self._job.is_heterogeneous or name not in names:
-            return False
-        try:
-            states = self._job.component_states()
-        except SlurmError:
-            return False
-        return states.get(names.index(name), "RUNNING") not in ("RUNNING", "COMPLETING", "SUSPENDED")
-
-    def _obituary(self, name: str, attempt: Attempt) -> str:
-        role = {"generation": "generator", "rewards": "reward"}.get(name, name.partition("-")[0])
-        records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
-        return records[0].cause if records else "no process of it says why"
-
     # -------------------------------------------------------------------------------------------------- what comes next
 
-    def _pause_before_another(self, verdict: Verdict) -> float | None:
-        """Seconds until the next attempt in this life; None: there is none."""
+    def _pause_before_another(self, verdict: Verdict, has_saved: bool) -> float | None:
+        """Seconds until the next attempt in this life; None: there is none.  May turn the verdict."""
         if verdict.cause is Cause.YIELD:
             return 0.0
-        if verdict.cause is not Cause.FAILED:
+        in_vain = (
+            verdict.cause is Cause.TIME and not has_saved
+        )  # a life too short for a step would come again and again
+        if verdict.cause is not Cause.FAILED and not in_vain:
             return None
         pause_s = self._budget.take(saved_step(self._layout))
         if pause_s is None:
-            self._log.say("give_up", f"{self._budget.failures} failures since step {saved_step(self._layout)}")
             verdict.cause = Cause.GIVEN_UP
+            verdict.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
             return None
         needed_s = needed_to_stop_s(read_progress(self._layout), self._limit.life_s)
-        if self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
+        if in_vain or self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
             verdict.cause = Cause.TIME  # the next life tries
             return None
         return pause_s

@@ -104,7 +104,7 @@ def read_progress(layout: RunLayout) -> Progress | None:
 def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
     """Seconds from the request to stop until a job has ended well: the step that is on, a checkpoint, the farewells.
 
-    What was seen is taken with a margin, in which generators leave too; what was not, is guessed, but never as more than
+    What was seen is taken with a margin, in which generators leave; what was not, is guessed, but never as more than
     a tenth of the job's life.
     """
     margin_s = min(30.0, life_s / 6)

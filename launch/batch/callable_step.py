@@ -1,0 +1,172 @@
+"""One component of a heterogeneous job, as the batch step sees it: a process here, or an srun with its tasks.
+
+Eats a part of plan.json.  Makes processes that write JOB_RANK_result.pkl and, when they ask for another life,
+JOB_requeue.json.  An srun is never sent SIGTERM while there is time: it would kill its tasks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LEAVE_SIGNAL = signal.SIGUSR1  # srun hands it on, and Slurm itself sends it to nobody
+LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no checkpoint while others do
+UNFINISHED = ".save_tmp"  # what submitit appends to a name while it writes
+NAME_VARIABLE = "RLHPC_HET_COMPONENT"
+RESULT_PATIENCE_S = 15.0  # a shared filesystem may show a file some seconds after it was written on another node
+# What Slurm sets for component 0 in the batch step; srun would take it for the sizes of every other one.
+LEAKING = (
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK"),
+    *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXCLUSIVE"),
+)
+
+
+def note_path(folder: Path, job_id: str) -> Path:
+    """Where rank 0 says that its checkpoint is stored and that it wants to be run again."""
+    return folder / f"{job_id}_requeue.json"
+
+
+class Step:
+    """A component and its process of the moment."""
+
+    def __init__(self, plan: Mapping[str, Any], job_folder: Path, job_id: str) -> None:
+        """plan: one entry of plan.json's components."""
+        self.name: str = plan["name"]
+        self.is_essential: bool = plan["is_essential"]
+        self.stores_checkpoint: bool = plan["stores_checkpoint"]
+        self.restarts_left: int = plan["restarts"]
+        self.group: int | None = plan["group"]
+        self.is_finished = False
+        self._plan = plan
+        self._job_id = job_id
+        self._folder: Path = job_folder / self.name
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -------------------------------------------------------------------------------------------------- start and end
+
+    def start(self) -> None:
+        """Begin all its ranks anew; what they left before is removed, or it would pass for this life's."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mend()
+        self.forget()
+        if self._plan["in_batch_step"]:
+            self._process = self._start_here()
+        else:
+            words = [*self._srun_words(), *self._plan["command"], str(self._folder)]
+            self._process = subprocess.Popen(words, env=self._environment(without=LEAKING))
+
+    def forget(self) -> None:
+        """Remove results and the note."""
+        for rank in range(self._plan["num_tasks"]):
+            self._result(rank).unlink(missing_ok=True)
+        note_path(self._folder, self._job_id).unlink(missing_ok=True)
+
+    def warn(self, warning: signal.Signals) -> None:
+        """Ask rank 0 to store its checkpoint and to exit."""
+        self._send(warning)
+
+    def leave(self) -> None:
+        """Ask every rank to exit now."""
+        self._send(LEAVE_SIGNAL)
+
+    def kill(self) -> None:
+        """End every rank without asking."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if self._plan["in_batch_step"]:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.send_signal(signal.SIGTERM)  # "srun: forcing job termination": SIGKILL for its tasks
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of its last process; None: it runs, or there was none."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def has_note(self) -> bool:
+        """True if rank 0 asks to be run again."""
+        return _is_in(self._folder, note_path(self._folder, self._job_id).name)
+
+    def has_all_results(self, patience_s: float = 0.0) -> bool:
+        """True if every rank has left a result.  An srun whose tasks never began may exit with 0 all the same."""
+        deadline = time.monotonic() + patience_s
+        ranks = range(self._plan["num_tasks"])
+        return all(self.has_result(rank, max(0.0, deadline - time.monotonic())) for rank in ranks)
+
+    def has_result(self, rank: int, patience_s: float = 0.0) -> bool:
+        """True if a rank has left a result, good or bad."""
+        deadline = time.monotonic() + patience_s
+        while not _is_in(self._folder, self._result(rank).name):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _mend(self) -> None:
+        """Undo what a kill in the middle of writing has left; submitit refuses to write while such a file is there.
+
+        It removes the old checkpoint before it renames the new one: if the old one is missing, the new one is whole.
+        """
+        for half in self._folder.glob(f"*{UNFINISHED}"):
+            whole = half.with_name(half.name[: -len(UNFINISHED)])
+            if whole.name == f"{self._job_id}_submitted.pkl" and not whole.exists():
+                half.rename(whole)
+            else:
+                half.unlink()
+
+    def _result(self, rank: int) -> Path:
+        return self._folder / f"{self._job_id}_{rank}_result.pkl"
+
+    def _log(self, rank: str, ending: str) -> Path:
+        return self._folder / f"{self._job_id}_{rank}_log.{ending}"
+
+    def _environment(self, without: tuple[str, ...] = ()) -> dict[str, str]:
+        # LEAVES_VARIABLE is there if another component has submitted this job.
+        kept = {key: value for key, value in os.environ.items() if key not in (*without, LEAVES_VARIABLE)}
+        leaves = {} if self.stores_checkpoint else {LEAVES_VARIABLE: "1"}
+        return {**kept, NAME_VARIABLE: self.name, "SLURM_EXPORT_ENV": "ALL", **leaves}
+
+    def _srun_words(self) -> list[str]:
+        # No %j in these paths: srun would put the component's own id there, not the job's.  Ids are all numbers.
+        logs = ["--output", str(self._log("%t", "out"))]
+        if not self._plan["stderr_to_stdout"]:
+            logs += ["--error", str(self._log("%t", "err"))]
+        group = [] if self.group is None else [f"--het-group={self.group}"]
+        # --wait=0: ranks may end at very different times.  One that fails ends the others, who may wait for it.
+        common = ["--unbuffered", "--open-mode=append", "--wait=0", "--kill-on-bad-exit=1"]
+        return ["srun", *group, *common, *logs, *self._plan["srun"]]
+
+    def _start_here(self) -> subprocess.Popen[bytes]:
+        out = self._log("0", "out").open("ab")
+        err = out if self._plan["stderr_to_stdout"] else self._log("0", "err").open("ab")
+        variables = {**self._environment(), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        words = [*self._plan["command"], str(self._folder)]
+        with out, err:
+            return subprocess.Popen(words, env=variables, stdout=out, stderr=err, start_new_session=True)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.is_alive:
+            assert self._process is not None
+            self._process.send_signal(signum)
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    """Reads the directory: of a single name NFS may remember for a minute that it was not there."""
+    return any(path.name == name for path in folder.iterdir())

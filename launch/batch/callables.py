@@ -1,0 +1,223 @@
+"""Supervise a heterogeneous job whose tasks are pickled callables: `python -m launch.batch.callables --folder F`.
+
+Eats FOLDER/plan.json (launch/het_script.py writes it); runs in the batch step, FOLDER's name being the job's id.
+Makes one step per component, and nothing but results: every rank leaves its own (launch/batch/callable_step.py).
+Promises: a component has succeeded only with exit status 0 and the result of every rank; an essential one that fails
+ends the others; a job that asks for another life gets it by `scontrol requeue` from here, after every srun has ended,
+which is the one form that Slurm 22.05 to 25.11 agree on (from inside a step, 25.11 cancels the job instead).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launch.batch.callable_step import RESULT_PATIENCE_S, Step
+from launch.batch.slurm_commands import SlurmError, slurm
+from rlhpc.files import write_atomically
+
+POLL_S = 0.2
+NOTE_POLL_S = 2.0  # notes lie on a shared filesystem
+SETTLED_S = 2.0  # until a result that was written before an exit is seen
+LEAVE_S = 10.0  # from "leave" to "kill"
+PUBLISH_S = 60.0  # the job may start before the one who submitted it knows its number
+SLURM_PATIENCE_S = 60.0  # for a controller that restarts
+
+
+class CallablesSupervisor:
+    """One life of one job."""
+
+    def __init__(self, folder: Path, job_id: str, plan: dict[str, Any]) -> None:
+        """plan: of plan.json."""
+        self._job_id = job_id
+        self._finished_file = folder / "finished.json"
+        self._steps = [Step(each, folder, job_id) for each in plan["components"]]
+        self._warning = getattr(signal, "SIG" + plan["warning"])
+        self._checkpoint_s = max(plan["warn_s"] - 15.0, plan["warn_s"] / 2)
+        self._is_warned = False  # by Slurm, or by somebody's scancel --batch
+        self._next_look_for_notes = 0.0
+
+    def run(self) -> int:
+        """Run all components to their end, or to a requeue; returns the exit status of the batch step."""
+        for signum in (self._warning, signal.SIGTERM):
+            signal.signal(signum, self._hear)
+        done = self._read_finished()
+        for step in self._steps:
+            # After a requeue only what had not finished before the warning is begun again.
+            step.is_finished = step.name in done
+            if step.is_finished:
+                _say(f"{step.name}: has ended in an earlier life")
+            else:
+                step.start()
+        try:
+            return self._watch()
+        finally:
+            self._end(self._steps)
+
+    def _watch(self) -> int:
+        while not all(step.is_finished for step in self._steps):
+            if self._is_warned or self._is_asked():
+                return self._go_round()
+            for step in self._steps:
+                if not step.is_finished and step.exit_status is not None and not self._settle(step):
+                    return 1
+            time.sleep(POLL_S)
+        return 0
+
+    def _settle(self, step: Step) -> bool:
+        """Judge a component that has ended; False: the job has failed with it."""
+        status = step.exit_status
+        if status == 0 and step.has_all_results(RESULT_PATIENCE_S):
+            self._finish(step)
+            _say(f"{step.name}: finished")
+            return True
+        what = f"exit status {status}" if status else "not every rank has left a result"
+        if step.is_essential:
+            _say(f"{step.name}: failed ({what}); it is essential, all others end")
+            return False
+        if step.restarts_left > 0:
+            step.restarts_left -= 1
+            _say(f"{step.name}: failed ({what}); begun again, {step.restarts_left} restarts left")
+            step.start()
+            return True
+        _say(f"{step.name}: failed ({what}); the others go on without it")
+        self._finish(step)
+        return True
+
+    def _finish(self, step: Step) -> None:
+        step.is_finished = True
+        names = [each.name for each in self._steps if each.is_finished]
+        write_atomically(self._finished_file, json.dumps(names).encode())
+
+    def _read_finished(self) -> list[str]:
+        """Names of components that no later life begins again."""
+        try:
+            names: list[str] = json.loads(self._finished_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        return names
+
+    # ------------------------------------------------------------------------------------------------ another life
+
+    def _hear(self, signum: int, _: FrameType | None) -> None:
+        self._is_warned = True
+
+    def _is_asked(self) -> bool:
+        """True if a component has stored a checkpoint by itself: the signal went to its tasks, not to this process."""
+        ended = [step for step in self._steps if not step.is_finished and step.exit_status is not None]
+        if time.monotonic() < self._next_look_for_notes and not ended:
+            return False
+        self._next_look_for_notes = time.monotonic() + NOTE_POLL_S
+        asking = [step for step in self._steps if not step.is_finished and step.has_note]
+        # Whoever cancels one component alone makes it store a checkpoint too; that is no reason to begin again.
+        return bool(asking) and any(self._is_running(step) for step in asking)
+
+    def _go_round(self) -> int:
+        """Let every component store what it can, end all of them, and have Slurm begin the job again."""
+        _say("warned: time is nearly over, or the nodes are wanted")
+        late = [step for step in self._steps if not step.is_finished]
+        storing = [step for step in late if step.stores_checkpoint and step.is_alive]
+        for step in storing:
+            if not step.has_note:
+                step.warn(self._warning)
+        _wait(lambda: not any(step.is_alive and not step.has_note for step in storing), self._checkpoint_s)
+        silent = [step for step in storing if not step.is_alive and not step.has_note]
+        self._end(late)
+        if self._is_over(silent):
+            return 0 if all(step.is_finished for step in self._steps if step.is_essential) else 1
+        for step in late:
+            if not step.is_finished:
+                step.forget()
+        return self._requeue()
+
+    def _is_over(self, silent: list[Step]) -> bool:
+        """True if no other life shall follow.  silent: have ended by themselves without a checkpoint."""
+        for step in silent:
+            if step.exit_status == 0 and step.has_all_results(RESULT_PATIENCE_S):
+                self._finish(step)
+            elif step.is_essential and step.has_result(0, SETTLED_S):  # timed out too often, or checkpoint() has failed
+                _say(f"{step.name}: is not to be continued, its result says why")
+                return True
+        if not any(step.is_essential and not step.is_finished for step in self._steps):
+            _say("every essential component has finished")
+            return True
+        if not self._is_running(self._steps[0]):
+            _say("Slurm ends the job itself: cancelled, or requeued already")
+            return True
+        return False
+
+    def _requeue(self) -> int:
+        try:
+            slurm("scontrol", "requeue", self._job_id, patience_s=SLURM_PATIENCE_S)
+        except SlurmError as error:
+            _say(f"cannot be begun again: {error}")
+            return 1
+        _say("requeued")
+        return 0
+
+    def _is_running(self, step: Step) -> bool:
+        """True if Slurm has no other plan for this component; a requeue would wake up a cancelled job."""
+        name = self._job_id if step.group is None else f"{self._job_id}+{step.group}"
+        try:
+            words = ("squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
+            rows = slurm(*words, patience_s=SLURM_PATIENCE_S).split()
+        except SlurmError as error:
+            _say(f"no word from Slurm: {error}")
+            return False
+        return f"{name}|RUNNING" in rows
+
+    def _end(self, steps: list[Step]) -> None:
+        """End every process, in good order where there is time."""
+        for step in steps:
+            step.leave()
+        for patience_s in (LEAVE_S, LEAVE_S):
+            if _wait(lambda: not any(step.is_alive for step in steps), patience_s):
+                return
+            for step in steps:
+                step.kill()
+
+
+def _wait(is_so: Callable[[], bool], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
+
+
+def read_plan(folder: Path, patience_s: float = PUBLISH_S) -> dict[str, Any]:
+    """The job's plan.  Raises SystemExit: it does not turn up, or is of another schema."""
+    path = folder / "plan.json"
+    if not _wait(path.exists, patience_s):
+        raise SystemExit(f"{path}: not there after {patience_s:.0f} s; does this node see the executor's folder?")
+    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if plan.get("schema") != 1:
+        raise SystemExit(f"{path}: schema={plan.get('schema')!r}: legal: 1; submitted by another version of rlhpc")
+    return plan
+
+
+def main() -> int:
+    """Read the plan and see it through."""
+    parser = argparse.ArgumentParser(description="Run the components of one heterogeneous job (in its batch step).")
+    parser.add_argument("--folder", type=Path, required=True, help="the executor's folder")
+    folder = parser.parse_args().folder
+    job_id = os.environ["SLURM_JOB_ID"]
+    _say(f"job {job_id}, life {os.environ.get('SLURM_RESTART_COUNT', '0')}, on {os.environ.get('SLURM_JOB_NODELIST')}")
+    return CallablesSupervisor(folder / job_id, job_id, read_plan(folder / job_id)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

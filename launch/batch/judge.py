@@ -1,0 +1,89 @@
+"""What an attempt comes to: read from exit statuses, exit records, and what Slurm says of components.
+
+Eats how the controller ended and why it was asked to, makes Verdict.  Starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+from launch.batch.exit_records import ExitRecord, read_records
+from launch.batch.plan_file import JobPart
+from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
+from launch.batch.run_state import Attempt, is_complete, saved_step
+from launch.batch.slurm_commands import SlurmError
+from launch.batch.this_job import ThisJob
+from launch.batch.verdict import Cause, Verdict
+
+_ROLES = {"generation": "generator", "rewards": "reward"}  # of parts that are not called like their role
+
+
+class Judge:
+    """Judges attempts of one job."""
+
+    def __init__(self, plan: JobPart, job: ThisJob) -> None:
+        self._plan, self._job, self._layout = plan, job, plan.layout
+
+    def verdict(self, status: int, attempt: Attempt, asked: Cause | None, told_to_end: bool) -> Verdict:
+        """Judge an attempt whose controller ended with `status`.
+
+        asked: why it had been asked to end.  told_to_end: Slurm has ended this job.
+        """
+        if is_complete(self._layout):
+            unclean = self._unclean_ranks(attempt)
+            return (
+                Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
+            )
+        if asked in (Cause.ABORT, Cause.FENCED, Cause.STALLED):
+            return Verdict(asked, asked.words)
+        records = self._records(attempt)
+        settings = [record for record in records if record.status == EXIT_CONFIG]
+        if settings or status == EXIT_CONFIG:
+            return Verdict(Cause.SETTINGS, settings[0].cause if settings else "the controller refuses the settings")
+        if status == EXIT_ALONE:
+            return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
+        if status == 0 and asked is not None and asked is not Cause.FAILED:
+            return Verdict(asked, f"stopped at step {saved_step(self._layout)}: {asked.words}")
+        return self._failure(status, records, asked, told_to_end)
+
+    def obituary(self, part: str, attempt: Attempt, status: int | None) -> str:
+        """How a part ended, in the words of the first of its processes that complains."""
+        role = _ROLES.get(part, part.partition("-")[0])
+        records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
+        return records[0].cause if records else f"status {status}, and nobody complains"
+
+    def _failure(self, status: int, records: list[ExitRecord], asked: Cause | None, told_to_end: bool) -> Verdict:
+        failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
+        # The trainer first: when it fails, the controller does, too.
+        failed.sort(key=lambda record: not record.name.startswith("trainer"))
+        text = failed[0].cause if failed else f"the controller ended with status {status}"
+        if self._component_is_gone("trainer"):
+            return Verdict(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
+        if asked is Cause.FAILED and self._component_is_gone("generation"):
+            return Verdict(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
+        if told_to_end:
+            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
+        return Verdict(Cause.FAILED, text)
+
+    def _unclean_ranks(self, attempt: Attempt) -> str:
+        """Trainer ranks of this job that have not ended well: srun's own word is not enough."""
+        for part in self._plan.parts:
+            if part.name == "trainer":
+                records = read_records(self._layout, "trainer", attempt.index)
+                ranks = range(part.share_of("trainer").num_processes)
+                missing = [str(rank) for rank in ranks if rank not in records or records[rank].status != 0]
+                return f"trainer ranks {', '.join(missing)} did not end well" if missing else ""
+        return ""
+
+    def _records(self, attempt: Attempt) -> list[ExitRecord]:
+        roles = ("controller", "trainer")
+        return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
+
+    def _component_is_gone(self, name: str) -> bool:
+        """True if Slurm runs this component of the job no longer: scancel of one component, its own time limit."""
+        names = [part.name for part in self._plan.parts]
+        if not self._job.is_heterogeneous or name not in names:
+            return False
+        try:
+            states = self._job.component_states()
+        except SlurmError:
+            return False
+        return states.get(names.index(name), "RUNNING") not in ("RUNNING", "COMPLETING", "SUSPENDED")

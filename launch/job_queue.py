@@ -1,0 +1,193 @@
+"""What Slurm knows of some jobs, by one call of squeue, and one of sacct for those that squeue has forgotten.
+
+Eats job ids, makes JobRow.  Nothing here fails for want of Slurm: a command that is not there, an answer that does not
+come, are a sentence in the result.  Bounded: squeue gives up after 9 s when slurmctld is away, and this after ANSWER_S.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.slurm_states import JobState, state_of
+
+ANSWER_S = 12.0
+
+# Fields of squeue with their widths: -O has the number of restarts, which -o has not.  The name comes last: it alone
+# may hold the separator.
+_FIELDS = (
+    ("JobArrayID", 80), ("State", 20), ("RestartCnt", 9), ("Reason", 200), ("Partition", 100), ("TimeUsed", 20),
+    ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
+)  # fmt: skip
+_SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
+_SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
+_ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """One line of the queue: a job, a component of a heterogeneous one, an array task, or tasks that wait together."""
+
+    job_id: int  # as submitted: of the array, of the first component
+    name: str
+    state: JobState
+    reason: str  # Slurm's word; "" if there is none
+    partition: str
+    nodes: str  # as Slurm writes them, "g[0-1]"; "" if none
+    component: int | None = None  # offset in the heterogeneous job
+    array_task: int | None = None
+    waiting_tasks: str = ""  # "2-5", of an array
+    used_s: int | None = None
+    left_s: int | None = None
+    limit_s: int | None = None  # None: no limit, or not known
+    start_unix_s: float | None = None  # of a job that waits: Slurm's estimate
+    restarts: int | None = None  # None: not known, from sacct
+
+    @property
+    def label(self) -> str:
+        """The id as squeue writes it: 12, 12+1, 12_3, 12_[2-5]."""
+        if self.component is not None:
+            return f"{self.job_id}+{self.component}"
+        if self.array_task is not None:
+            return f"{self.job_id}_{self.array_task}"
+        return f"{self.job_id}_[{self.waiting_tasks}]" if self.waiting_tasks else str(self.job_id)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLook:
+    """An answer about the jobs asked for."""
+
+    rows: tuple[JobRow, ...]
+    unknown: tuple[int, ...] = ()  # Slurm answered, and knows no such job (any more)
+    trouble: str = ""  # why there is no answer; "" if there is one
+
+
+def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
+    """Rows of these jobs, in the order of the ids; none where Slurm is absent or does not answer."""
+    return list(look_at_jobs(job_ids, timeout_s).rows)
+
+
+def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLook:
+    """Ask Slurm about jobs.  timeout_s: of either command.  Raises nothing."""
+    wanted = list(dict.fromkeys(job_ids))
+    if not wanted:
+        return QueueLook(())
+    try:
+        rows = _of_squeue(wanted, timeout_s)
+    except SlurmError as error:
+        return QueueLook((), trouble=f"no word of Slurm: {error}")
+    missing = [job for job in wanted if job not in {row.job_id for row in rows}]
+    if missing:
+        rows += _of_sacct(missing, timeout_s)
+    known = {row.job_id for row in rows}
+    place = {job: index for index, job in enumerate(wanted)}
+    rows.sort(key=lambda row: (place[row.job_id], row.component or 0, row.array_task is None, row.array_task or 0))
+    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known))
+
+
+# -------------------------------------------------------------------------------------------------------------- squeue
+
+
+def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
+    # Of a single id that it does not know squeue says "Invalid job id specified" and fails; of two it prints nothing.
+    listed = ",".join(map(str, [*jobs, jobs[0]]))
+    words = ("squeue", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
+    answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+    rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if row is not None and row.job_id in jobs]
+
+
+def _squeue_row(line: str) -> JobRow | None:
+    cells = [cell.strip() for cell in line.split("|", len(_FIELDS) - 1)]
+    if len(cells) != len(_FIELDS):
+        return None  # another form than was asked for: better no row than a wrong one
+    found = _ID.match(cells[0])
+    if found is None:
+        return None
+    _, state, restarts, reason, partition, used, left, limit, start, nodes, name = cells
+    return JobRow(
+        job_id=int(found["job"]),
+        name=name.rstrip("| "),
+        state=state_of(state),
+        reason="" if reason in ("None", "(null)") else reason,
+        partition=partition,
+        nodes="" if nodes in ("(null)", "N/A") else nodes,
+        component=_number(found["component"]),
+        array_task=_number(found["task"]),
+        waiting_tasks=(found["tasks"] or "").partition("%")[0],
+        used_s=duration_s(used),
+        left_s=duration_s(left),
+        limit_s=duration_s(limit),
+        start_unix_s=moment_unix_s(start),
+        restarts=_number(restarts),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- sacct
+
+
+def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
+    """Rows of jobs that have left the queue; none where the site keeps no accounts."""
+    listed = ",".join(map(str, jobs))
+    words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
+    try:
+        answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+    except SlurmError:
+        return []
+    rows = [_sacct_row(line) for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if row is not None and row.job_id in jobs]
+
+
+def _sacct_row(line: str) -> JobRow | None:
+    cells = line.split("|", _SACCT_FIELDS.count(","))
+    found = _ID.match(cells[0])
+    if len(cells) != _SACCT_FIELDS.count(",") + 1 or found is None:
+        return None
+    _, state, partition, used, limit, start, nodes, name = cells
+    return JobRow(
+        job_id=int(found["job"]),
+        name=name,
+        state=state_of(state),
+        reason="",
+        partition=partition,
+        nodes="" if nodes.startswith("None") else nodes,
+        component=_number(found["component"]),
+        array_task=_number(found["task"]),
+        waiting_tasks=(found["tasks"] or "").partition("%")[0],
+        used_s=duration_s(used),
+        limit_s=duration_s(limit),
+        start_unix_s=moment_unix_s(start),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def duration_s(text: str) -> int | None:
+    """Seconds of Slurm's [DAYS-][[HOURS:]MINUTES:]SECONDS; None for UNLIMITED, INVALID, NOT_SET, N/A."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def moment_unix_s(text: str) -> float | None:
+    """Unix time of Slurm's 2026-03-01T14:05:00, which is this machine's local time; None for N/A and Unknown."""
+    try:
+        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
+
+
+def _environment() -> dict[str, str]:
+    """Without what people set to make the commands print and select as they like it."""
+    kept = {k: v for k, v in clean_environment().items() if not k.startswith(("SQUEUE_", "SACCT_"))}
+    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}

@@ -1,0 +1,148 @@
+"""Why a job waits, in words: Slurm's reason, what it means, and what to do where something can be done.
+
+Eats the reason that squeue prints, makes a sentence.  Pure.  Limits have some two hundred names, built from four parts
+(whose, which kind, of what, for whom); they are taken apart instead of listed.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SLURMS_OWN = "waits for Slurm to look at it again"
+
+# Reasons by their exact name.
+REASONS = {
+    "None": _SLURMS_OWN,
+    "Resources": "next in line; waits for nodes to become free",
+    "Priority": "jobs of higher priority are before it",
+    "Dependency": "waits for another job, as was asked for",
+    "DependencyNeverSatisfied": "waits for a job that ended otherwise than was asked for, and so never starts; end it "
+    "with `rlhpc stop`, and submit again",
+    "BeginTime": "may not start yet: a job that was requeued waits some minutes",
+    "JobHeldUser": "held by you (or a coordinator of the account); `scontrol release JOB` lets it go",
+    "JobHeldAdmin": "held by an administrator, who alone can release it: ask them",
+    "JobHoldMaxRequeue": "held: it has been requeued too often (max_batch_requeue); see its logs, then `scontrol "
+    "release JOB`",
+    "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a program that is not there); see "
+    "`rlhpc logs RUN_DIR slurm`",
+    "JobArrayTaskLimit": "as many tasks of the array run as may run at once",
+    "PartitionDown": "the partition is down; waits for an administrator",
+    "PartitionInactive": "the partition takes no jobs now",
+    "PartitionNodeLimit": "asks for more nodes than the partition gives one job, or has up; a smaller size, or "
+    "another `partition`",
+    "PartitionTimeLimit": "asks for more time than the partition gives; lower `time` in the site file, or another "
+    "`partition`",
+    "PartitionConfig": "asks for more than the partition gives; a smaller size, or another `partition`",
+    "AccountNotAllowed": "the account may not use this partition; another `account` or `partition`",
+    "AccountingPolicy": "over a limit of the account or QOS; `sacctmgr show assoc` lists them",
+    "AssociationJobLimit": "as many jobs of this account run as may run at once",
+    "AssociationResourceLimit": "this account has as much as it may have at once",
+    "AssociationTimeLimit": "this account has used up its time; ask whoever runs it",
+    "QOSJobLimit": "as many jobs of this QOS run as may run at once",
+    "QOSResourceLimit": "this QOS has as much as it may have at once",
+    "QOSTimeLimit": "this QOS has used up its time; another `qos`, or ask the site",
+    "QOSNotAllowed": "the account or the partition may not use this QOS; another `qos`",
+    "QOSUsageThreshold": "too little of the account's share is left for this QOS; another `qos`",
+    "InvalidAccount": "Slurm does not know the account, or you are not in it; correct `account` in the site file",
+    "InvalidQOS": "Slurm does not know the QOS, or you may not use it; correct `qos` in the site file",
+    "BadConstraints": "no node can ever fulfil what it asks for; correct `constraint`, `gres_type` or sizes in the "
+    "site file",
+    "Constraints": "nodes that fulfil its constraints are not there now",
+    "Licenses": "waits for a licence",
+    "NodeDown": "a node that it needs is down",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained, or reserved, for maintenance perhaps; a shorter `time` "
+    "may fit before it",
+    "Reservation": "waits for its reservation to begin",
+    "ReservationDeleted": "its reservation has been deleted; correct `reservation` in the site file",
+    "RequiresReservation": "the partition takes jobs with a reservation only; set `reservation` in the site file",
+    "MaxMemPerLimit": "asks for more memory per core or node than it may; lower `memory_gib_per_gpu` or "
+    "`memory_gib_per_task`",
+    "DeadLine": "cannot end before its deadline",
+    "Cleaning": "was requeued, and its last life is still being cleaned up",
+    "Prolog": "the site's prolog prepares its nodes",
+    "BurstBufferOperation": "the burst buffer failed; ask the site",
+    "BurstBufferResources": "waits for room in the burst buffer",
+    "BurstBufferStageIn": "files are being copied into the burst buffer",
+    "FedJobLock": "the clusters of the federation agree on where it runs",
+    "FrontEndDown": "no front end is up; waits for an administrator",
+    "SchedDefer": _SLURMS_OWN,
+    "SystemFailure": "Slurm itself, a file system or the network failed; ask the site if it lasts",
+    "InactiveLimit": "was idle for longer than the site allows",
+    # of jobs that have ended
+    "TimeLimit": "came to its time limit",
+    "NonZeroExitCode": "ended with an exit status other than 0",
+    "RaisedSignal": "was ended by a signal",
+    "OutOfMemory": "took more memory than it had asked for",
+}
+
+# With these a job stays where it is until somebody does something.
+_STUCK = {
+    "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS", "JobHeldAdmin",
+    "JobHeldUser", "JobHoldMaxRequeue", "PartitionTimeLimit", "QOSNotAllowed", "RequiresReservation",
+    "ReservationDeleted",
+}  # fmt: skip
+
+# Longer texts that Slurm puts in the reason's place, by a part of them.
+_TEXTS = (
+    ("launch failed requeued held", "could not be started on its nodes, and is held; see `rlhpc logs RUN_DIR slurm`, "
+     "then `scontrol release JOB`"),
+    ("job requeued in held state", "was requeued, and is held; `scontrol release JOB` lets it go"),
+    ("Nodes required for job are DOWN", REASONS["ReqNodeNotAvail"]),
+    ("Reserved for maintenance", "its nodes are reserved for maintenance; a shorter `time` may fit before it"),
+)  # fmt: skip
+
+_LIMIT = re.compile(
+    r"(?P<whose>Assoc|QOS)?(?P<kind>Grp|Max|Min)"
+    r"(?P<what>BB|Billing|CPU|Cpu|Energy|GRES|License|Memory|Mem|Nodes?|Unknown|SubmitJobs?|Jobs|WallDuration|Wall)"
+    r"(?P<run>Run)?(?P<minutes>Minutes)?(?:Per(?P<each>Job|Node|User|Account))?(?:Limit|NotSatisfied)?"
+)
+_WHOSE = {"Assoc": "this account", "QOS": "this QOS", "": "this account"}
+_WHAT = {
+    "BB": "burst buffer", "Billing": "billing units", "CPU": "cores", "Energy": "energy", "GRES": "GPUs",
+    "License": "licences", "Mem": "memory", "Memory": "memory", "Node": "nodes", "Nodes": "nodes",
+    "Unknown": "some resource", "SubmitJob": "submitted jobs", "SubmitJobs": "submitted jobs", "Jobs": "running jobs",
+    "WallDuration": "time", "Wall": "time",
+}  # fmt: skip
+
+
+def reason_in_words(reason: str) -> str:
+    """A sentence for what squeue prints as the reason; the reason itself where there is nothing to add, "" for none."""
+    text = reason.strip().strip("()")
+    if not text:
+        return ""
+    for part, sentence in _TEXTS:
+        if part.lower() in text.lower():
+            return sentence
+    name, _, rest = text.partition(",")
+    sentence = REASONS.get(name) or _limit_in_words(name) or name.replace("_", " ")
+    return f"{sentence} ({rest.strip()})" if rest.strip() else sentence
+
+
+def is_stuck(reason: str) -> bool:
+    """True if a job with this reason does not start by itself, ever.
+
+    A job that was requeued and held is PENDING again a moment later, and only its reason tells.
+    """
+    name = reason.strip().strip("()").partition(",")[0]
+    return name in _STUCK or "held" in name.lower()
+
+
+def _limit_in_words(name: str) -> str:
+    found = _LIMIT.fullmatch(name)
+    if found is None:
+        return ""
+    what = _WHAT["CPU" if found["what"] == "Cpu" else found["what"]]
+    owner = _WHOSE[found["whose"] or ""]
+    if found["minutes"]:
+        what = f"minutes of {what}"
+    if found["kind"] == "Min":
+        return f"asks for fewer {what} than {owner} takes jobs for; another `qos`"
+    each = found["each"]
+    if each in ("Job", "Node"):
+        return (
+            f"asks for more {what} than {owner} gives a {each.lower()}; a smaller size, or another `qos` or `account`"
+        )
+    if found["minutes"] and not found["run"]:
+        return f"{owner} has used up its {what}; another `account`, or ask whoever runs it"
+    of = f" a{'n' if each == 'Account' else ''} {each.lower()}" if each else ""
+    return f"{owner} has as many {what} in use as it allows{of}: waits for its other jobs to end"

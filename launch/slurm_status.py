@@ -1,0 +1,306 @@
+"""The jobs of a run under Slurm, in words: what each is, where it stands, who waits for whom, what happens next.
+
+Eats the run directory and launch/job_queue.py's answer, makes SlurmView, lines of text and a JSON document.  A file
+that is not there yet is not known; nothing here fails because of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.batch.run_state import saved_step
+from launch.job_events import Event, last_events, read_document
+from launch.job_queue import JobRow, QueueLook, look_at_jobs
+from launch.job_records import JobRecord, read_records
+from launch.run_directory import launcher_of
+from launch.slurm_reasons import is_stuck, reason_in_words
+from launch.slurm_states import Life
+from rlhpc.run_layout import RunLayout
+
+NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmView:
+    """All that is said of a run's jobs, and when it was so."""
+
+    layout: RunLayout
+    jobs: tuple[JobRecord, ...]
+    look: QueueLook
+    attempt: dict[str, Any] | None  # attempt.json
+    plan: dict[str, Any]  # job_plan.json; {} if there is none
+    events: tuple[Event, ...]  # the last of each supervisor, newest first
+    now: float
+
+    @property
+    def is_alive(self) -> bool:
+        """True while a job of the run runs or may still run, or Slurm has not said."""
+        return bool(self.look.trouble) or any(row.state.is_alive for row in self.look.rows)
+
+
+def is_slurm_run(layout: RunLayout) -> bool:
+    """True if jobs were submitted for this run, and it does not go on as processes of this machine now."""
+    return any(layout.jobs.glob("[0-9]*.json")) and launcher_of(layout) is None
+
+
+def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
+    """Read the directory and ask Slurm, once: milliseconds, or seconds where slurmctld is away.
+
+    Raises RunDirectoryError for a job's record that is damaged.
+    """
+    jobs = tuple(read_records(layout))
+    ids = [job.job_id for job in jobs]
+    look = look_at_jobs(ids) if timeout_s is None else look_at_jobs(ids, timeout_s)
+    attempt, plan = read_document(layout.attempt), read_document(layout.job_plan)
+    return SlurmView(layout, jobs, look, attempt or None, plan, tuple(last_events(layout)), time.time())
+
+
+def lines_of(view: SlurmView) -> list[str]:
+    """What `rlhpc status` prints of the jobs."""
+    lines = [_attempt_line(view), ""]
+    if view.look.trouble:
+        lines += [view.look.trouble, f"jobs of this run: {', '.join(str(job.job_id) for job in view.jobs) or 'none'}"]
+    else:
+        lines += _table(view)
+    lines += _section("WAITING", waits(view)) + _section("NEXT", upcoming(view))
+    shown = view.events[:NUM_EVENTS]
+    more = len(view.events) - len(shown)
+    said = [f"{_clock(event.unix_time_s, view.now)}  job {event.name}: {event.text}" for event in shown]
+    said += [f"and {more} more: {view.layout.jobs}/*.events.jsonl"] if more else []
+    return lines + _section("LAST EVENTS", said)
+
+
+def document_of(view: SlurmView) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "attempt": view.attempt,
+        "is_alive": view.is_alive,
+        "trouble": view.look.trouble,
+        "unknown_jobs": list(view.look.unknown),
+        "jobs": [_row_document(view, row) for row in view.look.rows],
+        "waits": waits(view),
+        "next": upcoming(view),
+        "events": [
+            {"job": event.name, "unix_time_s": event.unix_time_s, "event": event.event, "text": event.text}
+            for event in view.events
+        ],
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+_HEAD = ("JOB", "WHAT", "STATE", "RESTARTS", "FOR", "LEFT", "NODES", "WHY")
+
+
+def _table(view: SlurmView) -> list[str]:
+    rows = [_HEAD, *(_cells(view, row) for row in view.look.rows)]
+    rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if view.look.unknown:
+        lines.append("unknown: Slurm has forgotten the job, which has ended therefore")
+    return lines
+
+
+def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
+    is_there = row.state.life in (Life.ON_NODES, Life.ENDING)
+    return (
+        row.label,
+        what_it_is(view, row),
+        row.state.name,
+        "-" if row.restarts is None else str(row.restarts),
+        _span(row.used_s) if row.used_s else "-",
+        _span(row.left_s) if is_there and row.left_s is not None else "-",
+        row.nodes or "-",
+        why(row, view.now) or "-",
+    )
+
+
+def why(row: JobRow, now: float) -> str:
+    """Why a job is in its state, with the remedy; "" of one that simply runs or is done."""
+    state = row.state
+    if state.name in ("RUNNING", "COMPLETED"):
+        return ""
+    words = reason_in_words(row.reason)
+    if state.name != "PENDING":
+        words = f"{state.sentence} ({words})" if words and state.is_alive else state.sentence
+    elif row.start_unix_s and row.start_unix_s > now:
+        words = "; ".join(part for part in (words, f"starts about {_clock(row.start_unix_s, now)}") if part)
+    return words.replace("JOB", str(row.job_id))
+
+
+def what_it_is(view: SlurmView, row: JobRow) -> str:
+    """The part of the run: "trainer", "generator-3", "generator-0…3", with "elastic" where it may come and go."""
+    job, name = _record(view, row.job_id), part_of(view, row)
+    if name.startswith("generation") and row.component is None:
+        name = _replicas(job, row)
+    return f"{name} (elastic)" if job.is_elastic else name
+
+
+def part_of(view: SlurmView, row: JobRow) -> str:
+    """The section of the site file that it is: controller, trainer, generation, rewards."""
+    job = _record(view, row.job_id)
+    if row.component is None:
+        return job.name
+    components: list[dict[str, Any]] = next(
+        (each["components"] for each in view.plan.get("jobs", []) if each["name"] == job.name), []
+    )
+    return str(components[row.component]["name"]) if row.component < len(components) else f"component {row.component}"
+
+
+def _replicas(job: JobRecord, row: JobRow) -> str:
+    whole = f"0-{job.array_size - 1}" if job.array_size else "0"  # an array that never began is one row
+    tasks = row.waiting_tasks or (whole if row.array_task is None else str(row.array_task))
+    head, _, tail = tasks.partition("-")
+    if not head.isdecimal() or (tail and not tail.isdecimal()):
+        return job.name  # "2,5-7": the id says which
+    low = job.first_replica + int(head) * job.replicas_per_task
+    high = job.first_replica + (int(tail or head) + 1) * job.replicas_per_task - 1
+    return f"generator-{low}" if high <= low else f"generator-{low}…{high}"
+
+
+# --------------------------------------------------------------------------------------------------- waiting, and next
+
+
+def waits(view: SlurmView) -> list[str]:
+    """Who waits for whom, as far as Slurm is the reason: parts on nodes, for parts that are not."""
+    standing: dict[str, list[JobRow]] = {}
+    for row in view.look.rows:
+        if not _record(view, row.job_id).is_elastic:
+            standing.setdefault(part_of(view, row), []).append(row)
+    there = [part for part, rows in standing.items() if any(row.state.life is Life.ON_NODES for row in rows)]
+    if not there or view.layout.summary.exists():
+        return []
+    subject = f"{_and(there)} {'wait' if len(there) > 1 else 'waits'}"
+    return [
+        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(rows[-1], view.now)}"
+        for part, rows in standing.items()
+        if part not in there
+    ]
+
+
+def upcoming(view: SlurmView) -> list[str]:
+    """What will happen by itself, and what somebody has to do."""
+    layout = view.layout
+    if layout.summary.exists():
+        return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
+    if layout.abort_request.exists():
+        return ["ABORT: all jobs end at once, nothing is saved" if view.is_alive else _resume(view)]
+    if layout.stop_request.exists():
+        return ["STOP: the step is finished and saved, then all jobs end" if view.is_alive else _resume(view)]
+    if view.look.trouble or not view.jobs:
+        return []
+    if not view.is_alive:
+        return [_resume(view)]
+    lines = [line for row in view.look.rows if _is_lead(view, row) and (line := _limit_line(view, row))]
+    lines += [f"job {row.label} stays where it is: {why(row, view.now)}" for row in view.look.rows if _is_held(row)]
+    for job in view.jobs:
+        if job.follows is not None and any(row.job_id == job.job_id and row.state.is_alive for row in view.look.rows):
+            lines.append(f"job {job.job_id} takes over when job {job.follows} has ended")
+    return lines
+
+
+def _limit_line(view: SlurmView, row: JobRow) -> str:
+    """What the lead does at its time limit, or when it starts."""
+    if _is_held(row):
+        return ""
+    if row.state.life is Life.WAITING:
+        return f"when job {row.label} starts, the run {_goes_on(view)}"
+    if row.state.life is not Life.ON_NODES or row.left_s is None:
+        return ""
+    followed = any(job.follows == row.job_id for job in view.jobs)
+    then = "its successor goes on" if followed else "is requeued and goes on"
+    then = f"ends, and {then}" if followed else then
+    return f"before {_clock(view.now + row.left_s, view.now)}, its time limit, job {row.label} saves, {then}"
+
+
+def _resume(view: SlurmView) -> str:
+    dead = [
+        row for row in view.look.rows if not row.state.is_alive and row.state.name not in ("COMPLETED", "CANCELLED")
+    ]
+    how = (
+        "first see why: `rlhpc logs RUN_DIR slurm`; then "
+        if any(not row.state.is_worth_resuming for row in dead)
+        else ""
+    )
+    return f"no job of this run is alive; {how}`rlhpc resume {view.layout.root}` {_goes_on(view)}"
+
+
+def _goes_on(view: SlurmView) -> str:
+    step = saved_step(view.layout)
+    return f"goes on from step {step}" if step else "begins at step 0"
+
+
+def _is_held(row: JobRow) -> bool:
+    return row.state.life is Life.HELD or (row.state.life is Life.WAITING and is_stuck(row.reason))
+
+
+def _is_lead(view: SlurmView, row: JobRow) -> bool:
+    return part_of(view, row) == "controller"
+
+
+def _because(row: JobRow, now: float) -> str:
+    reason = why(row, now)
+    return f" ({row.reason}): {reason}" if row.reason and reason else f": {reason}" if reason else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def _attempt_line(view: SlurmView) -> str:
+    attempt = view.attempt
+    if attempt is None:
+        return "no attempt has begun yet"
+    step, host = attempt.get("resume_step"), attempt.get("host")
+    return (
+        f"attempt {attempt.get('attempt')} {f'from step {step}' if step else 'from the beginning'}, job "
+        f"{attempt.get('job_id')}, restart {attempt.get('restart')}" + (f", controller on {host}" if host else "")
+    )
+
+
+def _row_document(view: SlurmView, row: JobRow) -> dict[str, Any]:
+    numbers = {key: getattr(row, key) for key in ("used_s", "left_s", "limit_s", "start_unix_s", "restarts")}
+    return {
+        "id": row.label,
+        "job_id": row.job_id,
+        "part": part_of(view, row),
+        "what": what_it_is(view, row),
+        "state": row.state.name,
+        "life": row.state.life.value,
+        "reason": row.reason,
+        "why": why(row, view.now),
+        "partition": row.partition,
+        "nodes": row.nodes,
+        **numbers,
+    }
+
+
+def _record(view: SlurmView, job_id: int) -> JobRecord:
+    return next(job for job in view.jobs if job.job_id == job_id)
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", *(f"{title if k == 0 else '':<13}{line}" for k, line in enumerate(lines))] if lines else []
+
+
+def _and(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _span(seconds: int) -> str:
+    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
+    for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
+        if seconds >= size:
+            rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
+            return f"{seconds // size} {unit} {rest:02d} {lower}"
+    return f"{seconds} s"
+
+
+def _clock(moment: float, now: float) -> str:
+    """Local time of day; with the date where it is not about today."""
+    is_near = abs(moment - now) < 12 * 3600
+    return time.strftime("%H:%M" if is_near else "%d %b %H:%M", time.localtime(moment))

@@ -1,0 +1,148 @@
+"""What squeue and sacct print becomes rows; what they do not print, a sentence.
+
+The lines were recorded from Slurm 22.05; two little scripts in the place of the commands print them again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.job_queue import duration_s, job_rows, look_at_jobs, moment_unix_s
+from launch.slurm_states import Life
+
+QUEUE = """\
+12+0      |RUNNING  |1  |None  |cpu  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |c0  |hetjob  |
+12+1      |RUNNING  |1  |None  |train  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |t[0-1]  |a|b  |
+13_[2-5%2]|PENDING  |0  |JobArrayTaskLimit  |gen  |0:00  |2-00:00:00  |2-00:00:00  |N/A  |  |gen  |
+13_0      |RUNNING  |0  |None  |gen  |1-02:03:04  |UNLIMITED  |UNLIMITED  |2026-03-01T14:05:00  |g0  |gen  |
+14        |PENDING  |0  |ReqNodeNotAvail, UnavailableNodes:g0  |gen|0:00|1:00:00|1:00:00|2026-03-02T00:00:00||x  |
+"""
+ACCOUNTS = (
+    "15_3|CANCELLED by 1000|gen|00:10:00|01:00:00|2026-03-01T14:05:00|g3|gen\n15+1|NODE_FAIL|gen|1-00:00:00|x|x|g1|h\n"
+)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of commands, before the system's own."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def put(directory: Path, name: str, script: str) -> None:
+    path = directory / name
+    path.write_text(f'#!/bin/sh\necho "$0 $*" >> {directory}/calls\n{script}\n', encoding="utf-8")
+    path.chmod(0o755)
+
+
+def prints(directory: Path, name: str, text: str) -> None:
+    (directory / f"{name}.txt").write_text(text, encoding="utf-8")
+    put(directory, name, f"cat {directory}/{name}.txt")
+
+
+def test_components_arrays_and_waiting_tasks_are_told_apart(commands: Path) -> None:
+    prints(commands, "squeue", QUEUE)
+    rows = job_rows([12, 13, 14])
+    assert [row.label for row in rows] == ["12+0", "12+1", "13_0", "13_[2-5]", "14"]
+    leader, second, task, waiting, last = rows
+    assert (leader.component, second.component, second.nodes, second.restarts) == (0, 1, "t[0-1]", 1)
+    assert second.name == "a|b"
+    assert (task.array_task, task.used_s, task.left_s, task.limit_s) == (0, 93784, None, None)
+    assert (waiting.array_task, waiting.waiting_tasks, waiting.reason) == (None, "2-5", "JobArrayTaskLimit")
+    assert waiting.start_unix_s is None
+    assert last.reason == "ReqNodeNotAvail, UnavailableNodes:g0"
+    assert last.start_unix_s is not None
+    assert time.localtime(last.start_unix_s)[:5] == (2026, 3, 2, 0, 0)
+
+
+def test_one_call_of_squeue_is_enough_for_all(commands: Path) -> None:
+    prints(commands, "squeue", QUEUE)
+    look_at_jobs([12, 13, 14])
+    assert len((commands / "calls").read_text().splitlines()) == 1
+
+
+def test_rows_of_jobs_that_were_not_asked_for_are_left_out_and_the_order_is_kept(commands: Path) -> None:
+    prints(commands, "squeue", QUEUE)
+    assert [row.label for row in job_rows([14, 12])] == ["14", "12+0", "12+1"]
+
+
+def test_what_squeue_has_forgotten_is_asked_of_the_accounts(commands: Path) -> None:
+    prints(commands, "squeue", QUEUE)
+    prints(commands, "sacct", ACCOUNTS)
+    look = look_at_jobs([14, 15, 16])
+    assert [(row.label, row.state.name, row.restarts) for row in look.rows] == [
+        ("14", "PENDING", 0), ("15_3", "CANCELLED", None), ("15+1", "NODE_FAIL", None),
+    ]  # fmt: skip
+    assert look.unknown == (16,)
+    assert "--jobs=15,16" in (commands / "calls").read_text()
+
+
+def test_without_accounting_a_forgotten_job_is_unknown_and_nothing_fails(commands: Path) -> None:
+    prints(commands, "squeue", "")
+    put(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    look = look_at_jobs([7])
+    assert (look.rows, look.unknown, look.trouble) == ((), (7,), "")
+
+
+def test_without_slurm_there_is_a_sentence_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    look = look_at_jobs([7])
+    assert look.rows == ()
+    assert look.unknown == ()
+    assert "squeue: no such command here" in look.trouble
+    assert job_rows([7]) == []
+
+
+def test_a_controller_that_is_away_is_a_sentence_within_the_time_given(commands: Path) -> None:
+    put(commands, "squeue", "exec sleep 30")
+    began = time.monotonic()
+    assert "no answer in 0.3 s" in look_at_jobs([7], timeout_s=0.3).trouble
+    assert time.monotonic() - began < 5
+    put(commands, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert "Unable to contact slurm controller" in look_at_jobs([7]).trouble
+
+
+def test_no_jobs_no_call(commands: Path) -> None:
+    put(commands, "squeue", "exit 1")
+    assert look_at_jobs([]).trouble == ""
+    assert not (commands / "calls").exists()
+
+
+def test_what_people_set_for_squeue_does_not_reach_it(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    put(commands, "squeue", f"env > {commands}/seen")
+    look_at_jobs([7])
+    seen = (commands / "seen").read_text().splitlines()
+    assert "SLURM_TIME_FORMAT=standard" in seen
+    assert not [line for line in seen if line.startswith("SQUEUE_")]
+    assert os.environ["SQUEUE_STATES"] == "RUNNING"
+
+
+def test_lines_of_another_form_are_no_rows(commands: Path) -> None:
+    prints(commands, "squeue", "some banner of the site\nx|y\n" + QUEUE)
+    assert len(job_rows([12, 13, 14])) == 5
+
+
+def test_an_unknown_state_is_a_row_that_lives(commands: Path) -> None:
+    prints(commands, "squeue", QUEUE.replace("RUNNING", "DREAMING"))
+    assert job_rows([12])[0].state.life is Life.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0:05", 5), ("59:59", 3599), ("1:00:00", 3600), ("2-01:00:00", 176400), ("UNLIMITED", None), ("INVALID", None)],
+)
+def test_durations_are_seconds(text: str, seconds: int | None) -> None:
+    assert duration_s(text) == seconds
+
+
+def test_moments_are_local_time() -> None:
+    now = float(int(time.time()))
+    assert moment_unix_s(time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))) == now
+    assert moment_unix_s("N/A") is None
+    assert moment_unix_s("Unknown") is None

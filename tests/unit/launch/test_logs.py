@@ -1,0 +1,183 @@
+"""`rlhpc logs` shows the newest attempt, merged, and follows what comes until the run is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.logs import LAST_LINES, roles_there, show_logs
+from launch.run_directory import register_launcher
+from rlhpc.errors import RunDirectoryError
+from rlhpc.run_layout import RunLayout
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run directory with logs of two attempts of a run on this machine."""
+    layout = RunLayout(tmp_path / "run")
+    layout.logs.mkdir(parents=True)
+    layout.config.write_text("{}")
+    for role, replica in (("controller", 0), ("trainer", 0), ("trainer", 1), ("generator", 0), ("generator", 10)):
+        write(layout, role, replica, 0, "old\n")
+        if role != "generator" or replica == 0:
+            write(layout, role, replica, 1, f"first of {role}\nsecond of {role}\n")
+    batch = layout.logs / "slurm"
+    batch.mkdir()
+    (batch / "hetjob-12.log").write_text("prologue\n")
+    return layout
+
+
+def write(layout: RunLayout, role: str, replica: int, attempt: int, text: str) -> Path:
+    path = layout.log(role, replica, attempt)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str], layout: RunLayout, role: str | None) -> list[str]:
+    assert show_logs(layout, role, follow=False) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_all_roles_of_the_newest_attempt_are_shown_with_their_names_in_one_column(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, layout, None)
+    assert lines == [
+        "controller-0    | first of controller",
+        "controller-0    | second of controller",
+        "generator-0     | first of generator",
+        "generator-0     | second of generator",
+        "generator-10    | old",  # it has outlasted the attempt, and goes on in its log
+        "trainer-0       | first of trainer",
+        "trainer-0       | second of trainer",
+        "trainer-1       | first of trainer",
+        "trainer-1       | second of trainer",
+        "slurm/hetjob-12 | prologue",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        ("trainer", {"trainer-0", "trainer-1"}),
+        ("trainer-1", {"trainer-1"}),
+        ("slurm", {"slurm/hetjob-12"}),
+        ("generator", {"generator-0", "generator-10"}),
+    ],
+)
+def test_a_role_is_all_its_processes_and_a_name_is_one(
+    role: str, names: set[str], layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {line.split(" |")[0].strip() for line in shown(capsys, layout, role)} == names
+
+
+def test_the_last_lines_are_shown_of_a_long_log_and_progress_bars_are_one_line(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(layout, "trainer", 0, 2, "".join(f"line {k}\n" for k in range(50_000)) + "10%\r50%\r100%\n")
+    lines = shown(capsys, layout, "trainer-0")
+    assert len(lines) == LAST_LINES
+    assert lines[-2:] == ["trainer-0 | line 49999", "trainer-0 | 100%"]
+
+
+def test_an_unknown_role_is_refused_with_those_there_are(layout: RunLayout) -> None:
+    with pytest.raises(RunDirectoryError) as error:
+        show_logs(layout, "judge", follow=True)
+    assert "'judge' has no log" in str(error.value)
+    assert "trainer, controller-0, generator-0, generator-10, slurm/hetjob-12, trainer-0, trainer-1" in str(error.value)
+
+
+def test_a_run_without_logs_and_a_directory_that_is_no_run_are_refused(layout: RunLayout, tmp_path: Path) -> None:
+    empty = RunLayout(tmp_path / "empty")
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        show_logs(empty, None, follow=False)
+    empty.root.mkdir()
+    empty.config.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"no logs yet; `rlhpc status .*` says"):
+        show_logs(empty, None, follow=False)
+
+
+def test_following_takes_up_new_lines_attempts_and_replicas_and_ends_with_the_run(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_launcher(layout)  # this process: the run lives
+
+    def go_on() -> None:
+        time.sleep(1.3)
+        write(layout, "trainer", 0, 1, "third of trainer\nhalf a ")
+        write(layout, "trainer", 0, 2, "of the next attempt\n")
+        write(layout, "generator", 7, 1, "a new replica\n")
+        time.sleep(1.3)
+        write(layout, "trainer", 0, 1, "line\nno end")
+        layout.summary.write_text("{}")
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    assert show_logs(layout, None, follow=True) == 0
+    writer.join()
+    lines = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    for line in ("trainer-0|third of trainer", "trainer-0|half a line", "trainer-0|of the next attempt",
+                 "generator-7|a new replica", "trainer-0|no end"):  # fmt: skip
+        assert lines.count(line.replace(" ", "")) == 1, line
+    assert lines.count("trainer-0|old") == 0
+
+
+def test_following_a_run_that_is_over_ends_at_once(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert show_logs(layout, "trainer", follow=True) == 0  # no launcher lives
+    assert time.monotonic() - began < 5
+    assert "second of trainer" in capsys.readouterr().out
+
+
+def test_a_log_that_is_begun_anew_is_read_from_its_beginning(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_launcher(layout)
+    path = write(layout, "trainer", 1, 1, "much more than will stand there afterwards\n" * 5)
+
+    def go_on() -> None:
+        time.sleep(1.2)
+        path.write_text("anew\n")
+        time.sleep(1.2)
+        layout.summary.write_text("{}")
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    show_logs(layout, "trainer-1", follow=True)
+    writer.join()
+    assert capsys.readouterr().out.splitlines()[-1] == "trainer-1 | anew"
+
+
+def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
+    register_launcher(layout)
+    program = (
+        "from pathlib import Path; from launch.logs import show_logs; from rlhpc.run_layout import RunLayout; "
+        f"raise SystemExit(show_logs(RunLayout(Path({str(layout.root)!r})), 'trainer-0', True))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    viewer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert viewer.stdout is not None
+    assert viewer.stdout.readline() == "trainer-0 | first of trainer\n"
+    viewer.send_signal(signal.SIGINT)
+    assert viewer.wait(10) == 130
+    viewer.stdout.close()
+
+
+def test_roles_come_in_the_order_of_their_numbers(layout: RunLayout) -> None:
+    write(layout, "generator", 9, 1, "x\n")
+    assert [name for name in roles_there(layout) if "generator" in name] == [
+        "generator-0",
+        "generator-9",
+        "generator-10",
+    ]
