@@ -34,6 +34,7 @@ class CheckpointWriter:
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
         self.write_s = 0.0  # of the last one that is complete: from its snapshot on
+        self.longest_s = 0.0  # of all that are complete: from the request on
 
     @property
     def awaits_trainer(self) -> bool:
@@ -47,6 +48,7 @@ class CheckpointWriter:
         stay usable.
         """
         await self.finish()
+        requested = time.monotonic()
         books, final = self._books, self._layout.checkpoint(step)
         temporary = begin(final)
         # The controller's part is taken in one go, before anything can be delivered.
@@ -61,7 +63,7 @@ class CheckpointWriter:
         )
         write_run_state(temporary, state)
         self._step, self._report = step, asyncio.get_running_loop().create_future()
-        self._completing = asyncio.create_task(self._complete(self._report, temporary, final, state))
+        self._completing = asyncio.create_task(self._complete(self._report, temporary, final, state, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
@@ -81,7 +83,7 @@ class CheckpointWriter:
             await self._completing
 
     async def _complete(
-        self, reported: asyncio.Future[SaveReport], temporary: Path, final: Path, state: RunState
+        self, reported: asyncio.Future[SaveReport], temporary: Path, final: Path, state: RunState, requested: float
     ) -> None:
         began = time.monotonic()
         report = await reported
@@ -91,6 +93,7 @@ class CheckpointWriter:
         await asyncio.to_thread(
             complete, temporary, final, {"step": state.step, "policy_version": state.policy_version}
         )
+        self.longest_s = max(self.longest_s, time.monotonic() - requested)
         await asyncio.to_thread(prune, self._layout.checkpoints, self._keep)
         self.write_s = time.monotonic() - began
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)

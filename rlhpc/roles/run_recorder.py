@@ -6,6 +6,7 @@ Eats StepRecord.  Called between steps; what it measures it never decides on.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from rlhpc.algorithms.diagnostics import staleness
@@ -25,6 +26,7 @@ from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0
+NUM_RECENT_STEPS = 10  # of which the longest is told: long ones come seldom, and a plan must hold for them
 
 
 class RunRecorder:
@@ -54,6 +56,8 @@ class RunRecorder:
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
         self._wall_from = now - books.totals.wall_s
         self._last_step_at: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
+        live.attempt, live.resume_step = context.attempt, context.resume_step
         live.step, live.version = books.step, books.policy_version
 
     def training_begins(self) -> None:
@@ -69,6 +73,7 @@ class RunRecorder:
         now, harvest = self._clock(), self._intake.reap()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
+        self._recent_s.append(step_s)
         figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(harvest)
         figures |= self._account(record, harvest, step_s) | self._situation()
         step, totals = record.report.step, self._totals
@@ -172,6 +177,7 @@ class RunRecorder:
         live = self._live
         self._eta.step_done(record.report.step + 1, now)
         live.step, live.version = record.report.step + 1, record.report.policy_version
+        live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
         live.reward = figures.get("reward/mean", live.reward)
         live.staleness_max = self._totals.staleness_max
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]

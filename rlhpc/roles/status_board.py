@@ -18,7 +18,7 @@ log = logging.getLogger("rlhpc.status")
 
 @dataclass(slots=True)
 class LiveFigures:
-    """The figures of the live line."""
+    """The figures of the live line, and those that a supervisor plans by."""
 
     phase: str = "starting"
     step: int = 0
@@ -28,6 +28,10 @@ class LiveFigures:
     trainer_tokens_per_s: float = 0.0
     generator_tokens_per_s: float = 0.0
     eta_s: float | None = None
+    step_s: float = 0.0  # longest of the last steps of this attempt, from the end of the one before; 0: none yet
+    save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
+    attempt: int = 0
+    resume_step: int | None = None  # the attempt went on from this checkpoint
 
 
 class StatusBoard:

@@ -46,12 +46,14 @@ class StepRecord:
     settle_s: float  # of the version before this step
     checkpoint_s: float  # of the last checkpoint: training was held up
     checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
+    longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
 
 
 class Checkpoints(Protocol):
     """What the loop knows of saving (roles/checkpoint_writer.py)."""
 
     write_s: float
+    longest_s: float
 
     async def write(self, step: int, policy_version: int) -> None:
         """Take a snapshot now; write it in the background, after the one before."""
@@ -117,7 +119,7 @@ class TrainLoop:
             groups, waited_s = await self._full_batch(stop)
             if groups is None:
                 break
-            record(await self._train(groups, waited_s, checkpoints.write_s))
+            record(await self._train(groups, waited_s, checkpoints))
             checkpoints.raise_failure()
             if self.step % every == 0 and self.step < last:
                 await self._save(checkpoints)
@@ -155,7 +157,7 @@ class TrainLoop:
         finally:
             stopped.cancel()
 
-    async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoint_write_s: float) -> StepRecord:
+    async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
         began = time.monotonic()
         samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
         batch = self._pack(samples)
@@ -179,7 +181,8 @@ class TrainLoop:
             pack_s=packed_s,
             settle_s=self.settle_s,
             checkpoint_s=self.checkpoint_s,
-            checkpoint_write_s=checkpoint_write_s,
+            checkpoint_write_s=checkpoints.write_s,
+            longest_save_s=checkpoints.longest_s,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:

@@ -8,15 +8,12 @@ only its end is reported out of turn.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -27,6 +24,7 @@ from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
 from rlhpc.errors import ProtocolError, WeightsError
+from rlhpc.host_address import host_address
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -41,10 +39,11 @@ from rlhpc.messages import (
 )
 from rlhpc.roles.command_stream import CommandStream
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.presence import CONNECT_TIMEOUT_S
+from rlhpc.roles.trainer_end import EndRequest
 from rlhpc.roles.trainer_presence import TrainerPresence
 from rlhpc.topology import BATCHES
 from rlhpc.training.make import open_backend
+from rlhpc.training.process_group import LOOPBACK
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
@@ -56,32 +55,33 @@ TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 def run(context: RoleContext) -> None:
     """Obey until told to stop."""
-    stopping = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopping.set()
-        raise KeyboardInterrupt  # every blocking call here is left with the state it had
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    end = EndRequest(is_supervised=context.is_supervised)
     with ExitStack() as stack:
         presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang, too
-        backend = open_backend(
-            context.config,
-            rank=context.replica,
-            world_size=context.num_ranks,
-            store_address=f"file://{context.layout.rendezvous}/trainer_{context.attempt}",
-        )
+        backend = _open_backend(context)
         stack.callback(backend.close)
-        channel = connect_blocking(BATCHES, **context.caller, timeout_s=CONNECT_TIMEOUT_S) if backend.is_lead else None
-        if channel is not None:
+        channel = None
+        if backend.is_lead:
+            channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
         trainer = Trainer(context, backend, channel, presence)
-        stack.callback(lambda: trainer.close(in_haste=stopping.is_set()))
+        stack.callback(lambda: trainer.close(in_haste=end.is_requested))
         trainer.begin()
-        while trainer.obey(commands.next(stopping.is_set)):
+        while trainer.obey(commands.next(lambda: end.is_requested)):
             pass
+
+
+def _open_backend(context: RoleContext) -> TrainerBackend:
+    return open_backend(
+        context.config,
+        rank=context.replica,
+        world_size=context.num_ranks,
+        # Not a name that ends like an endpoint's: who looks for those is not to take it for one.
+        store_address=f"meet://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
+        host=_host(context.config) or LOOPBACK,
+        meet_timeout_s=context.meet_timeout_s,
+    )
 
 
 class Trainer:
@@ -117,7 +117,11 @@ class Trainer:
         device, shares_gpu = self._backend.device, _shares_gpu(self._config)
         transport = resolve_transport(weights.transport, device, shares_gpu)
         self._publisher = make_publisher(
-            weights, directory=self._context.layout.weights, device=device, shares_gpu=shares_gpu
+            weights,
+            directory=self._context.layout.weights,
+            device=device,
+            shares_gpu=shares_gpu,
+            host=_host(self._config),
         )
         self._channel.send(TrainerReady(self._version, self._manifest, transport))
         self._presence.now("running", "batch", self._version)
@@ -236,6 +240,11 @@ class Trainer:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
             self._presence.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
+
+
+def _host(config: Config) -> str:
+    """Address under which other hosts reach this one; "" for a run within one machine."""
+    return host_address() if config.transport.kind == "tcp" else ""
 
 
 def _shares_gpu(config: Config) -> bool:

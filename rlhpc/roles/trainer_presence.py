@@ -15,7 +15,7 @@ from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import ChannelError
 from rlhpc.messages import Heartbeat, SaveReport
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.presence import CONNECT_TIMEOUT_S, hello
+from rlhpc.roles.presence import hello
 from rlhpc.topology import CONTROL
 from rlhpc.transport.open import connect_blocking
 
@@ -55,7 +55,7 @@ class TrainerPresence:
             control = connect_blocking(
                 CONTROL,
                 **context.caller,
-                timeout_s=CONNECT_TIMEOUT_S,
+                timeout_s=context.meet_timeout_s,
             )
             control.send(hello(context))
             control.send(self._current)

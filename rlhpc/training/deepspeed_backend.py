@@ -33,7 +33,14 @@ from rlhpc.training.hf_names import named_on_disk, on_disk
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
+from rlhpc.training.process_group import (
+    DTYPES,
+    LOOPBACK,
+    MEET_TIMEOUT_S,
+    close_process_group,
+    device_of,
+    open_process_group,
+)
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
@@ -87,12 +94,22 @@ class DeepSpeedBackend(TrainerBackend):
             self._undo = undo.pop_all()
 
     @classmethod
-    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> DeepSpeedBackend:
+    def open(
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        store_address: str,
+        host: str = LOOPBACK,
+        meet_timeout_s: float = MEET_TIMEOUT_S,
+    ) -> DeepSpeedBackend:
         """Load config.model, meet the other ranks at store_address, and share the model out.
 
-        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; may be empty for one
-        rank.  A default process group that is up already is taken, and left up in the end.  The model is loaded whole
-        into host memory, in float32, on every rank.  Raises ConfigError for a model that cannot be trained here.
+        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.  A default process group
+        that is up already is taken, and left up in the end.  The model is loaded whole into host memory, in float32,
+        on every rank.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not turn up.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -105,7 +122,7 @@ class DeepSpeedBackend(TrainerBackend):
         if dist.is_initialized():
             return cls(model, settings, device=device)
         with ExitStack() as undo:
-            open_process_group(rank, world_size, store_address, device)
+            open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
             undo.callback(close_process_group)
             backend = cls(model, settings, device=device)
             undo.push(backend._undo.pop_all())

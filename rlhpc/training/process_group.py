@@ -6,34 +6,75 @@ Promises: when open_process_group returns, every rank is connected to every othe
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rlhpc.host_address import interface_of
+from rlhpc.training.meeting import meet
 from rlhpc.training.step_vote import all_ranks_agree
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for the lead to read or write a checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the words of model.dtype
+MEET, MEET_TIMEOUT_S, LOOPBACK = "meet://", 120.0, "127.0.0.1"
 
 
-def open_process_group(rank: int, world_size: int, store_address: str, device: torch.device) -> None:
+def open_process_group(
+    rank: int,
+    world_size: int,
+    store_address: str,
+    device: torch.device,
+    *,
+    host: str = LOOPBACK,
+    meet_timeout_s: float = MEET_TIMEOUT_S,
+) -> None:
     """Meet the other ranks at store_address; NCCL on CUDA, gloo on CPU.  A collective.
 
-    store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port".  A single rank may open a
-    group too (Megatron and DeepSpeed need one); an empty address, legal then only, stands for one within the process.
+    store_address: "meet:///path" of a file that rank 0 will write its address into, the only one that is right on
+    several hosts (see meeting.py); "file:///path" of a file that does not exist yet, for torch's own FileStore; or
+    "tcp://host:port".  A single rank may open a group too (Megatron and DeepSpeed need one) and meets nobody: its
+    address may be empty.
+    host: IPv4 address under which other ranks reach this one, and meet_timeout_s: how long to wait for them; with
+    meet:// alone.  Raises ChannelTimeout, which names the ranks that are missing.
     """
-    where = {"init_method": store_address} if store_address or world_size > 1 else {"store": HashStore()}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        **where,
+        **_meeting_place(rank, world_size, store_address, host, meet_timeout_s),
     )
     # All wait for all: a rank that closes before another has finished connecting would make that one fail.
     all_ranks_agree(True, device)
+
+
+def _meeting_place(rank: int, world_size: int, store_address: str, host: str, timeout_s: float) -> dict[str, Any]:
+    """The arguments of init_process_group that say where."""
+    if world_size == 1:
+        return {"store": HashStore()}
+    if not store_address.startswith(MEET):
+        return {"init_method": store_address}
+    _speak_from(host)
+    file = Path(store_address.removeprefix(MEET))
+    store = meet(file, rank=rank, world_size=world_size, host=host, timeout_s=timeout_s)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return {"store": store}
+
+
+def _speak_from(host: str) -> None:
+    """Let every gloo group of this process listen at this address.
+
+    Left to itself gloo takes the address of the host's name, which many a distribution maps to 127.0.1.1; groups that
+    are made later, by us or by a backend, take no address but through the environment.
+    """
+    name = interface_of(host)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def close_process_group() -> None:

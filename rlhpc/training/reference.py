@@ -30,7 +30,14 @@ from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
+from rlhpc.training.process_group import (
+    DTYPES,
+    LOOPBACK,
+    MEET_TIMEOUT_S,
+    close_process_group,
+    device_of,
+    open_process_group,
+)
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.scattered import Piece
@@ -72,11 +79,20 @@ class ReferenceBackend(TrainerBackend):
         )
 
     @classmethod
-    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> ReferenceBackend:
+    def open(
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        store_address: str,
+        host: str = LOOPBACK,
+        meet_timeout_s: float = MEET_TIMEOUT_S,
+    ) -> ReferenceBackend:
         """Load config.model on this rank's device and meet the other ranks at store_address.
 
-        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port"; unused by one rank.
-        Raises ConfigError for a model that cannot be trained here.
+        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not turn up.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -84,7 +100,7 @@ class ReferenceBackend(TrainerBackend):
             config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
         )
         if world_size > 1:
-            open_process_group(rank, world_size, store_address, device)
+            open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
         settings = ReferenceSettings(
             dtype=DTYPES[config.model.dtype],
             temperature=config.generation.temperature,

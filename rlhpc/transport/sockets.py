@@ -12,7 +12,6 @@ Eats a ChannelSpec and the [transport] settings.  Traps that are dealt with here
 from __future__ import annotations
 
 import shutil
-import socket as sockets
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import zmq
 
 from rlhpc.config import TransportConfig
 from rlhpc.errors import ConfigError
+from rlhpc.host_address import host_address
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import MAX_FRAME_BYTES, Frame
 from rlhpc.transport.keys import load_secret, public_key
@@ -93,8 +93,8 @@ class Binding:
 def bind(socket: Socket, kind: str, interface: str | None) -> Binding:
     """Listen at a fresh address: a free port of the interface, or a unix socket in a directory of mode 0700.
 
-    interface: IPv4 address for tcp; None: the address of this host's name.
-    Raises ConfigError if it cannot be bound.
+    interface: IPv4 address for tcp; None: the one that other hosts reach us under (rlhpc/host_address.py).
+    Raises ConfigError if it cannot be bound, or if RLHPC_INTERFACE names no interface of this host.
     """
     if kind == "tcp":
         wanted, directory = f"tcp://{interface or host_address()}:*", None
@@ -114,28 +114,6 @@ def _short_private_directory() -> Path:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp"))
-
-
-def host_address() -> str:
-    """Return the IPv4 address that other hosts reach us under: that of our name, else of the default route's interface.
-
-    Many a distribution maps the host's own name to 127.0.1.1, which no other host reaches; hence the second way.
-    It sends nothing.  127.0.0.1 where there is no network at all.
-    """
-    try:
-        entries = sockets.getaddrinfo(sockets.gethostname(), None, sockets.AF_INET)
-    except OSError:
-        entries = []
-    for entry in entries:
-        address = str(entry[-1][0])
-        if not address.startswith("127."):
-            return address
-    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737: chooses a route, sends no packet
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def terminate(context: Context, timeout_s: float = TERMINATE_S) -> bool:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from rlhpc.contracts import WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
+from rlhpc.host_address import host_address
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import FIELDS, SIGN_SHIFT, check_header, check_sums
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import tensors_in_block
-from rlhpc.weights.process_group import SideGroup, find_store
+from rlhpc.weights.process_group import SideGroup, find_store, is_on_this_machine
 
 
 class GroupReceiver(WeightReceiver):
@@ -32,8 +33,8 @@ class GroupReceiver(WeightReceiver):
         """Meet the others; see WeightReceiver."""
         self.leave()
         store = find_store(group.address, group.world_size, self._timeout_s)
-        is_local = group.address.startswith("file://")
-        self._group = SideGroup(self._backend, store, rank, group.world_size, self._timeout_s, is_local)
+        host = "" if is_on_this_machine(group.address) else host_address()
+        self._group = SideGroup(self._backend, store, rank, group.world_size, self._timeout_s, host)
         self._epoch = group.epoch
 
     def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:

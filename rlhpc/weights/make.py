@@ -40,7 +40,7 @@ def make_publisher(
     """The trainer's end.
 
     directory: the run's weights directory.  device: "cpu" or "cuda", where the trainer yields its tensors.
-    host: name or address under which other machines reach this one; "" is right when all members run on this machine.
+    host: address under which other machines reach this one; "" is right when all members run on this machine.
     The size of buckets comes with the manifest.
     """
     transport = resolve_transport(weights.transport, device, shares_gpu)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,14 +28,17 @@ c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 class SideGroup:
     """One rank's end of a gloo or NCCL group.  Blocking; used by one thread at a time."""
 
-    def __init__(self, backend: str, store: Any, rank: int, world_size: int, timeout_s: float, is_local: bool) -> None:
-        """Meet all ranks.  Raises GroupFailed if they are not all there within `timeout_s`."""
+    def __init__(self, backend: str, store: Any, rank: int, world_size: int, timeout_s: float, host: str) -> None:
+        """Meet all ranks.  Raises GroupFailed if they are not all there within `timeout_s`.
+
+        host: address under which the other ranks reach this one, for gloo; "" when all are on this machine.
+        """
         self.world_size = world_size
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._store = store
         with _failures_named(f"rank {rank} of {world_size} could not meet the others within {timeout_s:g} s"):
             if backend == "gloo":
-                self._group: Any = _gloo_group(store, rank, world_size, self._timeout, is_local)
+                self._group: Any = _gloo_group(store, rank, world_size, self._timeout, host)
             else:
                 self._group = _nccl_group(store, rank, world_size, self._timeout)
             # Gloo connects lazily on some builds and NCCL always: the first collective is the meeting.
@@ -75,15 +79,19 @@ class SideGroup:
 
 
 def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s: float) -> tuple[Any, str]:
-    """Rank 0: open a meeting place; a file in `directory`, or a TCP port if a `host` name is given.
+    """Rank 0: open a meeting place; a file in `directory`, or a TCP port of the address `host`.
 
     Returns (store, address).  Raises GroupFailed if neither file nor port can be had.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     with _failures_named("the meeting place could not be opened"):
         if host:
-            store = c10d.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
-            return store, f"tcp://{host}:{store.port}"
+            listener = socket.create_server((host, 0))
+            port = listener.getsockname()[1]
+            # The store takes the socket over: it is bound to one address, where torch itself would listen at all.
+            descriptor = listener.detach()
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
+            return c10d.TCPStore(host, port, world_size, timeout=timeout, **options), f"tcp://{host}:{port}"
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}.store"
         path.unlink(missing_ok=True)  # of an earlier attempt of the run that used the same epoch number
@@ -109,16 +117,29 @@ def find_store(address: str, world_size: int, timeout_s: float) -> Any:
         return store
 
 
-def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta, is_local: bool) -> Any:
+def is_on_this_machine(address: str) -> bool:
+    """True if only this machine can meet at what open_store returned: a file, or a port of the loopback interface."""
+    return address.startswith(("file://", "tcp://127."))
+
+
+def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta, host: str) -> Any:
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # On one machine the loopback interface always works; its host name need not resolve.
-    options._devices = [
-        c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if is_local
-        else c10d.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = _gloo_devices(host)
     return c10d.ProcessGroupGloo(c10d.PrefixStore("weights/", store), rank, world_size, options)
+
+
+def _gloo_devices(host: str) -> list[Any]:
+    """Where gloo listens: at the interfaces of GLOO_SOCKET_IFNAME, as torch would have it, else at this address.
+
+    torch's default is the address of the host's name, which many a distribution maps to 127.0.1.1.
+    """
+    create = c10d.ProcessGroupGloo.create_device
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if host and names:
+        return [create(interface=name.strip()) for name in names.split(",")]
+    # On one machine the loopback interface always works; its host name need not resolve.
+    return [create(hostname=host or "127.0.0.1")]
 
 
 def _nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:

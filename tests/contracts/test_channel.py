@@ -44,7 +44,7 @@ class Wiring(ABC):
     def serve(self) -> ServerChannel: ...
 
     @abstractmethod
-    def join(self, server: ServerChannel, name: str) -> ClientChannel: ...
+    def join(self, server: ServerChannel, name: str, incarnation: str = "first") -> ClientChannel: ...
 
     @abstractmethod
     def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel: ...
@@ -54,9 +54,9 @@ class MemoryWiring(Wiring):
     def serve(self) -> ServerChannel:
         return MemoryServer(SPEC)
 
-    def join(self, server: ServerChannel, name: str) -> ClientChannel:
+    def join(self, server: ServerChannel, name: str, incarnation: str = "first") -> ClientChannel:
         assert isinstance(server, MemoryServer)
-        return server.connect(name)
+        return server.connect(name, incarnation)
 
     def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel:
         assert isinstance(server, MemoryServer)
@@ -77,17 +77,17 @@ class ZmqWiring(Wiring):
             interface="127.0.0.1",
         )
 
-    def identity(self, name: str) -> dict[str, object]:
+    def identity(self, name: str, incarnation: str = "first") -> dict[str, object]:
         return {
             "name": name,
-            "incarnation": "first",
+            "incarnation": incarnation,
             "server_name": "controller-0",
             "config": self.config,
             "secrets": self.secrets,
         }
 
-    def join(self, server: ServerChannel, name: str) -> ClientChannel:
-        return ZmqClient(SPEC, server.address, **self.identity(name))
+    def join(self, server: ServerChannel, name: str, incarnation: str = "first") -> ClientChannel:
+        return ZmqClient(SPEC, server.address, **self.identity(name, incarnation))
 
     def join_blocking(self, server: ServerChannel, name: str) -> BlockingClientChannel:
         return ZmqBlockingClient(SPEC, server.address, **self.identity(name))
@@ -233,6 +233,45 @@ async def test_a_peer_that_opens_its_channel_again_is_the_one_that_is_answered(w
         assert await server.receive(SOON_S) == ("generator-0", beat(number))
         await server.send("generator-0", lease(number))
         assert (await client.receive(SOON_S)).group_id == number
+        await client.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- fencing
+
+
+async def test_an_earlier_start_is_never_heard_again_though_it_opens_new_sessions(
+    wiring: Wiring, server: ServerChannel
+):
+    new = wiring.join(server, "generator-0", "71.1.0-new")
+    await new.send(beat(0))
+    assert await server.receive(SOON_S) == ("generator-0", beat(0))
+    for number, incarnation in enumerate(("71.0.0-old", "71.0.4-old", "70.9.9-other")):  # none of them was heard before
+        rejected = server.statistics.messages_rejected
+        old = wiring.join(server, "generator-0", incarnation)
+        await old.send(beat(-1))
+        await until(lambda rejected=rejected: server.statistics.messages_rejected > rejected)
+        await server.send("generator-0", lease(number))
+        assert (await new.receive(SOON_S)).group_id == number
+        with pytest.raises(ChannelTimeout):
+            await old.receive(0.01)
+        await old.close()
+    await new.send(beat(1))
+    assert await server.receive(SOON_S) == ("generator-0", beat(1))
+    await new.close()
+
+
+async def test_a_later_start_and_another_of_the_same_take_over(wiring: Wiring, server: ServerChannel):
+    clients = [wiring.join(server, "generator-0", "71.0.0-a")]
+    await greet(server, clients[0])
+    for number, incarnation in enumerate(("71.0.0-b", "71.0.1-c", "71.2.0-d", "72.0.0-e")):
+        clients.append(wiring.join(server, "generator-0", incarnation))
+        await greet(server, clients[-1])
+        rejected = server.statistics.messages_rejected
+        await clients[-2].send(beat(-1))  # whom it has followed
+        await until(lambda rejected=rejected: server.statistics.messages_rejected > rejected)
+        await server.send("generator-0", lease(number))
+        assert (await clients[-1].receive(SOON_S)).group_id == number
+    for client in clients:
         await client.close()
 
 

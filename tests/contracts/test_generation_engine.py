@@ -223,6 +223,27 @@ async def test_an_engine_outside_a_group_receives_nothing(subject: Subject) -> N
     await subject.join()
 
 
+async def test_an_engine_goes_back_to_an_earlier_version(subject: Subject) -> None:
+    """A trainer was resumed from an earlier checkpoint; the engine outlives it."""
+    late = subject.engine.policy_version
+    abandoned = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
+    await until_sampling()
+    for task in abandoned:
+        task.cancel()
+    await asyncio.gather(*abandoned, return_exceptions=True)
+    await subject.engine.leave_weights()
+    await subject.join()
+    await subject.update(late - 2)
+    assert subject.engine.policy_version == late - 2
+    assert_sampled_by(subject, late - 2, await subject.engine.generate(request_of(5, prompt=LONG_PROMPT)))
+    running = asyncio.create_task(subject.engine.generate(_long(0)))
+    await until_sampling()
+    await subject.update(late - 1)
+    assert set((await running).versions) == {late - 2, late - 1}
+    assert_sampled_by(subject, late - 1, await subject.engine.generate(request_of(5, prompt=LONG_PROMPT)))
+    await subject.update(late)
+
+
 async def test_statistics_count(subject: Subject) -> None:
     before = subject.engine.statistics()
     rollout = await subject.engine.generate(request_of(6))

@@ -40,7 +40,14 @@ from rlhpc.training.megatron.schedule import Schedule, Work
 from rlhpc.training.megatron.sharded_state import ShardedState
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.process_group import DTYPES, close_process_group, device_of, open_process_group
+from rlhpc.training.process_group import (
+    DTYPES,
+    LOOPBACK,
+    MEET_TIMEOUT_S,
+    close_process_group,
+    device_of,
+    open_process_group,
+)
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row
 from rlhpc.training.scattered import gather_stream
@@ -79,16 +86,26 @@ class MegatronBackend(TrainerBackend):
         self._is_open = True
 
     @classmethod
-    def open(cls, config: Config, *, rank: int, world_size: int, store_address: str) -> MegatronBackend:
+    def open(
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        store_address: str,
+        host: str = LOOPBACK,
+        meet_timeout_s: float = MEET_TIMEOUT_S,
+    ) -> MegatronBackend:
         """Load config.model, shared out over all ranks, and meet them at store_address.
 
-        store_address: "file:///path" (of a file that does not exist yet) or "tcp://host:port".
-        Raises ConfigError for a model or a layout that cannot be trained here; then nothing is left open.
+        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
+        Raises ConfigError for a model or a layout that cannot be trained here, ChannelTimeout for ranks that do not
+        turn up; then nothing is left open.
         """
         device = device_of(config.trainer.device, rank)
         _refuse_unfit(config, device)
         torch.manual_seed(config.run.seed)
-        open_process_group(rank, world_size, store_address, device)
+        open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
         try:
             open_groups(ParallelLayout.of(config.trainer), rank=rank, device=device)
             return cls._on_open_groups(config, device)

@@ -149,7 +149,7 @@ class FakeTrainer:
 class FakeCheckpoints:
     """Notes what is saved; on a slow disk the writing ends when a test sets `written`, else at once."""
 
-    write_s = 0.0
+    write_s = longest_s = 0.0
 
     def __init__(self, publication: Publication) -> None:
         self._publication = publication

@@ -109,6 +109,24 @@ async def test_training_goes_on_as_soon_as_the_snapshot_is_taken(tmp_path: Path)
         assert it.writer.write_s > 0
 
 
+async def test_the_longest_save_counts_from_the_request_until_it_is_complete(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        await it.writer.write(1, 1)
+        assert it.writer.longest_s == 0  # it is not complete yet
+        await asyncio.sleep(0.2)
+        it.trainer_has_written(1)
+        await it.writer.finish()
+        slow = it.writer.longest_s
+        assert slow >= 0.2
+        await it.complete_one(2)
+        assert it.writer.longest_s == slow
+        await it.writer.write(3, 3)
+        it.trainer_has_written(3, error="the disk is full")
+        with pytest.raises(CheckpointError):
+            await it.writer.finish()
+        assert it.writer.longest_s == slow  # one that failed took no time to become complete
+
+
 async def test_a_second_checkpoint_begins_when_the_first_is_complete(tmp_path: Path) -> None:
     async with desk(tmp_path) as it:
         await it.writer.write(1, 1)

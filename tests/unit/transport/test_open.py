@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -24,7 +25,7 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
-from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, host_address, terminate
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, terminate
 
 CONFIG = TransportConfig()
 
@@ -105,6 +106,39 @@ async def test_an_address_that_a_dead_server_left_behind_is_read_again(
     await server.close()
 
 
+async def test_keys_of_a_new_attempt_are_waited_for_where_that_is_asked_for(layout: RunLayout):
+    server = serve(layout)
+    shutil.rmtree(layout.secrets)
+    with pytest.raises(RunDirectoryError, match="mint_run_keys"):
+        await join(layout)
+    with pytest.raises(RunDirectoryError, match="mint_run_keys"):
+        await join(layout, awaits_keys=True, timeout_s=0.15)
+    waiting = asyncio.create_task(join(layout, awaits_keys=True))
+    await asyncio.sleep(0.15)
+    await server.close()  # the attempt before is over, and its keys are worth nothing
+    mint_run_keys(layout.secrets, ["controller-0", "generator-0"])
+    server = serve(layout, "two")
+    client = await waiting
+    assert client.endpoint.incarnation == "two"
+    await client.send(beat(1))
+    assert await server.receive(5) == ("generator-0", beat(1))
+    await client.close()
+    await server.close()
+
+
+async def test_the_error_tells_the_whole_wait_though_an_address_was_there_meanwhile(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlhpc.transport.open.ATTEMPT_S", 0.05)
+    stale = Endpoint("control", "controller", 0, "ipc:///nowhere/s", "dead", 4711, socket.gethostname())
+    publish(layout.rendezvous, stale)
+    waiting = asyncio.create_task(join(layout, timeout_s=0.5))
+    await asyncio.sleep(0.1)
+    shutil.rmtree(layout.rendezvous)
+    with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'control' after 0\.5 s"):
+        await waiting
+
+
 async def test_the_error_names_the_server_that_does_not_answer(layout: RunLayout):
     stale = Endpoint("control", "controller", 0, "ipc:///nowhere/s", "dead", 4711, socket.gethostname())
     publish(layout.rendezvous, stale)
@@ -175,11 +209,6 @@ def test_closing_does_not_wait_for_ever_for_a_socket_that_stays_open():
     forgotten = context.socket(zmq.PAIR)
     assert not terminate(context, timeout_s=0.05)
     forgotten.close()
-
-
-def test_the_address_for_other_hosts_is_one_ipv4_address():
-    socket.inet_aton(host_address())
-    assert host_address() != "0.0.0.0"
 
 
 CHILD = """

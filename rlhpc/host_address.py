@@ -1,0 +1,80 @@
+"""The address under which other hosts reach this one.
+
+Eats the environment variable RLHPC_INTERFACE and what the kernel knows of the network; makes IPv4 addresses as text.
+Every socket of ours that is meant for other hosts is bound to what host_address() says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+
+from rlhpc.errors import ConfigError
+
+VARIABLE = "RLHPC_INTERFACE"
+_SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
+
+
+def host_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the IPv4 address that other hosts reach us under.
+
+    That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; where none is named,
+    that of our name, else of the default route's interface: many a distribution maps the host's own name to 127.0.1.1,
+    which no other host reaches.  It sends nothing.  127.0.0.1 where there is no network at all.
+    Raises ConfigError if none of the named interfaces has an address here.
+    """
+    names = environment.get(VARIABLE, "").strip()
+    return _address_of_first(names) if names else _address_of_name() or _address_of_default_route() or "127.0.0.1"
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every interface of this host that has one, by the interface's name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = ((name, _address_of(probe, name)) for _, name in socket.if_nameindex())
+        return {name: address for name, address in found if address}
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address; None: this host has no such address."""
+    return next((name for name, its in interface_addresses().items() if its == address), None)
+
+
+def _address_of_first(names: str) -> str:
+    present = interface_addresses()
+    for name in (word.strip() for word in names.split(",")):
+        if name in present:
+            return present[name]
+    here = ", ".join(f"{name} ({address})" for name, address in present.items()) or "none"
+    raise ConfigError(
+        f"{VARIABLE}={names!r}: no such interface with an IPv4 address on {socket.gethostname()}; there are: {here}"
+    )
+
+
+def _address_of_name() -> str | None:
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except OSError:
+        return None
+    addresses = [str(entry[-1][0]) for entry in entries]
+    return next((address for address in addresses if not address.startswith("127.")), None)
+
+
+def _address_of_default_route() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737: chooses a route, sends no packet
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _address_of(probe: socket.socket, name: str) -> str | None:
+    request = struct.pack("256s", name.encode())
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except OSError:  # an interface without an IPv4 address
+        return None
+    return socket.inet_ntoa(answer[20:24])  # struct ifreq: 16 bytes of name, family, port, address

@@ -1,0 +1,47 @@
+"""How signals end a trainer, or do not.
+
+Alone, a trainer that gets SIGTERM leaves at once.  Under a supervisor it stays: Slurm's signals reach every process of
+a step, and only the controller knows which step to finish and what to save.  A trainer that outlives whoever started it
+leaves in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+FROM_SLURM = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STDERR = 2
+
+
+class EndRequest:
+    """Listens for signals; made in the main thread, which is the one that KeyboardInterrupt is raised in."""
+
+    def __init__(self, *, is_supervised: bool) -> None:
+        """Listen from now on."""
+        self.is_requested = False
+        self._was_told = False
+        self._parent_pid = os.getppid()
+        if is_supervised:
+            for number in FROM_SLURM:
+                signal.signal(number, self._stay)
+                signal.siginterrupt(number, False)  # libraries that do not expect a signal shall not notice one
+        else:
+            signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
+        raise KeyboardInterrupt  # every blocking call here is left with the state it had
+
+    def _stay(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._parent_pid:  # so it is the kernel, telling that our parent is dead (lifecycle.py)
+            self._leave(number, frame)
+        if not self._was_told:
+            self._was_told = True
+            # Not through logging: the line that the signal has interrupted may hold its stream.
+            name = signal.Signals(number).name
+            line = f"{time.strftime('%F %T')} trainer {name}: Slurm asks for an end: the controller decides\n"
+            os.write(_STDERR, line.encode())

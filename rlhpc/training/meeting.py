@@ -1,0 +1,167 @@
+"""Where ranks on several hosts meet when all they share is a directory: rank 0 listens, a file says where.
+
+Eats the path of that file, makes a torch store that all ranks are connected to.  torch's own FileStore would need
+nothing but the file; it locks it, though, and many a shared filesystem has no locks or only pretends to.
+Promises: a port is bound before it is told, never looked for first; the address that a dead rank 0 has left behind, or
+another start's, misleads nobody for longer than it takes the new one to turn up; who does not meet everybody in time
+says who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from rlhpc.errors import ChannelTimeout, RoleFailed
+from rlhpc.files import write_atomically
+
+POLL_S, LONGEST_POLL_S = 0.02, 0.5  # ever slower: hundreds of ranks may ask one file server
+PROBE_S = 10.0  # for rank 0's host to answer
+# torch looks up the name of the other end when it connects, which takes some ten seconds where no name server answers.
+CALL_TIMEOUT = timedelta(seconds=60)
+_ALL_HERE = "all here"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the file says."""
+
+    address: str  # "tcp://IPv4:port"
+    nonce: str  # of this start of rank 0: whoever has read an older file is in another room
+    host: str  # for people
+    pid: int
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """IPv4 address and port."""
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+
+def meet(file: Path, *, rank: int, world_size: int, host: str, timeout_s: float) -> Store:
+    """Connect this rank to all others; returns when each of them has done so, or when that is only a matter of time.
+
+    file: the same for all ranks and for no other start; it is made by rank 0, with its directory, and gone afterwards.
+    host: IPv4 address under which the other ranks reach rank 0; the others' is not used.
+    Raises ChannelTimeout that says who is missing, RoleFailed if rank 0 cannot listen at `host` or write the file.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return _receive_others(file, world_size, host, deadline, timeout_s)
+    return _go_to_rank_0(file, rank, world_size, deadline, timeout_s)
+
+
+def _receive_others(file: Path, world_size: int, host: str, deadline: float, timeout_s: float) -> Store:
+    try:
+        place, room = _open(file, host, world_size)
+    except (OSError, RuntimeError) as error:
+        raise RoleFailed(f"rank 0 of the trainer cannot wait for others at {host}, told in {file}: {error}") from error
+    try:
+        missing, pause_s = _missing(room, range(1, world_size)), POLL_S
+        while missing:
+            if time.monotonic() >= deadline:
+                raise ChannelTimeout(_who_is_missing(missing, timeout_s, place))
+            pause_s = _pause(pause_s)
+            missing = _missing(room, missing)
+        room.set(_ALL_HERE, "")
+    finally:
+        file.unlink(missing_ok=True)
+    return room
+
+
+def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
+    """Listen, then tell."""
+    file.unlink(missing_ok=True)
+    listener = socket.create_server((host, 0), backlog=max(128, world_size))
+    port = listener.getsockname()[1]
+    # The store takes the socket over: it is bound to one address, where torch itself would listen at all of them.
+    server = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=CALL_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    place = Place(f"tcp://{host}:{port}", secrets.token_hex(8), socket.gethostname(), os.getpid())
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(asdict(place)).encode(), mode=0o600)
+    return place, PrefixStore(place.nonce, server)
+
+
+def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: float, timeout_s: float) -> Store:
+    place: Place | None = None
+    room: Store | None = None  # where we are now
+    pause_s, why = POLL_S, f"rank 0 of the trainer has not turned up after {timeout_s:g} s: no {file}; see its log"
+    while True:
+        told = _read(file)
+        if told is not None and (told != place or room is None):  # rank 0 is new, or we could not reach it before
+            place, room = told, _enter(told, rank)
+            if room is None:
+                why = (
+                    f"rank 0 of the trainer (process {told.pid} on {told.host}) has not answered at {told.address} "
+                    f"after {timeout_s:g} s; do both hosts have the network of RLHPC_INTERFACE?"
+                )
+        if room is not None and place is not None:
+            try:
+                if room.check([_ALL_HERE]):
+                    return room
+                if time.monotonic() >= deadline:
+                    why = _who_is_missing(_missing(room, range(1, world_size)), timeout_s, place)
+            except RuntimeError:  # whatever the network does to torch's store
+                room = None
+                why = f"rank 0 of the trainer (process {place.pid} on {place.host}) is gone before all had met"
+        if time.monotonic() >= deadline:
+            raise ChannelTimeout(why)
+        pause_s = _pause(pause_s)
+
+
+def _enter(place: Place, rank: int) -> Store | None:
+    """Sign in with rank 0; None if it does not answer."""
+    try:
+        # torch's client would try for its whole time limit, loudly; this one knows at once that nobody listens.
+        socket.create_connection(place.endpoint, timeout=PROBE_S).close()
+        client = TCPStore(*place.endpoint, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
+        room = PrefixStore(place.nonce, client)
+        room.set(_key(rank), f"{socket.gethostname()} {os.getpid()}")
+    except (OSError, RuntimeError):
+        return None
+    return room
+
+
+def _read(file: Path) -> Place | None:
+    try:
+        # Listing first makes an NFS client look again: it may remember for half a minute that a file is not there.
+        if file.name not in os.listdir(file.parent):  # noqa: PTH208 - names are enough
+            return None
+        return Place(**json.loads(file.read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def _missing(room: Store, ranks: range | list[int]) -> list[int]:
+    return [rank for rank in ranks if not room.check([_key(rank)])]
+
+
+def _who_is_missing(ranks: list[int], timeout_s: float, place: Place) -> str:
+    names = ", ".join(map(str, ranks))
+    who = f"rank {names} of the trainer has" if len(ranks) == 1 else f"ranks {names} of the trainer have"
+    return f"{who} not turned up at {place.address} on {place.host} after {timeout_s:g} s; see their logs"
+
+
+def _key(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _pause(seconds: float) -> float:
+    """Sleep; return how long to sleep the next time."""
+    time.sleep(seconds)
+    return min(seconds * 1.5, LONGEST_POLL_S)

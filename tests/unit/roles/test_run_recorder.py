@@ -1,0 +1,99 @@
+"""What the recorder tells the live line, of steps that a small ring trains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config_file import config_hash, write_resolved
+from rlhpc.metrics.meters import LoopLag
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.books import Books
+from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.intake import Intake
+from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.run_recorder import NUM_RECENT_STEPS, RunRecorder
+from rlhpc.roles.status_board import StatusBoard
+from rlhpc.roles.totals import Totals
+from rlhpc.roles.train_loop import StepRecord
+from rlhpc.run_layout import RunLayout
+from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
+
+PATIENCE_S = 20.0
+STALL_S = 0.5
+SETTINGS: dict[str, Any] = {"num_samples": 0, "histograms_every_steps": 1000}
+
+
+@asynccontextmanager
+async def recorded_ring(
+    root: Path, num_steps: int, *, attempt: int = 0, resume_step: int | None = None
+) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
+    config = small_config(num_steps)
+    config = config.model_copy(update={"metrics": config.metrics.model_copy(update=SETTINGS)})
+    layout, clock = RunLayout(root), asyncio.get_running_loop().time
+    write_resolved(config, layout, "")
+    layout.rollouts.mkdir()
+    async with small_ring(config, layout.rollouts) as ring:
+        context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
+        nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
+        buffer = ring.buffer
+        books = Books(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
+        fleet = Fleet(context.config_hash, 15.0, clock)
+        board = StatusBoard(layout, config, fleet, ring.ledger)
+        intake = Intake(ring.buffer, ErrorGate(1.0), config.admission)
+        recorder = RunRecorder(context, books, board.figures, fleet, ring.publication, intake, LoopLag(clock))
+        ring.on_record = recorder.record
+        try:
+            yield ring, recorder, board
+        finally:
+            recorder.close()
+
+
+def told(board: StatusBoard) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(board.document())
+    return document
+
+
+async def test_before_the_first_step_the_figures_are_those_of_the_attempt(tmp_path: Path) -> None:
+    async with recorded_ring(tmp_path, 1, attempt=3, resume_step=20) as (_, _, board):
+        document = told(board)
+        assert (document["attempt"], document["resume_step"]) == (3, 20)
+        assert (document["step_s"], document["save_s"]) == (0.0, 0.0)
+
+
+async def test_the_longest_of_the_last_ten_steps_is_told_until_ten_more_have_passed(tmp_path: Path) -> None:
+    async with recorded_ring(tmp_path, 1) as (ring, recorder, board):
+        ring.on_record = ring.records.append
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        (step,) = ring.records
+        recorder.training_begins()
+        time.sleep(STALL_S)  # noqa: ASYNC251 - nothing else is to happen
+        recorder.record(step)
+        slow = told(board)["step_s"]
+        assert STALL_S <= slow < PATIENCE_S
+        for _ in range(NUM_RECENT_STEPS - 1):
+            recorder.record(step)
+            assert told(board)["step_s"] == slow
+        recorder.record(step)
+        assert 0 < told(board)["step_s"] < slow
+
+
+async def test_the_longest_save_is_told_from_the_step_after_it_on(tmp_path: Path) -> None:
+    async with recorded_ring(tmp_path, 3) as (ring, recorder, board):
+        seen: list[float] = []
+
+        def record(step: StepRecord) -> None:
+            recorder.record(step)
+            seen.append(told(board)["save_s"])
+            ring.saving.longest_s = 7.5
+
+        ring.on_record = record
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert seen == [0.0, 7.5, 7.5]

@@ -1,0 +1,65 @@
+"""Which of its addresses a host tells to others."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from rlhpc.config import TransportConfig
+from rlhpc.errors import ConfigError
+from rlhpc.host_address import host_address, interface_addresses, interface_of
+from rlhpc.topology import CONTROL
+from rlhpc.transport.sockets import bind, make_socket
+
+
+def test_the_address_for_other_hosts_is_one_ipv4_address_of_this_host() -> None:
+    address = host_address({})
+    socket.inet_aton(address)
+    assert address != "0.0.0.0"
+    with socket.create_server((address, 0)):  # it can be bound here
+        pass
+
+
+def test_the_loopback_address_is_told_only_where_there_is_no_other() -> None:
+    others = [address for address in interface_addresses().values() if not address.startswith("127.")]
+    if not others:
+        pytest.skip("this machine has no network")
+    assert not host_address({}).startswith("127.")
+
+
+def test_a_named_interface_gives_its_own_address() -> None:
+    for name, address in interface_addresses().items():
+        assert host_address({"RLHPC_INTERFACE": name}) == address
+
+
+def test_of_several_named_interfaces_the_first_that_exists_is_taken() -> None:
+    assert host_address({"RLHPC_INTERFACE": "ib77, lo"}) == "127.0.0.1"
+    assert host_address({"RLHPC_INTERFACE": "lo,ib77"}) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("value", ["ib77", "ib77,^lo", ",", "an-interface-with-a-name-too-long-for-any-kernel"])
+def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        host_address({"RLHPC_INTERFACE": value})
+    assert f"RLHPC_INTERFACE={value!r}" in str(refused.value)
+    assert "lo (127.0.0.1)" in str(refused.value)
+
+
+def test_an_empty_variable_names_nothing() -> None:
+    assert host_address({"RLHPC_INTERFACE": " "}) == host_address({})
+
+
+def test_an_address_belongs_to_an_interface_or_to_none() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(host_address({})) in interface_addresses()
+    assert interface_of("203.0.113.7") is None
+
+
+def test_channels_listen_at_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zmq
+
+    monkeypatch.setenv("RLHPC_INTERFACE", "lo")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, make_socket(context, zmq.ROUTER, CONTROL, TransportConfig(kind="tcp")) as listener:
+        assert bind(listener, "tcp", None).address.startswith("tcp://127.0.0.1:")

@@ -1,0 +1,185 @@
+"""Ranks find each other by a file in a directory that they share, or say who did not come."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhpc.errors import ChannelTimeout, RoleFailed
+from rlhpc.host_address import host_address
+from rlhpc.training.meeting import Place, meet
+from rlhpc.training.process_group import close_process_group, open_process_group
+from tests.listening import listening_addresses
+
+PATIENCE_S = 30.0
+
+
+def attend(file: Path, rank: int, world_size: int, timeout_s: float = PATIENCE_S) -> Any:
+    return meet(file, rank=rank, world_size=world_size, host="127.0.0.1", timeout_s=timeout_s)
+
+
+def stale(file: Path, address: str) -> None:
+    """What another start of the trainer has left behind."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(asdict(Place(address, "of an older start", "gone", 4711))))
+
+
+def nobody_listens() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "rendezvous" / "trainer_0.meeting"
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_all_meet_whoever_comes_last(file: Path, last: int) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        early = [threads.submit(attend, file, rank, 3) for rank in range(3) if rank != last]
+        time.sleep(0.2)
+        assert not any(rank.done() for rank in early)
+        stores = [threads.submit(attend, file, last, 3), *early]
+        for number, store in enumerate(stores):
+            store.result(PATIENCE_S).set(f"word {number}", "x")
+        assert all(store.result().check([f"word {number}"]) for store in stores for number in range(3))
+    assert list(file.parent.iterdir()) == []
+
+
+def test_rank_0_tells_nobody_but_the_user_where_it_is(file: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(attend, file, 0, 2)
+        told = until_told(file)
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert told.pid == os.getpid()
+        assert told.host == socket.gethostname()
+        with pytest.raises(ConnectionRefusedError):  # it listens at the address it was given and at no other
+            socket.create_connection(("127.0.0.2", told.endpoint[1]), timeout=1)
+        attend(file, 1, 2)
+        waiting.result(PATIENCE_S)
+
+
+def until_told(file: Path) -> Place:
+    deadline = time.monotonic() + PATIENCE_S
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return Place(**json.loads(file.read_bytes()))
+
+
+def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(attend, file, 2, 4, 1.0).add_done_callback(Future.exception)
+        with pytest.raises(ChannelTimeout, match=r"ranks 1, 3 of the trainer have not turned up .* after 0.6 s"):
+            attend(file, 0, 4, 0.6)
+    assert not file.exists()
+
+
+def test_another_rank_names_those_that_are_missing_too(file: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(attend, file, 0, 3, 2.0)
+        with pytest.raises(ChannelTimeout, match=r"rank 2 of the trainer has not turned up .* after 0.4 s"):
+            attend(file, 1, 3, 0.4)
+        with pytest.raises(ChannelTimeout, match="rank 2 of the trainer has"):
+            waiting.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_rank_that_finds_no_address_names_rank_0_and_the_file(file: Path, has_directory: bool) -> None:
+    if has_directory:
+        file.parent.mkdir()
+    with pytest.raises(ChannelTimeout, match=rf"rank 0 of the trainer has not turned up after 0.1 s: no {file}"):
+        attend(file, 1, 2, 0.1)
+
+
+def test_a_rank_that_rank_0_does_not_answer_says_where_it_tried(file: Path) -> None:
+    address = nobody_listens()
+    stale(file, address)
+    with pytest.raises(ChannelTimeout, match=rf"process 4711 on gone\) has not answered at {address} after 0.2 s"):
+        attend(file, 1, 2, 0.2)
+
+
+def test_an_address_that_a_dead_rank_0_left_behind_is_read_again(file: Path) -> None:
+    stale(file, nobody_listens())
+    with ThreadPoolExecutor(1) as threads:
+        misled = threads.submit(attend, file, 1, 2)
+        time.sleep(0.1)
+        store = attend(file, 0, 2)
+        assert misled.result(PATIENCE_S).num_keys() == store.num_keys()
+
+
+def test_a_rank_in_another_starts_room_leaves_it_for_the_new_one(tmp_path: Path, file: Path) -> None:
+    """Somebody else's store answers at the stale address: its port was given away again."""
+    elsewhere = tmp_path / "elsewhere" / "file"
+    with ThreadPoolExecutor(2) as threads:
+        stranger = threads.submit(attend, elsewhere, 0, 2, 3.0)
+        stale(file, until_told(elsewhere).address)
+        misled = threads.submit(attend, file, 1, 2)
+        time.sleep(0.2)
+        store = attend(file, 0, 2)
+        assert misled.result(PATIENCE_S).num_keys() == store.num_keys()
+        with pytest.raises(ChannelTimeout, match="rank 1 of the trainer has"):  # it was not taken for the stranger's
+            stranger.result(PATIENCE_S)
+
+
+def test_an_address_that_is_not_this_hosts_is_said_so(file: Path) -> None:
+    with pytest.raises(RoleFailed, match=r"cannot wait for others at 203\.0\.113\.7"):
+        meet(file, rank=0, world_size=2, host="203.0.113.7", timeout_s=1.0)
+    assert not file.exists()
+
+
+def join(pipe: Any, file: Path, rank: int, host: str) -> None:
+    """A trainer's rank: the default group, then a gloo group beside it, as the command stream makes one."""
+    torch.set_num_threads(1)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    open_process_group(rank, 3, f"meet://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
+    beside = dist.new_group(backend="gloo")
+    number = torch.tensor([rank + 1])
+    dist.all_reduce(number, group=beside)
+    pipe.send((int(number), listening_addresses(os.getpid())))
+    pipe.recv()  # all have looked
+    close_process_group()
+
+
+def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file: Path) -> None:
+    host = host_address({})
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in (2, 1, 0):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=join, args=(there, file, rank, host), daemon=True))
+        processes[-1].start()
+        there.close()
+        pipes.append(here)
+    try:
+        answers = [pipe.recv() if pipe.poll(PATIENCE_S * 2) else None for pipe in pipes]
+        for pipe in pipes:
+            pipe.send("go")
+        for process in processes:
+            process.join(PATIENCE_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert [answer[0] for answer in answers] == [6, 6, 6]
+    assert {address for answer in answers for address in answer[1]} == {host}
+    assert list(file.parent.iterdir()) == []
+
+
+def test_one_rank_meets_nobody(tmp_path: Path) -> None:
+    open_process_group(0, 1, f"meet://{tmp_path}/never", torch.device("cpu"))
+    close_process_group()
+    assert list(tmp_path.iterdir()) == []
