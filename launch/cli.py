@@ -1,4 +1,4 @@
-"""The command line: ``rlhpc run | check | plan | status | stop | export | demo | cluster``.
+"""The command line: ``rlhpc run | submit | status | stop | …``; `rlhpc --help` lists all.
 
 Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no torch.
 """
@@ -6,16 +6,13 @@ Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no t
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
-from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
 EXIT_USER = 2
@@ -25,10 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr and exit status 2."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and "overrides" not in options):
+    # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
+    place = next((name for name in ("overrides", "words") if name in options), None)
+    if any(word.startswith("-") or place is None or (place == "overrides" and "=" not in word) for word in rest):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
-    if rest:  # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
-        options.overrides = [*options.overrides, *rest]
+    if place is not None:
+        setattr(options, place, [*getattr(options, place), *rest])
     try:
         status: int = options.command(options)
     except RlhpcError as error:
@@ -60,20 +59,72 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("run_file", type=Path, metavar="RUN.toml")
     plan.add_argument("site_file", type=Path, metavar="SITE.toml")
     plan.add_argument("overrides", nargs="*", metavar="key=value")
-    for name, function, text in (
-        ("status", _status, "Show every role of a run: state, version, what it holds, what it waits for."),
-        ("stop", _stop, "Finish the step, save, and end every process of a run."),
-    ):
-        command(name, function, text).add_argument("run_dir", type=Path)
+    _add_run_commands(command)
     export = command("export", _export, "Write the trained model as an HF checkpoint.")
     export.add_argument("run_dir", type=Path)
     export.add_argument("out", type=Path)
     export.add_argument("--step", type=int, default=None, help="checkpoint to take; default: the newest complete one")
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    demo.add_argument(
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm of this machine"
+    )
+    demo.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of that job (0:30:00); it may be short"
+    )
     demo.add_argument("overrides", nargs="*", metavar="key=value")
     _takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
     return parser
+
+
+def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
+    """Those that submit a run, and those that take the directory of one."""
+    _takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
+    resume = command("resume", _resume, "Submit the jobs of a run again, which go on from its last checkpoint.")
+    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: as submitted last")
+    _takes_waiting(resume)
+    status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
+    status.add_argument("run_dir", type=Path)
+    status.add_argument("--json", action="store_true", help="for programs")
+    stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
+    stop.add_argument("run_dir", type=Path)
+    stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
+    _takes_scale(command("scale", _scale, "Add generators to a submitted run, or retire them again."))
+    logs = command("logs", _logs, "Show what the processes of a run have written.")
+    logs.add_argument("run_dir", type=Path)
+    logs.add_argument("role", nargs="?", help='"trainer", "generator-1", "slurm" for batch logs; default: all')
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    doctor = command("doctor", _doctor, "Look at a site for everything that keeps runs from running; say the remedy.")
+    doctor.add_argument("site_file", type=Path, metavar="SITE.toml")
+    doctor.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help="default: a made-up run")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value")
+    doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
+
+
+def _takes_submission(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("site_file", type=Path, metavar="SITE.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print what `rlhpc plan` prints; submit nothing")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    _takes_waiting(parser)
+
+
+def _takes_waiting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wait", action="store_true", help="watch the run to its end; Ctrl-C leaves the jobs alone")
+    parser.add_argument("--after", metavar="JOB", help="begin after that job has succeeded; or afterany:JOB, …")
+
+
+def _takes_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("words", nargs="*", metavar="SITE.toml", help="default: as submitted")
+    parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or retire the N youngest added")
+    parser.add_argument("--partition", metavar="P", help="instead of the site file's; preemptible ones are welcome")
+    parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
 
 
 def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +142,7 @@ def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             for name, of in (("train", "nodes"), ("gen", "nodes"), ("cpu", "nodes"), ("gpus", "fake GPUs of a node")):
                 sub.add_argument(f"--{name}", type=int, metavar="N", help=of)
             sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
+            sub.add_argument("--networks", action="store_true", help="nodes with networks of their own; takes root")
             sub.add_argument("--private", action="store_true", help="unpacked packages even where Slurm is installed")
             sub.add_argument("--wait-s", type=float, default=30.0, metavar="S", help="until all nodes are idle (30)")
 
@@ -162,28 +214,71 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
     return status
 
 
+def _submit(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return _plan(options)
+    from launch.submit import submit_run
+
+    config = load_config(options.run_file, options.overrides)
+    how = {"resume": options.resume, "fresh": options.fresh}
+    layout = submit_run(config, options.site_file, **how, after=options.after, tell=_tell)
+    return _wait(layout) if options.wait else 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from launch.resume import resume_run
+
+    layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell)
+    return _wait(layout) if options.wait else 0
+
+
+def _wait(layout: RunLayout) -> int:
+    from launch.wait_for_run import wait_for_run
+
+    return wait_for_run(layout)
+
+
 def _status(options: argparse.Namespace) -> int:
     from launch.status import render_status
 
-    print(render_status(RunLayout(options.run_dir.absolute())))
+    print(render_status(_layout(options), as_json=options.json))
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from launch.run_directory import launcher_of
+    from launch.stop import stop_run
 
-    layout = RunLayout(options.run_dir.absolute())
-    if not layout.config.exists():
-        raise RunDirectoryError(f"{layout.root}: not a run directory")
-    pid = launcher_of(layout)
-    if pid is None:
-        print(f"{layout.root}: nothing runs here")
-        return 0
-    os.kill(pid, signal.SIGTERM)
-    while launcher_of(layout) is not None:
-        time.sleep(0.2)
-    print(f"{layout.root}: " + ("complete" if layout.summary.exists() else "stopped; `rlhpc run … --resume` goes on"))
+    return stop_run(_layout(options), now=options.now, tell=_tell)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from launch.scale import Addition, scale_run
+
+    if len(options.words) > 1:
+        raise ConfigError(f"{options.words[1]!r}: one site file may be given; legal besides: --generators and its like")
+    how = Addition(Path(options.words[0]) if options.words else None, options.partition, options.time)
+    scale_run(_layout(options), options.generators, how, dry_run=options.dry_run, tell=_tell)
     return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from launch.logs import show_logs
+
+    return show_logs(_layout(options), options.role, options.follow)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from launch.doctor.commands import doctor
+
+    return doctor(options)
+
+
+def _layout(options: argparse.Namespace) -> RunLayout:
+    return RunLayout(options.run_dir.absolute())
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -194,9 +289,15 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from launch.demo.run import RUN_FILE, run_demo
+    from launch.demo.run import RUN_FILE, run_demo, say
 
-    return run_demo(options.run_file or RUN_FILE, options.overrides)
+    run_file = options.run_file or RUN_FILE
+    if not options.slurm:
+        return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
+    from launch.demo import slurm
+
+    overrides = [*slurm.OVERRIDES, *options.overrides]
+    return run_demo(lambda config: slurm.run_on_slurm(config, options.time, say), run_file, overrides)
 
 
 if __name__ == "__main__":

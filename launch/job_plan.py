@@ -51,6 +51,7 @@ class RoleShare:
 
     role: str  # as `python -m rlhpc.roles` calls it
     num_processes: int
+    first_replica: int = 0  # of the whole job; numbers go on over array tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Component:
     gpu_request: GpuRequest = "gres"
     gres_type: str | None = None
     runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
+    hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
 
     @property
     def num_tasks(self) -> int:
@@ -91,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """All jobs of a run."""
+    """All jobs of a run, or those that are added to it."""
 
     run_name: str
     layout: RunLayout
@@ -99,11 +101,12 @@ class JobPlan:
     cluster: ClusterConfig
     prologue: PrologueConfig
     jobs: tuple[Job, ...]
+    is_elastic: bool = False  # added to a run whose plan is another
 
     @property
     def plan_file(self) -> Path:
         """This plan as JSON, for the supervisor."""
-        return self.layout.root / "job_plan.json"
+        return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan
 
     @property
     def log_directory(self) -> Path:
@@ -130,6 +133,38 @@ def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
     return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs)
 
 
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """Generators to add: an array of tasks with one replica each."""
+
+    name: str  # of the job
+    num_generators: int
+    first_replica: int
+    placement: Placement  # of the run that they join
+    partition: str | None = None  # instead of the site file's
+    time_s: int | None = None  # likewise
+
+
+def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic) -> JobPlan:
+    """Lay out generators that join a run, each of the size of the planned ones.
+
+    Raises ConfigError: as plan_jobs does of its generators.
+    """
+    cluster = _cluster_of(site)
+    _refuse_one_machine(config)
+    _refuse_directory(layout, cluster)
+    one = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 1})})
+    section = site.generation.model_copy(update={"nodes": None})
+    share = RoleShare("generator", 1, wanted.first_replica)
+    component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)
+    allocation = component.allocation
+    allocation = replace(
+        allocation, partition=wanted.partition or allocation.partition, time_s=wanted.time_s or allocation.time_s
+    )
+    job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
+    return JobPlan(config.run.name, layout, wanted.placement, cluster, site.prologue, (job,), is_elastic=True)
+
+
 # ---------------------------------------------------------------------------------------------------------- components
 
 
@@ -137,7 +172,10 @@ def _components(config: Config, site: Site) -> tuple[Component, ...]:
     trainer, generator = trainer_shape(config, site.trainer), generation_shape(config, site.generation)
     components = (
         _controller(config, site),
-        _gpu_component("trainer", RoleShare("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
+        replace(
+            _gpu_component("trainer", RoleShare("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
+            hides_gpus=config.trainer.device == "cpu",
+        ),
         _gpu_component(
             "generation", RoleShare("generator", generator.num_tasks), generator, site.generation, site.common
         ),

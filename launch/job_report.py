@@ -7,22 +7,28 @@ that may have nothing else.  docs/slurm.md lists its fields; new ones come last.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launch.job_plan import Component, Job, JobPlan, plan_jobs
 from launch.job_script import render_scripts
+from launch.plan import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
 from launch.site_file import Site
 from launch.site_values import slurm_time
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def plan_report(config: Config, site: Site) -> str:
     """What `rlhpc plan` prints: the plan, and every script under its name.  Raises ConfigError as plan_jobs does."""
-    plan = plan_jobs(config, site, shared_layout(config, site))
+    return describe_with_scripts(plan_jobs(config, site, shared_layout(config, site)))
+
+
+def describe_with_scripts(plan: JobPlan) -> str:
+    """The plan in words, and every script under its name."""
     scripts = [f"\n----- {name}\n{text.rstrip()}" for name, text in render_scripts(plan).items()]
     return "\n".join([describe_jobs(plan), *scripts])
 
@@ -41,7 +47,9 @@ def describe_jobs(plan: JobPlan) -> str:
     """Say in a few lines what will be asked for."""
     nodes = sum(c.nodes * (job.array_size or 1) for job in plan.jobs for c in job.components)
     gpus = sum(c.num_tasks * c.gpus_per_task * (job.array_size or 1) for job in plan.jobs for c in job.components)
-    jobs = "one heterogeneous job" if plan.placement == "hetjob" else f"{len(plan.jobs)} jobs"
+    is_heterogeneous = any(len(job.components) > 1 for job in plan.jobs)
+    number = f"{len(plan.jobs)} jobs" if len(plan.jobs) > 1 else "one job"
+    jobs = "one heterogeneous job" if is_heterogeneous else number
     rows: list[tuple[str, ...]] = [("", "processes", "nodes", "tasks", "CPUs", "GPUs", "GiB", "time", "partition")]
     rows += [_row(job, component) for job in plan.jobs for component in job.components]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
@@ -81,19 +89,26 @@ def plan_document(plan: JobPlan) -> str:
             {
                 "name": job.name,
                 "array_size": job.array_size,
-                "components": [_component_document(plan, component) for component in job.components],
+                "components": component_documents(plan, job),
             }
             for job in plan.jobs
         ],
+        "continuation": plan.cluster.continuation,
+        "limits": {key: getattr(plan.cluster, key) for key in ("meet_s", "stall_s", "max_retries")},
     }
     return json.dumps(document, indent=1) + "\n"
+
+
+def component_documents(plan: JobPlan, job: Job) -> list[dict[str, Any]]:
+    """The part of the JSON that is about one job's components."""
+    return [_component_document(plan, component) for component in job.components]
 
 
 def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
     return {
         "name": component.name,
         "runs_in_batch_step": component.runs_in_batch_step,
-        "roles": [{"role": share.role, "num_processes": share.num_processes} for share in component.roles],
+        "roles": [asdict(share) for share in component.roles],
         "nodes": component.nodes,
         "tasks_per_node": component.tasks_per_node,
         "cpus_per_task": component.cpus_per_task,
@@ -102,6 +117,8 @@ def _component_document(plan: JobPlan, component: Component) -> dict[str, Any]:
         "sees_own_gpus_alone": component.gpus_per_task > 0 and component.gpu_request == "gpus-per-task",
         "time_s": component.allocation.time_s,
         "python": role_command(plan, component),
+        "environment": ROLE_ENVIRONMENT | (NO_GPU if component.hides_gpus else {}),
+        "defaults": ROLE_DEFAULTS,
     }
 
 

@@ -15,7 +15,9 @@ from launch.job_plan import Component, Job, JobPlan
 from launch.site_file import PrologueConfig
 from launch.site_values import slurm_time
 
+SHORTEST_WARNED_S = 300  # time limit of jobs that are warned of it
 _OPENING = """\
+trap '' USR2  # until the supervisor listens
 # What Slurm sets for component 0 would hold for the srun of every other one; the supervisor says all sizes itself.
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 # Steps get what is set below, also where the site submits with --export=NONE.
@@ -86,9 +88,11 @@ def _job_directives(plan: JobPlan, job: Job) -> Iterator[str]:
     yield f"--job-name={plan.run_name}" + ("" if job.name == "hetjob" else f".{job.name}")
     yield f"--output={plan.log_directory / f'{job.name}-{number}.log'}"
     yield "--open-mode=append"  # a requeued job goes on in the log that it began
-    yield "--requeue"
-    # To the batch step alone (B:), and USR2: NCCL may catch USR1.
-    yield f"--signal=B:USR2@{min(plan.cluster.warn_s, first.allocation.time_s // 2)}"
+    yield "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue"
+    # To the batch step alone (B:), and USR2: NCCL may catch USR1.  Slurm may send it a minute early, and one that comes
+    # before the script runs ends the job: a short one has none, it reckons its end itself.
+    if first.allocation.time_s >= SHORTEST_WARNED_S:
+        yield f"--signal=B:USR2@{min(plan.cluster.warn_s, first.allocation.time_s // 4)}"
     if job.array_size is not None:
         yield f"--array=0-{job.array_size - 1}"
     if plan.cluster.mail is not None and first.name == "controller":  # its end is the end of the run
@@ -126,7 +130,7 @@ def _exports(prologue: PrologueConfig) -> Iterator[str]:
         yield f"export PYTHONPATH={shlex.quote(str(prologue.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     if prologue.nccl_interface is not None:
         name = shlex.quote(prologue.nccl_interface)
-        yield f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"
+        yield f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name} RLHPC_INTERFACE={name}"
     for key, value in prologue.environment.items():
         yield f"export {key}={_in_double_quotes(value)}"
 

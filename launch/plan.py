@@ -39,7 +39,7 @@ class RunPlan:
 
 
 # Nothing on a compute node may look for the internet.
-_ENVIRONMENT = {
+ROLE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,21 +47,23 @@ _ENVIRONMENT = {
     "HDF5_USE_FILE_LOCKING": "FALSE",  # one writer per file is our own rule; Lustre and NFS often lack locks
     "PYTHONUNBUFFERED": "1",
 }
-_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per core of a shared node hurts everybody
+ROLE_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per core of a shared node hurts everybody
+
+
+# A library that sees a GPU takes it, whatever it is told.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def plan_run(config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None) -> RunPlan:
     """Lay out one attempt: controller, reward service, trainer ranks, generators."""
-
-    # A library that sees a GPU takes it, whatever it is told.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.trainer.device == "cpu" else {}
+    hidden = NO_GPU if config.trainer.device == "cpu" else {}
 
     def process(role: str, replica: int, *, num_ranks: int = 1, is_expendable: bool = False) -> ProcessPlan:
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
-        environment = _ENVIRONMENT | hidden if role == "trainer" else _ENVIRONMENT
-        return ProcessPlan(role, replica, tuple(arguments), environment, _DEFAULTS, is_expendable)
+        environment = ROLE_ENVIRONMENT | hidden if role == "trainer" else ROLE_ENVIRONMENT
+        return ProcessPlan(role, replica, tuple(arguments), environment, ROLE_DEFAULTS, is_expendable)
 
     ranks, rewards, generators = config.trainer.num_ranks, config.rewards.num_replicas, config.generation.num_replicas
     return RunPlan(

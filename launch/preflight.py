@@ -36,11 +36,15 @@ class Findings:
         return str(self.model.get("model_type", "?"))
 
 
-def preflight(config: Config) -> Findings:
-    """Check model directory, layout, task, dataset and installed parts, cheapest first.  Raises ConfigError."""
+def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
+    """Check model directory, layout, task, dataset and installed parts, cheapest first.  Raises ConfigError.
+
+    roles_run_here: False where they run in another environment than this process, whose packages then say nothing.
+    """
     model = _model_config(config)
     shape = _shape_that_fits_the_layout(config, model)
-    _parts_are_installed(config)
+    if roles_run_here:
+        _parts_are_installed(config)
     validate_task(config.data.task)
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))

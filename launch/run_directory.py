@@ -1,6 +1,7 @@
 """The life of a run directory: made once, resumed on request, never taken over from a run that lives.
 
-Eats Config, makes the directory with settings, keys and a line per attempt.
+Eats Config, makes the directory with settings, keys and a line per attempt.  A run lives here as processes of this
+machine, whose launcher counts attempts, or as jobs of Slurm, of which the first one does (begin_attempt.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from launch.job_queue import look_at_jobs
+from launch.job_records import read_records
 from launch.plan import RunPlan
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, read_resolved, write_resolved
@@ -24,7 +28,6 @@ from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
-from rlhpc.transport.keys import mint_run_keys
 
 # What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
@@ -50,30 +53,47 @@ def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> At
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
     a run lives in it; a setting differs that cannot change.
     """
-    exists = layout.root.exists() and any(layout.root.iterdir())
-    if exists:
-        _refuse_if_alive(layout)
-        if not layout.config.exists() and not resume:
-            raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
-    if exists and not resume and not fresh:
-        raise RunDirectoryError(
-            f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
-            "or choose another run.name"
-        )
+    exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
-        return _take_up(config, layout)
-    if exists:
+        found = latest_complete(layout.checkpoints)
+        _refuse_shorter(config, layout, found[0] if found else 0)
+        changed = _take_up(config, layout)
+        return note_attempt(layout, Attempt(num_attempts(layout), found[0] if found else None, changed))
+    if exists and fresh:
         shutil.rmtree(layout.root)
-    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
-    write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
-    _make(layout)
-    return _note(layout, Attempt(0, None))
+    _found(config, layout)
+    return note_attempt(layout, Attempt(0, None))
 
 
-def mint_keys(plan: RunPlan) -> None:
-    """Make new keys for every process of this attempt; those of an earlier one are worthless from now on."""
+def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> tuple[str, ...]:
+    """Likewise for a run whose jobs are about to be submitted; returns the settings that differ from before.
+
+    No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
+    taken again without a word.  Raises RunDirectoryError as claim does, and on resume of a run that is complete.
+    """
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    if resume:
+        _refuse_complete(config, layout)
+        _refuse_shorter(config, layout, _newest_step(layout))
+        return _take_up(config, layout)
+    if exists and fresh:
+        shutil.rmtree(layout.root)
+    if exists and not fresh:
+        _clear(layout)
+    _found(config, layout)
+    return ()
+
+
+def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
+    """Make new keys for every process of this attempt; those of an earlier one are worthless from now on.
+
+    others: names of generators that joined the run beside its plan.
+    """
+    from rlhpc.transport.keys import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
+
     shutil.rmtree(plan.layout.secrets, ignore_errors=True)
-    mint_run_keys(plan.layout.secrets, [process.name for process in plan.processes])
+    mint_run_keys(plan.layout.secrets, [*(process.name for process in plan.processes), *others])
 
 
 def launcher_of(layout: RunLayout) -> int | None:
@@ -99,6 +119,81 @@ def register_launcher(layout: RunLayout) -> None:
     write_atomically(layout.launcher, json.dumps(record).encode())
 
 
+def num_attempts(layout: RunLayout) -> int:
+    """Attempts that have begun."""
+    return len(layout.attempts.read_text().splitlines()) if layout.attempts.exists() else 0
+
+
+def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
+    """Write the line of an attempt that begins; `more` stands in it too."""
+    line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})
+    with layout.attempts.open("a") as file:
+        file.write(line + "\n")
+    return attempt
+
+
+def renew_meeting_places(layout: RunLayout) -> None:
+    """Empty what an earlier attempt has left for its own processes, and make directories that are missing."""
+    for directory in (layout.rendezvous, layout.weights):
+        shutil.rmtree(directory, ignore_errors=True)
+    layout.status.unlink(missing_ok=True)
+    _make(layout)
+
+
+def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
+    """Return whether there is something in the directory; refuse what may not be taken over."""
+    if not layout.root.exists() or not any(layout.root.iterdir()):
+        return False
+    _refuse_if_alive(layout)
+    _refuse_living_jobs(layout, must_know=for_jobs)
+    if not layout.config.exists() and not resume:
+        raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
+    if not resume and not fresh:
+        raise RunDirectoryError(
+            f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
+            "or choose another run.name"
+        )
+    return True
+
+
+def _found(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
+    _make(layout)
+
+
+def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
+    """must_know: False where there may be no Slurm, and a run that is silent counts as one that has ended."""
+    look = look_at_jobs(record.job_id for record in read_records(layout))
+    living = sorted({row.job_id for row in look.rows if row.state.is_alive})
+    if living:
+        raise RunDirectoryError(
+            f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
+            f"`rlhpc stop {layout.root}` ends them"
+        )
+    silent_s = _age_s(layout.status)
+    if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):
+        raise RunDirectoryError(f"{layout.root}: jobs of this run may be queued or running: {look.trouble}")
+
+
+def _refuse_complete(config: Config, layout: RunLayout) -> None:
+    if layout.summary.exists() and config.run.num_steps <= read_resolved(layout)[0].run.num_steps:
+        raise RunDirectoryError(
+            f"{layout.root}: complete, {config.run.num_steps} steps; run.num_steps=M with a larger M goes on"
+        )
+
+
+def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
+    if step > config.run.num_steps:
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {step} already")
+
+
+def _newest_step(layout: RunLayout) -> int:
+    """By name: to read whole checkpoints is for the job that resumes from one."""
+    return max((int(path.parent.name.removeprefix("step_")) for path in layout.checkpoints.glob("step_*/COMPLETE")),
+               default=0)  # fmt: skip
+
+
 def _refuse_if_alive(layout: RunLayout) -> None:
     pid = launcher_of(layout)
     if pid is not None:
@@ -117,12 +212,21 @@ def _other_host(layout: RunLayout) -> tuple[str, float]:
     """Return the host of a launcher on another machine ("" if none), and the age of the run's status in seconds."""
     try:
         host = str(json.loads(layout.launcher.read_bytes())["host"])
-        return "" if host == socket.gethostname() else host, time.time() - layout.status.stat().st_mtime
     except (FileNotFoundError, json.JSONDecodeError, KeyError):
         return "", 0.0
+    return "" if host == socket.gethostname() else host, _age_s(layout.status)
 
 
-def _take_up(config: Config, layout: RunLayout) -> Attempt:
+def _age_s(path: Path) -> float:
+    """Since it was written; infinite if it is not there."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
+    """Write the new settings down; returns which have changed."""
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
@@ -132,18 +236,18 @@ def _take_up(config: Config, layout: RunLayout) -> Attempt:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
     if changed:
         write_resolved(config, layout, _commit())
-    for directory in (layout.rendezvous, layout.weights):
-        shutil.rmtree(directory, ignore_errors=True)
-    for stale in (layout.status, layout.summary):
+    _clear(layout)
+    return tuple(changed)
+
+
+def _clear(layout: RunLayout) -> None:
+    """Take away what was of the attempts before: none of them lives."""
+    renew_meeting_places(layout)
+    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         stale.unlink(missing_ok=True)
-    _make(layout)
-    found = latest_complete(layout.checkpoints)
-    if found and found[0] > config.run.num_steps:
-        raise RunDirectoryError(
-            f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {found[0]} already"
-        )
-    index = len(layout.attempts.read_text().splitlines())
-    return _note(layout, Attempt(index, found[0] if found else None, tuple(changed)))
+    for request in layout.jobs.glob("*.yield"):
+        request.unlink(missing_ok=True)
+    layout.failures.unlink(missing_ok=True)  # somebody has looked at them
 
 
 def _make(layout: RunLayout) -> None:
@@ -152,13 +256,6 @@ def _make(layout: RunLayout) -> None:
         directory.mkdir(exist_ok=True)
     for directory in (layout.rendezvous, layout.weights):
         directory.mkdir(exist_ok=True, mode=0o700)
-
-
-def _note(layout: RunLayout, attempt: Attempt) -> Attempt:
-    line = json.dumps(asdict(attempt) | {"host": socket.gethostname(), "unix_time_s": time.time()})
-    with layout.attempts.open("a") as file:
-        file.write(line + "\n")
-    return attempt
 
 
 def _difference(old: Config, new: Config) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ GPU_MEMORY_GIB = {
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus-per-task"]
 Placement = Literal["hetjob", "jobs"]
+Continuation = Literal["requeue", "successor"]
 MailEvent = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT_90", "ALL"]
 
 
@@ -55,7 +56,17 @@ class ClusterConfig(Section):
     mail_events: Several[MailEvent] = ("END", "FAIL")
     """About what; without `mail` about nothing."""
     warn_s: Positive = 600
-    """Slurm signals the batch step so long before the time limit; never more than half of it."""
+    """Slurm signals the batch step so long before the time limit; never more than a quarter of it, and not at all in a
+    job shorter than five minutes."""
+    continuation: Continuation = "requeue"
+    """requeue: a job whose time is over goes back into the queue.  successor: the next one is submitted ahead, to begin
+    when this one ends, for sites that forbid requeue."""
+    max_retries: NonNegative = 5
+    """Failed attempts in a row before the run is given up; progress fills the budget again."""
+    meet_s: Positive = 1800
+    """A role waits so long for another, in the queue or on its way, then says who is missing and ends."""
+    stall_s: Positive = 3600
+    """A run without an optimiser step for so long says why, and frees its nodes."""
 
     @model_validator(mode="after")
     def _path_is_absolute(self) -> Self:
@@ -162,7 +173,7 @@ class PrologueConfig(Section):
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Variables to set; $NAME in a value is expanded on the node of the batch step."""
     nccl_interface: Interface | None = None
-    """Network interface for NCCL and gloo, such as "ib0"; none: they choose."""
+    """Network interface for NCCL, gloo and our own sockets, such as "ib0"; none: they choose."""
     commands: Several[ShellLine] = ()
     """Lines of bash, verbatim, after everything else; one whose status is not 0 ends the job."""
 

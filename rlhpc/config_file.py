@@ -43,6 +43,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return _with_absolute_paths(_validate(document, str(path)))
 
 
+def override(config: Config, words: Sequence[str]) -> Config:
+    """Apply ``dotted.key=value`` words to settings that were read before.  Raises ConfigError as load_config does."""
+    document = config.model_dump(mode="json")
+    for word in words:
+        _apply_override(document, word)
+    return _with_absolute_paths(_validate(document, "overrides"))
+
+
 def config_hash(config: Config) -> str:
     """Short digest of the settings; roles of one run must agree on it."""
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]

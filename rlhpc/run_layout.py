@@ -125,6 +125,11 @@ class RunLayout:
         """A job whose time is nearly over asks the controller to save and to go on in another attempt."""
         return self.jobs / f"{name}.yield"
 
+    @property
+    def failures(self) -> Path:
+        """Failed attempts since the last new checkpoint, as JSON; what is left of `cluster.max_retries`."""
+        return self.jobs / "failures.json"
+
     def exit_record(self, role: str, replica: int, attempt: int) -> Path:
         """How a process under a supervisor ended, as JSON; lies beside its log."""
         return self.logs / f"{role}-{replica}" / f"attempt_{attempt}.exit.json"

@@ -89,13 +89,13 @@ class CallablesSupervisor:
             step.start()
             return True
         _say(f"{step.name}: failed ({what}); the others go on without it")
-        self._finish(step)
+        step.is_finished = True  # in this life: it may have been the first to be hit by what ends the whole job
         return True
 
     def _finish(self, step: Step) -> None:
+        """It has succeeded: no later life begins it again."""
         step.is_finished = True
-        names = [each.name for each in self._steps if each.is_finished]
-        write_atomically(self._finished_file, json.dumps(names).encode())
+        write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
 
     def _read_finished(self) -> list[str]:
         """Names of components that no later life begins again."""
@@ -124,7 +124,7 @@ class CallablesSupervisor:
         """Let every component store what it can, end all of them, and have Slurm begin the job again."""
         _say("warned: time is nearly over, or the nodes are wanted")
         late = [step for step in self._steps if not step.is_finished]
-        storing = [step for step in late if step.stores_checkpoint and step.is_alive]
+        storing = [step for step in late if step.stores_checkpoint]
         for step in storing:
             if not step.has_note:
                 step.warn(self._warning)

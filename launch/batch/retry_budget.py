@@ -17,7 +17,7 @@ class RetryBudget:
     """Counts failures since the last new checkpoint."""
 
     def __init__(self, layout: RunLayout, max_retries: int) -> None:
-        self._path, self._max_retries = layout.jobs / "failures.json", max_retries
+        self._path, self._max_retries = layout.failures, max_retries
         try:
             document = json.loads(self._path.read_bytes())
             self.failures, self._step = int(document["failures"]), int(document["saved_step"])
@@ -37,8 +37,3 @@ class RetryBudget:
         if self.failures > self._max_retries:
             return None
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))
-
-    def reset(self) -> None:
-        """Forget failures: somebody has looked at them and resumed the run."""
-        self._path.unlink(missing_ok=True)
-        self.failures, self._step = 0, -1

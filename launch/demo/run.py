@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.cli import run_locally
 from launch.demo.report import draw_learning_curve, render_table
 from launch.demo.task import write_dataset
 from launch.demo.warm_start import make_model
+from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 
@@ -24,26 +24,24 @@ SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
 
 
-def run_demo(run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
-    """Run it all; returns the exit status of the run.  Deletes what an earlier demo left in its run directory."""
+def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
+    """Make the model, `start` the run, show its result; returns the run's exit status."""
     config = load_config(run_file, overrides)
     began = time.monotonic()
-    _say("1/3  warm start: a tiny model learns to add from careless examples")
+    say("1/3  warm start: a tiny model learns to add from careless examples")
     warm = make_model(config.model.path, on_step=_show_step)
     write_dataset(config.data.path, NUM_PROBLEMS, seed=config.run.seed)
-    _say(
+    say(
         f"     {warm.num_parameters:,} parameters, right in {warm.accuracy:.0%} of its samples "
         f"({time.monotonic() - began:.0f} s)"
     )
     if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
         low, high = EXPECTED_ACCURACY
-        _say(
-            f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should"
-        )
-    _say(f"2/3  reinforcement learning: rlhpc run {run_file.name}")
-    status = run_locally(config, fresh=True)
+        say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
+    say(f"2/3  reinforcement learning: {run_file.name}")
+    status = start(config)
     if status == 0:
-        _say("3/3  what came of it")
+        say("3/3  what came of it")
         _report(RunLayout(config.run_directory))
     return status
 
@@ -65,9 +63,10 @@ def _short(path: Path) -> Path:
 
 def _show_step(phase: str, done: int, loss: float) -> None:
     if done % SHOW_EVERY_STEPS == 0:
-        _say(f"     {phase}: step {done}, loss {loss:.3f}")
+        say(f"     {phase}: step {done}, loss {loss:.3f}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line about the demo itself."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -10,13 +10,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from launch.dev_cluster.cluster import DevCluster
-from tests.ring.run_kit import ROOT, Lab, command_environment, to_toml
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
+from tests.ring.run_kit import ROOT, Lab, command_environment, summary_of, to_toml
 
 START_LIMIT_S = 90.0  # from submission to the first step, on a busy machine
 RUN_LIMIT_S = 150.0
@@ -133,12 +134,21 @@ def site_settings(lab: Lab, placement: str, over: Mapping[str, Mapping[str, Any]
     return settings
 
 
-@contextmanager
-def measured(figures: dict[str, float], name: str) -> Iterator[None]:
-    """Note how many seconds the block took."""
-    began = time.monotonic()
-    yield
-    figures[name] = time.monotonic() - began
+def assert_whole(run: SlurmRun, num_steps: int) -> None:
+    """Complete; every step had a full batch and nothing was trained twice."""
+    assert summary_of(run.layout)["steps"] == num_steps, run.story()
+    assert_full_batches_trained_once(run.layout.rollouts, num_steps, groups_per_step=4, group_size=4)
+
+
+def role_pids(run: SlurmRun, role: str) -> list[int]:
+    """Pids of the run's processes of a role."""
+    found = []
+    for process in run.cluster.job_processes():
+        with suppress(OSError):
+            words = Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8").split("\0")
+            if "rlhpc.roles" in words and role in words and str(run.layout.root) in words:
+                found.append(process.pid)
+    return sorted(found)
 
 
 def _tail(log: Path, num_lines: int = 25) -> str:

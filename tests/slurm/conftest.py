@@ -18,6 +18,7 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.layout import LONGEST_ROOT
 from launch.dev_cluster.packages import Installation, SlurmMissing, obtain, private
 from launch.dev_cluster.shape import ClusterShape, default_shape
+from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import MakeCluster
 
 
@@ -82,3 +83,9 @@ def _start(stack: ExitStack, shape: ClusterShape, installation: Installation) ->
     stack.callback(shutil.rmtree, root, ignore_errors=True)
     cluster = DevCluster.create(root, shape, installation, dies_with_parent=True)
     return stack.enter_context(cluster)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A model, a dataset and a place for runs, which all nodes see."""
+    return make_lab(tmp_path_factory.mktemp("lab"))

@@ -83,14 +83,6 @@ def test_a_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_resume_forgets_failures(tmp_path: Path) -> None:
-    layout = layout_in(tmp_path)
-    budget = RetryBudget(layout, 1)
-    assert (budget.take(10), budget.take(10)) == (2.0, None)
-    budget.reset()
-    assert RetryBudget(layout, 1).take(10) == 2.0
-
-
 def test_the_saved_step_is_that_of_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     layout = layout_in(tmp_path)
     assert saved_step(layout) == 0

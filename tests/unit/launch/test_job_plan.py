@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from launch.batch.plan_file import read_plan
 from launch.cli import EXIT_USER, main
-from launch.job_plan import JobPlan, RoleShare, plan_jobs
+from launch.job_plan import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
 from launch.job_report import describe_jobs, plan_document, plan_report, shared_layout
-from launch.plan import plan_run
+from launch.job_script import render_scripts
+from launch.plan import ROLE_ENVIRONMENT, plan_run
 from launch.site_file import load_site
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
@@ -211,13 +213,13 @@ def test_the_words_count_nodes_and_gpus_of_all_array_tasks() -> None:
 def test_the_plan_file_has_what_the_supervisor_starts() -> None:
     prologue = {"image": "/shared/a.sif", "code": "/home/me/rlhpc", "binds": ["/data"]}
     document = json.loads(plan_document(plan_of("trainer.num_ranks=16", prologue=prologue)))
-    assert (document["schema"], document["run_directory"], document["placement"]) == (1, "/shared/run", "hetjob")
+    assert (document["schema"], document["run_directory"], document["placement"]) == (2, "/shared/run", "hetjob")
     (job,) = document["jobs"]
     controller, trainer, _ = job["components"]
     assert controller["runs_in_batch_step"]
     assert controller["roles"] == [
-        {"role": "controller", "num_processes": 1},
-        {"role": "reward", "num_processes": 1},
+        {"role": "controller", "num_processes": 1, "first_replica": 0},
+        {"role": "reward", "num_processes": 1, "first_replica": 0},
     ]
     sizes = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "time_s")
     assert [trainer[key] for key in sizes] == [2, 8, 4, 1, 3600]
@@ -226,6 +228,57 @@ def test_the_plan_file_has_what_the_supervisor_starts() -> None:
     inside = ["--bind", "/shared,/home/me/rlhpc,/data", "/shared/a.sif", "python3"]
     assert trainer["python"] == ["apptainer", "exec", "--nv", *inside]
     assert controller["python"] == ["apptainer", "exec", *inside]
+
+
+def test_the_plan_file_has_the_limits_of_the_site_and_the_environment_of_the_roles() -> None:
+    keys = {"max_retries": 0, "meet_s": 60, "continuation": "successor"}
+    document = json.loads(plan_document(plan_of("trainer.device=cpu", cluster=keys)))
+    assert document["limits"] == {"meet_s": 60, "stall_s": 3600, "max_retries": 0}
+    assert document["continuation"] == "successor"
+    controller, trainer, generation = document["jobs"][0]["components"]
+    assert controller["environment"] == generation["environment"] == ROLE_ENVIRONMENT
+    assert trainer["environment"] == ROLE_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    assert controller["defaults"] == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_supervisor_reads_the_plan_of_every_shipped_pair(pair: Pair, tmp_path: Path) -> None:
+    plan = plan_jobs(pair.config, pair.site, RunLayout(pair.config.run_directory))
+    path = tmp_path / "job_plan.json"
+    path.write_text(plan_document(plan))
+    for job in plan.jobs:
+        part = read_plan(path, job.name)
+        assert part.is_lead == (job.name in ("hetjob", "controller"))
+        assert [each.name for each in part.parts] == [each.name for each in job.components]
+
+
+# ------------------------------------------------------------------------------------------------------------- elastic
+
+
+def test_added_generators_are_an_array_of_single_replicas_of_the_planned_size() -> None:
+    config = config_of("generation.num_replicas=4", "generation.tensor_parallel=2")
+    keys = {"partition": "scavenge", "exclusive": True, "nodes": 1, "qos": "low"}
+    wanted = Elastic("generation-3", 2, first_replica=7, placement="hetjob", time_s=600)
+    plan = plan_elastic(config, site_of(generation=keys), RunLayout(config.run_directory), wanted)
+    (job,) = plan.jobs
+    (part,) = job.components
+    assert (job.name, job.array_size, plan.placement) == ("generation-3", 2, "hetjob")
+    assert part.roles == (RoleShare("generator", 1, first_replica=7),)
+    assert (part.nodes, part.tasks_per_node, part.gpus_per_task, part.cpus_per_task) == (1, 1, 2, 8)
+    assert (part.allocation.partition, part.allocation.time_s, part.allocation.qos) == ("scavenge", 600, "low")
+    (script,) = render_scripts(plan).values()
+    assert "--plan /shared/run/scripts/generation-3.json --job generation-3" in script
+    assert "#SBATCH --array=0-1" in script
+    assert "#SBATCH hetjob" not in script
+    assert "one job on cluster: 2 nodes, 4 GPUs" in describe_jobs(plan)
+
+
+def test_the_partition_of_the_command_line_wins_for_added_generators() -> None:
+    config = config_of()
+    wanted = Elastic("generation-1", 1, first_replica=1, placement="jobs", partition="cheap")
+    plan = plan_elastic(config, site_of(), RunLayout(config.run_directory), wanted)
+    assert component_of(plan, "generation").allocation.partition == "cheap"
+    assert component_of(plan, "generation").allocation.time_s == 3600
 
 
 def test_srun_says_gpus_per_task_itself_and_without_the_type() -> None:

@@ -75,6 +75,12 @@ def test_a_component_without_gpus_asks_for_none() -> None:
     assert "--gpus" not in script
 
 
+@pytest.mark.parametrize(("way", "written"), [("requeue", "--requeue"), ("successor", "--no-requeue")])
+def test_a_site_that_forbids_requeue_is_not_asked_for_it(way: str, written: str) -> None:
+    for script in render_scripts(plan_of(cluster={"continuation": way, "placement": "jobs"})).values():
+        assert [word for word in directives(script)[0] if "requeue" in word] == [written]
+
+
 def test_every_key_of_a_section_has_its_directive() -> None:
     keys: dict[str, Any] = {
         "partition": "p1,p2",
@@ -125,10 +131,13 @@ def test_only_the_end_of_the_controllers_job_is_mailed() -> None:
     assert [name for name, script in scripts.items() if "--mail-user=me@here" in script] == ["controller.sbatch"]
 
 
-@pytest.mark.parametrize(("minutes", "warned_s"), [(60, 600), (10, 300), (1, 30)])
-def test_the_batch_step_alone_is_warned_and_never_before_half_of_the_time(minutes: int, warned_s: int) -> None:
+@pytest.mark.parametrize(("minutes", "warned_s"), [(60, 600), (10, 150), (5, 75), (4, None)])
+def test_the_batch_step_alone_is_warned_late_in_its_time_and_a_short_one_not_at_all(
+    minutes: int, warned_s: int | None
+) -> None:
     (script,) = render_scripts(plan_of(common={"time": minutes})).values()
-    assert f"#SBATCH --signal=B:USR2@{warned_s}\n" in script
+    warnings = [word for word in directives(script)[0] if word.startswith("--signal")]
+    assert warnings == ([f"--signal=B:USR2@{warned_s}"] if warned_s else [])
 
 
 def test_generators_are_an_array_with_a_log_each() -> None:

@@ -1,0 +1,75 @@
+"""Begin an attempt of a run whose jobs are up: `python -m launch.begin_attempt --run-dir R --job-id J --restart N`.
+
+Runs in the roles' Python, called by the supervisor of the job in which the controller lives, while no role of an
+earlier attempt does.  Makes clean meeting places and new keys, finds the checkpoint to go on from, and writes
+attempt.json last of all: whoever reads that finds the rest.  Prints what it holds as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.job_records import generator_numbers
+from launch.plan import plan_run
+from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import latest_complete
+
+EXIT_USER = 2
+
+
+def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
+    """Begin the next attempt; returns attempt.json.
+
+    Raises RunDirectoryError: no run directory, or the run is complete; ConfigError: config.json was altered.
+    """
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    if layout.summary.exists():
+        raise RunDirectoryError(f"{layout.root}: the run is complete")
+    config, _ = read_resolved(layout)
+    found = latest_complete(layout.checkpoints)
+    attempt = Attempt(num_attempts(layout), found[0] if found else None)
+    renew_meeting_places(layout)
+    mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
+    note_attempt(layout, attempt, job_id=job_id, restart=restart)
+    document = {
+        "attempt": attempt.index,
+        "resume_step": attempt.resume_step,
+        "job_id": job_id,
+        "restart": restart,
+        "host": socket.gethostname(),
+        "unix_time_s": time.time(),
+    }
+    write_atomically(layout.attempt, json.dumps(document).encode())
+    return document
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 2: nothing that another try would mend."""
+    parser = argparse.ArgumentParser(prog="python -m launch.begin_attempt", description="Begin an attempt of a run.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--job-id", type=int, required=True, help="of Slurm")
+    parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
+    options = parser.parse_args(arguments)
+    try:
+        document = begin_attempt(RunLayout(options.run_dir), job_id=options.job_id, restart=options.restart)
+    except RlhpcError as error:
+        sys.stderr.write(f"rlhpc: {error}\n")
+        return EXIT_USER
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Which jobs a run has submitted, and which numbers its generators bear.
+
+Eats and makes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record is
+written once, after sbatch has said the id, and never changed: what has become of the job is Slurm's to say.
+Python 3.9 and the standard library suffice, so that a supervisor can record the successor that it submits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+LEADS = ("hetjob", "controller")  # names of the jobs in which the controller runs
+_ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What was submitted under one id."""
+
+    job_id: int  # of the array, of the first component
+    name: str  # in its plan: hetjob, trainer, generation-1
+    placement: str
+    array_size: int | None  # None: no array
+    plan: str  # path of the plan file
+    script: str  # path of the script
+    is_elastic: bool  # joined a run that had been submitted before
+    first_replica: int  # of its generators, if it has any
+    replicas_per_task: int  # generators of one array task; of the whole job where it is no array
+    partition: str | None  # of its generators, or else of its first component; None: the default one
+    submitted_unix_s: float
+    follows: int | None = None  # the job at whose end this one begins (cluster.continuation = "successor")
+
+    @property
+    def is_lead(self) -> bool:
+        """True if the run goes on as long as this job does."""
+        return self.name in LEADS and not self.is_elastic
+
+
+def write_record(layout: RunLayout, record: JobRecord) -> None:
+    """Note a job that is in the queue."""
+    layout.jobs.mkdir(exist_ok=True)
+    write_atomically(layout.job_record(record.job_id), json.dumps(asdict(record), indent=1).encode())
+
+
+def read_records(layout: RunLayout) -> list[JobRecord]:
+    """All submissions of a run, oldest first.  Raises RunDirectoryError for a file that is damaged."""
+    if not layout.jobs.is_dir():
+        return []
+    files = [path for path in layout.jobs.glob("*.json") if path.stem.isdigit()]
+    return sorted((_read(path) for path in files), key=lambda record: (record.submitted_unix_s, record.job_id))
+
+
+def generator_numbers(layout: RunLayout) -> list[int]:
+    """Replica numbers of all generators, those of the run's plan and those that were added."""
+    numbers: set[int] = set()
+    for path in [layout.job_plan, *elastic_plans(layout)]:
+        numbers |= set(_numbers_of(path)) if path.exists() else set()
+    return sorted(numbers)
+
+
+def next_replica(layout: RunLayout) -> int:
+    """A number that no generator of this run has borne."""
+    return max(generator_numbers(layout), default=-1) + 1
+
+
+def elastic_plans(layout: RunLayout) -> list[Path]:
+    """Plan files of generators that were added, oldest first."""
+    if not layout.scripts.is_dir():
+        return []
+    found = [(_ELASTIC_PLAN.fullmatch(path.name), path) for path in layout.scripts.iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def next_elastic_name(layout: RunLayout) -> str:
+    """generation-K, K counted from 1."""
+    plans = elastic_plans(layout)
+    return f"generation-{int(plans[-1].stem.rpartition('-')[2]) + 1 if plans else 1}"
+
+
+def generators_of(components: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    """First replica and number of generators (of one array task) in components of a plan file; (0, 0): none."""
+    for component in components:
+        for share in component["roles"]:
+            if share["role"] == "generator":
+                return share["first_replica"], share["num_processes"]
+    return 0, 0
+
+
+def _numbers_of(plan: Path) -> Iterable[int]:
+    try:
+        for job in json.loads(plan.read_bytes())["jobs"]:
+            first, count = generators_of(job["components"])
+            yield from range(first, first + count * (job["array_size"] or 1))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(f"{plan}: damaged: {error!r}") from error
+
+
+def _read(path: Path) -> JobRecord:
+    try:
+        document = json.loads(path.read_bytes())
+        known = {field.name for field in fields(JobRecord)}
+        return JobRecord(**{key: value for key, value in document.items() if key in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(f"{path}: damaged: {error}") from error

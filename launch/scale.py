@@ -1,0 +1,176 @@
+"""Add generators to a run that is up, and retire them again.
+
+Eats a run directory and +N or -N, makes an array job of its own for each addition, with scripts/generation-K.json as
+its plan.  Promises: no number that a generator of the run has borne is given to another; only generators that were
+added are retired, the youngest first, and those that wait before those that work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.batch.slurm_commands import SlurmError
+from launch.job_plan import Elastic, plan_elastic
+from launch.job_queue import JobRow, look_at_jobs
+from launch.job_records import JobRecord, next_elastic_name, next_replica, read_records
+from launch.job_report import describe_with_scripts
+from launch.site_file import load_site
+from launch.site_values import walltime_s
+from launch.stop import cancel
+from launch.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.run_layout import RunLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """How generators are added; None: as the site file says."""
+
+    site_file: Path | None = None  # None: that of the run
+    partition: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A living generator that was added, or what waits in the queue to go on as one."""
+
+    replica: int
+    slurm_id: str  # JOB_TASK
+    has_begun: bool
+    state: str
+
+
+def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    """Add (+N) or retire (-N) generators.
+
+    Raises ConfigError: not of that form, or generators that the site cannot hold; RunDirectoryError: no jobs were ever
+    submitted from here, the run is complete or does not live, or has less than N to retire; SlurmError.
+    """
+    if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
+        raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
+    layout, placement = _submitted(layout)
+    records = read_records(layout)
+    if not dry_run:
+        _refuse_lifeless(layout, records)
+    if int(generators) > 0:
+        _add(layout, int(generators), placement, how, dry_run=dry_run, tell=tell)
+    else:
+        _retire(layout, -int(generators), records, dry_run=dry_run, tell=tell)
+
+
+def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
+    """The directory by the name that compute nodes know, and the placement of the run."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    if layout.summary.exists():
+        raise RunDirectoryError(f"{layout.root}: the run is complete")
+    try:
+        document = json.loads(layout.job_plan.read_bytes())
+    except FileNotFoundError:
+        raise RunDirectoryError(f"{layout.root}: not submitted to Slurm; `rlhpc submit` does that") from None
+    return RunLayout(Path(document["run_directory"])), document["placement"]
+
+
+def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
+    look = look_at_jobs(record.job_id for record in records if record.is_lead)
+    if look.trouble:
+        raise SlurmError(look.trouble)
+    if not any(row.state.is_alive for row in look.rows):
+        raise RunDirectoryError(
+            f"{layout.root}: the job of its controller is not in the queue; `rlhpc resume {layout.root}` goes on"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- adding
+
+
+def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    config, _ = read_resolved(layout)
+    site = load_site(how.site_file or layout.site)
+    first = next_replica(layout)
+    wanted = Elastic(
+        name=next_elastic_name(layout),
+        num_generators=count,
+        first_replica=first,
+        placement="hetjob" if placement == "hetjob" else "jobs",
+        partition=_word(how.partition),
+        time_s=_time_s(how.time),
+    )
+    plan = plan_elastic(config, site, layout, wanted)
+    if dry_run:
+        tell(describe_with_scripts(plan))
+        return
+    refuse_unfit_for_slurm(plan)
+    from rlhpc.transport.keys import mint_run_keys
+
+    write_plan(plan)  # before the keys: an attempt that begins now mints for all that have a plan
+    mint_run_keys(layout.secrets, [f"generator-{replica}" for replica in range(first, first + count)])
+    try:
+        (record,) = submit_jobs(plan)
+    except BaseException:  # survived: nothing; without a job the plan must not count
+        for path in (plan.plan_file, layout.scripts / f"{wanted.name}.sbatch"):
+            path.unlink(missing_ok=True)
+        raise
+    names = f"generator-{first}" + (f" to generator-{first + count - 1}" if count > 1 else "")
+    tell(f"submitted   {describe_record(record)}: {names}; `rlhpc scale {layout.root} --generators -{count}` retires")
+
+
+def _word(partition: str | None) -> str | None:
+    if partition is not None and not re.fullmatch(r"[^\s\"'\\#-][^\s\"'\\#]*", partition):
+        raise ConfigError(f"--partition {partition!r}: legal: the name of a partition, or several with commas")
+    return partition
+
+
+def _time_s(time: str | None) -> int | None:
+    try:
+        return walltime_s(time) if time is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--time {time!r}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ retiring
+
+
+def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run: bool, tell: Tell) -> None:
+    elastic = {record.job_id: record for record in records if record.is_elastic}
+    look = look_at_jobs(elastic)
+    if look.trouble:
+        raise SlurmError(look.trouble)
+    rows = [row for row in look.rows if row.state.is_alive]
+    added: dict[int, list[_Added]] = {}  # of one that works, a successor may wait already
+    for each in [each for row in rows for each in _generators_of(elastic[row.job_id], row)]:
+        added.setdefault(each.replica, []).append(each)
+    if count > len(added):
+        raise RunDirectoryError(
+            f"{layout.root}: --generators -{count}: {len(added) or 'none'} of those that were added can be retired; "
+            "those of the run's own plan stay"
+        )
+    order = sorted(added, key=lambda replica: (any(each.has_begun for each in added[replica]), -replica))
+    retired = [each for replica in order[:count] for each in added[replica]]
+    for each in retired:
+        tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
+    if not dry_run:  # those that wait first: none may begin in the place of one that ends
+        cancel(each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun))
+
+
+def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:
+    """One of a task that runs, several of a row for tasks that wait together."""
+    tasks = [row.array_task] if row.array_task is not None else _tasks(row.waiting_tasks)
+    has_begun = row.array_task is not None and row.state.name != "PENDING"
+    return [
+        _Added(record.first_replica + task, f"{row.job_id}_{task}", has_begun, row.state.name.lower()) for task in tasks
+    ]
+
+
+def _tasks(text: str) -> list[int]:
+    """ "0,2-4" as numbers."""
+    tasks: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        tasks += range(int(first), int(last or first) + 1)
+    return tasks

@@ -1,0 +1,173 @@
+"""From a run file and a site file to jobs in the queue: everything that can be refused is refused before the first.
+
+Eats Config and a site file, makes the run directory with plan, scripts and site file, and jobs.  Promises: all jobs of
+a run are submitted, or none; what lives is never submitted a second time.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.batch.slurm_commands import SlurmError, slurm
+from launch.job_plan import Job, JobPlan, plan_jobs
+from launch.job_records import JobRecord, generators_of, write_record
+from launch.job_report import component_documents, plan_document, shared_layout
+from launch.job_script import render_scripts
+from launch.preflight import Findings, preflight
+from launch.run_directory import claim_for_jobs
+from launch.site_file import GpuConfig, PrologueConfig, Site, load_site
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+Tell = Callable[[str], None]
+
+
+def submit_run(
+    config: Config, site_file: Path, *, resume: bool, fresh: bool, after: str | None, tell: Tell
+) -> RunLayout:
+    """Check everything, claim the run directory, submit every job, say what to do next.
+
+    after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
+    made.  Raises SlurmError: sbatch failed; then no job is left in the queue.
+    """
+    site, site_text, options = load_site(site_file), site_file.read_bytes(), dependency(after)
+    layout = shared_layout(config, site)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": layout.root})})
+    plan = plan_jobs(config, site, layout)
+    findings = preflight(config, roles_run_here=roles_run_here(site.prologue))
+    refuse_small_gpus(config, findings, site, site_file)
+    refuse_unfit_for_slurm(plan)
+    for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
+        tell(f"changed     {change}")
+    write_atomically(layout.site, site_text)
+    write_plan(plan)
+    records = submit_jobs(plan, options)
+    tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")
+    tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
+    tell(f"            rlhpc stop {layout.root}")
+    return layout
+
+
+def dependency(after: str | None) -> list[str]:
+    """Options of sbatch for --after.  Raises ConfigError: neither a job id nor a dependency."""
+    if after is None:
+        return []
+    if after.isdecimal():
+        return [f"--dependency=afterok:{after}"]
+    if not re.fullmatch(r"[a-z]+:[\w:,+?]+", after):
+        raise ConfigError(f"--after {after!r}: legal: a job id, or a dependency of sbatch such as afterany:123")
+    return [f"--dependency={after}"]
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def roles_run_here(prologue: PrologueConfig) -> bool:
+    """True if the roles run in the environment of this process, as far as a site file says."""
+    if prologue.image is not None:
+        return False
+    if prologue.conda is not None:
+        name = prologue.conda_environment or "base"
+        own = prologue.conda if name == "base" else prologue.conda / "envs" / name  # an absolute name wins in a join
+        return own.resolve() == Path(sys.prefix).resolve()
+    return prologue.venv is None or prologue.venv.resolve() == Path(sys.prefix).resolve()
+
+
+def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
+    """As `rlhpc check --site`, where the site file knows its GPUs.  Raises ConfigError."""
+    from launch.memory_verdict import judge_memory
+
+    known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
+    if findings.shape is not None and known and config.trainer.device != "cpu":
+        judge_memory(config, findings.model, findings.shape, site, site_file)
+
+
+def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
+    return site.trainer, site.generation
+
+
+def refuse_unfit_for_slurm(plan: JobPlan) -> None:
+    """What Slurm itself knows to be illegal.  Raises ConfigError with key, value and the legal ones."""
+    from launch.slurm_check import refuse_unfit
+
+    refuse_unfit(plan)
+
+
+# ---------------------------------------------------------------------------------------------------------- submission
+
+
+def write_plan(plan: JobPlan) -> None:
+    """Write what jobs need before they are submitted: scripts, the plan, and the directory of their logs."""
+    for directory in (plan.layout.scripts, plan.log_directory, plan.layout.jobs):
+        directory.mkdir(parents=True, exist_ok=True)
+    for name, text in render_scripts(plan).items():
+        write_atomically(plan.layout.scripts / name, text.encode(), mode=0o755)
+    write_atomically(plan.plan_file, plan_document(plan).encode())
+
+
+def submit_jobs(plan: JobPlan, options: Sequence[str] = ()) -> list[JobRecord]:
+    """Submit the scripts of a plan, the lead first, and record them.
+
+    Raises SlurmError with what sbatch said; the jobs before it are cancelled then, or named where even that failed.
+    """
+    records: list[JobRecord] = []
+    try:
+        for job in plan.jobs:
+            records.append(_submit(plan, job, options))
+            write_record(plan.layout, records[-1])
+    except RlhpcError as error:
+        raise SlurmError(f"{error}; {_withdraw(plan.layout, records)}") from error
+    except BaseException:  # survived: nothing; whatever it was (Ctrl-C, a full disk), no part of a run stays behind
+        _withdraw(plan.layout, records)
+        raise
+    return records
+
+
+def describe_record(record: JobRecord) -> str:
+    """ "generation 12 (4 tasks)"."""
+    plural = "" if record.array_size == 1 else "s"
+    tasks = f" ({record.array_size} task{plural})" if record.array_size is not None else ""
+    return f"{record.name} {record.job_id}{tasks}"
+
+
+def _submit(plan: JobPlan, job: Job, options: Sequence[str]) -> JobRecord:
+    script = plan.layout.scripts / f"{job.name}.sbatch"
+    from launch.het_executor import HeterogeneousSlurmExecutor  # submitit is not needed before
+
+    # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
+    submitted = HeterogeneousSlurmExecutor(plan.log_directory).submit_script(script, name=job.name, options=options)
+    first, count = generators_of(component_documents(plan, job))
+    component = next((each for each in job.components if each.name == "generation"), job.components[0])
+    return JobRecord(
+        job_id=int(submitted.job_id),
+        name=job.name,
+        placement=plan.placement,
+        array_size=job.array_size,
+        plan=str(plan.plan_file),
+        script=str(script),
+        is_elastic=plan.is_elastic,
+        first_replica=first,
+        replicas_per_task=count,
+        partition=component.allocation.partition,
+        submitted_unix_s=time.time(),
+    )
+
+
+def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
+    """Cancel jobs and forget them; returns what is to be said of it."""
+    if not records:
+        return "nothing was submitted"
+    names = ", ".join(map(describe_record, records))
+    try:
+        slurm("scancel", *(str(record.job_id) for record in records), patience_s=60.0)
+    except SlurmError as error:
+        return f"CANCEL BY HAND {names}: {error}"
+    for record in records:
+        layout.job_record(record.job_id).unlink(missing_ok=True)
+    return f"cancelled again: {names}; nothing of the run is queued"

@@ -1,0 +1,87 @@
+"""Runs to submit on a dev cluster: a lab, a site file, the command line turned towards the cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.cli import main
+from launch.dev_cluster.cluster import DevCluster
+from launch.job_records import JobRecord, read_records, write_record
+from launch.run_directory import claim_for_jobs
+from rlhpc.config_file import load_config
+from rlhpc.run_layout import RunLayout
+from tests.ring.run_kit import ROOT, Lab
+from tests.slurm.cluster_kit import submit
+
+LATER = "--begin=now+1hour"  # jobs that stay in the queue
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Where runs of a test are submitted from."""
+
+    cluster: DevCluster
+    lab: Lab
+
+    def site(self, **sections: dict[str, Any]) -> Path:
+        """Write a site file of the cluster; keys given as `section={key: value}` are put over it."""
+        document: dict[str, dict[str, Any]] = {
+            "cluster": {"name": "dev", "shared_directory": str(self.lab.root)},
+            "common": {"time": "0:10:00", "extra": [LATER]},
+            "controller": {"partition": "cpu"},
+            "trainer": {"partition": "train"},
+            "generation": {"partition": "gen"},
+            "prologue": {"python": sys.executable, "code": str(ROOT)},
+        }
+        for name, keys in sections.items():
+            document[name] = document.get(name, {}) | keys
+        path = self.lab.root / f"site-{time.monotonic_ns()}.toml"
+        lines = [
+            line
+            for name, keys in document.items()
+            for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()))
+        ]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    def submit(self, name: str, site: Path, *words: str) -> int:
+        """`rlhpc submit` of a small run; returns its exit status."""
+        return main(["submit", str(self.run_file(name)), str(site), *words])
+
+    def run_file(self, name: str) -> Path:
+        """Sockets between machines, two generators."""
+        return self.lab.run_file(
+            name,
+            generation={"num_replicas": 2},
+            transport={"heartbeat_s": 0.2, "kind": "tcp"},
+        )
+
+    def queued(self) -> list[str]:
+        """Ids in the queue, an array task or a component a line."""
+        return sorted(self.cluster.run("squeue", "--noheader", "--array", "--format=%i").split())
+
+    def clear(self) -> None:
+        """Leave the cluster without jobs."""
+        jobs = sorted(set(self.cluster.run("squeue", "--noheader", "--format=%A").split()))
+        if jobs:
+            self.cluster.run("scancel", *jobs, check=False)
+        self.cluster.wait_idle()
+
+    def recorded(self, name: str, *jobs: tuple[str, str, tuple[str, ...]]) -> RunLayout:
+        """A claimed run with jobs of the test's own: (name in the plan, lines of sh, options of sbatch)."""
+        layout = self.lab.layout(name)
+        claim_for_jobs(load_config(self.run_file(name)), layout, resume=False, fresh=False)
+        for number, (job, script, options) in enumerate(jobs):
+            job_id = submit(self.cluster, script, f"--job-name={name}", *options)
+            write_record(layout, JobRecord(job_id, job, "jobs", None, "", "", False, 0, 0, None, float(number)))
+        return layout
+
+
+def ids_of(layout: RunLayout) -> dict[str, int]:
+    """Recorded ids by the names of jobs."""
+    return {record.name: record.job_id for record in read_records(layout)}

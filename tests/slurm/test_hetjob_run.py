@@ -1,0 +1,168 @@
+"""A run as ONE heterogeneous job: undisturbed, short of time, and with something of it gone."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+
+from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.faults import crash_node, start_controller, start_node, stop_controller
+from tests.ring.run_kit import Lab
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
+
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+
+
+def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm, lab, "het-whole", run={"num_steps": 10}, generation={"num_replicas": 2}, trainer={"num_ranks": 2}
+    )
+    said = run.submit()
+    assert f"rlhpc status {run.layout.root}" in said
+    first_step_s = run.wait_step(1)
+    hosts = {role["name"]: role["host"] for role in run.status()["roles"]}
+    run.wait_complete()
+    assert_whole(run, 10)
+    assert set(hosts) >= {"trainer-0", "generator-0", "generator-1", "reward-0"}
+    assert [event["event"] for event in run.events()][-1] == "verdict"
+    assert run.events("verdict")[0]["text"].startswith("complete")
+    assert len(run.attempts()) == 1
+    assert not slurm.job_processes()
+    kind, summary = pickle.loads((run.layout.logs / "slurm" / f"{run.jobs['hetjob']}_0_result.pkl").read_bytes())
+    assert (kind, summary["steps"]) == ("success", 10)
+    print(f"submit to first step: {first_step_s:.1f} s")
+
+
+def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm,
+        lab,
+        "het-walltime",
+        run={"num_steps": 240},
+        checkpoint={"every_steps": 1000},
+        site={"common": {"time": "0:01:00"}},
+        **LASTING,
+    )
+    run.submit()
+    run.wait_complete(500.0)
+    attempts = run.attempts()
+    assert len(attempts) >= 2, run.story()
+    assert len(run.events("requeue")) == len(attempts) - 1
+    assert_whole(run, 240)
+    # What a life trained, its checkpoint holds: nothing was trained that the next had to do again.
+    assert not list(run.layout.rollouts.glob("set_aside*/*")), run.story()
+
+
+def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-trainer-killed", run={"num_steps": 40}, generation={"num_replicas": 2}, **LASTING)
+    run.submit()
+    run.wait_step(10)
+    generators = role_pids(run, " generator ")
+    [trainer] = role_pids(run, " trainer ")
+    slurm.run("kill", "-9", str(trainer))
+    run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
+    run.wait_step(12)
+    assert role_pids(run, " generator ") == generators, "engines outlast a trainer"
+    run.wait_complete()
+    assert_whole(run, 40)
+    assert not run.events("requeue")
+    assert "trainer-0" in run.events("retry")[0]["text"]
+
+
+def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm,
+        lab,
+        "het-node-down",
+        run={"num_steps": 60},
+        generation={"num_replicas": 2},
+        site={"generation": {"nodes": 2}},
+        **LASTING,
+    )
+    run.submit()
+    run.wait_step(8)
+    node = slurm.run(
+        "squeue", "--noheader", "--states=R", f"--jobs={run.jobs['hetjob']}", "--format=%P %N"
+    ).splitlines()
+    [gen] = [line.split()[1] for line in node if line.startswith("gen")]
+    victim = slurm.run("scontrol", "show", "hostnames", gen).split()[0]
+    began = time.monotonic()
+    crash_node(slurm, victim)
+    run.wait(lambda: len(run.attempts()) == 2, "a second attempt", 120.0)
+    print(f"from a dead node to the next attempt: {time.monotonic() - began:.1f} s")
+    start_node(slurm, victim)
+    run.wait_complete()
+    slurm.wait_idle()
+    assert_whole(run, 60)
+
+
+def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-no-slurmctld", run={"num_steps": 50}, **LASTING)
+    run.submit()
+    run.wait_step(5)
+    stop_controller(slurm)
+    step = run.status()["step"]
+    time.sleep(4.0)
+    assert run.status()["step"] > step
+    start_controller(slurm)
+    run.wait_complete()
+    assert_whole(run, 50)
+    assert len(run.attempts()) == 1
+
+
+def test_a_cancelled_generation_component_stops_the_run_where_it_can_be_resumed(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-scancel-part", run={"num_steps": 60}, **LASTING)
+    run.submit()
+    run.wait_step(8)
+    slurm.run("scancel", f"{run.jobs['hetjob']}+2")
+    run.wait(lambda: not run.queue(), "no job left", 90.0)
+    assert run.events("verdict")[-1]["text"].startswith("component"), run.story()
+    run.cli("resume", str(run.layout.root))
+    run.wait_complete()
+    assert_whole(run, 60)
+
+
+def test_stop_saves_and_resume_goes_on(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-stop", run={"num_steps": 60}, **LASTING)
+    run.submit()
+    run.wait_step(8)
+    said = run.cli("stop", str(run.layout.root), timeout_s=120.0)
+    assert "resume" in said
+    assert not run.queue()
+    step = run.status()["step"]
+    assert 8 <= step < 60
+    run.cli("resume", str(run.layout.root))
+    run.wait_complete()
+    assert_whole(run, 60)
+    assert run.attempts()[1]["resume_step"] == step
+
+
+def test_stop_now_ends_every_job_within_seconds(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-stop-now", run={"num_steps": 200}, **LASTING)
+    run.submit()
+    run.wait_step(3)
+    began = time.monotonic()
+    run.cli("stop", str(run.layout.root), "--now")
+    run.wait(lambda: not run.queue(), "no job left", 30.0)
+    assert time.monotonic() - began < 30
+    run.wait(lambda: not slurm.job_processes(), "no process left", 15.0)
+
+
+def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-settings", trainer={"num_ranks": 1, "device": "cuda"})
+    run.submit()
+    run.wait(lambda: not run.queue(), "no job left", 90.0)
+    assert len(run.attempts()) == 1
+    assert run.events("verdict")[-1]["text"].startswith(("settings", "given_up", "failed")), run.story()
+
+
+def test_two_runs_at_once_on_the_same_nodes_do_not_touch_each_other(slurm: DevCluster, lab: Lab) -> None:
+    runs = [SlurmRun(slurm, lab, f"het-two-{k}", run={"num_steps": 20, "seed": k}, **LASTING) for k in (1, 2)]
+    for run in runs:
+        run.submit()
+    for run in runs:
+        run.wait_complete()
+        assert_whole(run, 20)
+        assert len(run.attempts()) == 1

@@ -1,0 +1,107 @@
+"""A run as one job per role: jobs that start in any order, end alone, come back alone, and generators that join."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.faults import crash_node, start_node
+from tests.ring.run_kit import Lab
+from tests.slurm.cluster_kit import submit, wait_state
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
+
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+GAP_S = 60  # between the first job and the last
+
+
+def jobs_run(slurm: DevCluster, lab: Lab, name: str, num_steps: int, **sections: object) -> SlurmRun:
+    return SlurmRun(slurm, lab, name, "jobs", run={"num_steps": num_steps}, **{**LASTING, **sections})
+
+
+def test_roles_start_in_any_order_a_minute_apart(slurm: DevCluster, lab: Lab) -> None:
+    late = {"extra": [f"--begin=now+{GAP_S}"]}
+    runs = [jobs_run(slurm, lab, f"jobs-late-{part}", 8, site={part: late}) for part in ("generation", "trainer")]
+    for run in runs:
+        run.submit()
+    for run in runs:
+        assert run.wait_step(1, GAP_S + 60) > GAP_S
+        run.wait_complete()
+        assert_whole(run, 8)
+        assert len(run.attempts()) == 1, run.story()
+
+
+def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster, lab: Lab) -> None:
+    run = jobs_run(slurm, lab, "jobs-trainer-node", 60, checkpoint={"every_steps": 10})
+    run.submit()
+    run.wait_step(12)
+    generators = role_pids(run, "generator")
+    victim = slurm.run("squeue", "--noheader", f"--jobs={run.jobs['trainer']}", "--format=%N").strip()
+    began = time.monotonic()
+    crash_node(slurm, victim)
+    run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("step", 0) > 12, "training goes on", 150.0)
+    print(f"from the trainer's dead node to the next step: {time.monotonic() - began:.1f} s")
+    assert role_pids(run, "generator") == generators
+    start_node(slurm, victim)
+    run.wait_complete()
+    slurm.wait_idle()
+    assert_whole(run, 60)
+
+
+def test_a_trainer_short_of_time_has_the_controller_save_and_comes_back(slurm: DevCluster, lab: Lab) -> None:
+    run = jobs_run(
+        slurm, lab, "jobs-trainer-time", 300, site={"trainer": {"time": "0:01:00"}}, checkpoint={"every_steps": 1000}
+    )
+    run.submit()
+    run.wait(lambda: run.events("yield"), "the trainer gives way", 90.0)
+    run.wait_complete(300.0)
+    assert_whole(run, 300)
+    assert not [event for event in run.events("requeue") if "controller" in event["text"]]
+    assert not list(run.layout.rollouts.glob("set_aside*/*"))
+
+
+def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(slurm: DevCluster, lab: Lab) -> None:
+    run = jobs_run(slurm, lab, "jobs-controller-requeued", 60, checkpoint={"every_steps": 10})
+    run.submit()
+    run.wait_step(12)
+    generators = role_pids(run, "generator")
+    slurm.run("scontrol", "requeue", str(run.jobs["controller"]))
+    run.wait(lambda: len(run.attempts()) >= 2, "a second attempt", 90.0)
+    run.wait_complete()
+    assert_whole(run, 60)
+    assert generators
+
+
+def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm: DevCluster, lab: Lab) -> None:
+    run = jobs_run(slurm, lab, "jobs-elastic", 150)
+    run.submit()
+    run.wait_step(3)
+    run.cli("scale", str(run.layout.root), "--generators", "+1", "--partition", "scavenge")
+    run.wait(lambda: len(role_pids(run, "generator")) == 2, "the second generator")
+    run.wait(lambda: "generator-1" in {role["name"] for role in run.status()["roles"]}, "its hello")
+    elastic = run.jobs["generation-1"]
+    node = slurm.run("squeue", "--noheader", "--states=R", f"--jobs={elastic}", "--format=%N").strip()
+    partition = "gen" if node.startswith("g") else "train"
+    preemptor = submit(slurm, "sleep 8", f"--partition={partition}", f"--nodelist={node}", "--gres=gpu:4")
+    wait_state(slurm, preemptor, "RUNNING")
+    step = run.status()["step"]
+    run.wait(lambda: run.status()["step"] > step + 3, "training goes on")
+    run.wait(lambda: "generator-1" in {role["name"] for role in run.status()["roles"]}, "it rejoins", 90.0)
+    run.wait_complete()
+    assert_whole(run, 150)
+    assert len(run.attempts()) == 1
+
+
+def test_a_generator_that_is_killed_is_started_again_in_its_task(slurm: DevCluster, lab: Lab) -> None:
+    run = jobs_run(slurm, lab, "jobs-generator-killed", 60)
+    run.submit()
+    run.wait_step(5)
+    [generator] = role_pids(run, "generator")
+    os.kill(generator, signal.SIGKILL)
+    run.wait(lambda: [pid for pid in role_pids(run, "generator") if pid != generator], "another", 60.0)
+    run.wait_complete()
+    assert_whole(run, 60)
+    assert len(run.attempts()) == 1

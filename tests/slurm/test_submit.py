@@ -1,0 +1,309 @@
+"""Runs reach the queue whole or not at all, and are resumed, scaled and stopped by their recorded ids alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from launch import wait_for_run
+from launch.batch.slurm_commands import SlurmError
+from launch.cli import EXIT_USER, main
+from launch.dev_cluster.cluster import DevCluster
+from launch.job_plan import plan_jobs
+from launch.job_records import read_records
+from launch.site_file import load_site
+from launch.submit import submit_jobs, write_plan
+from rlhpc.config_file import load_config, read_resolved
+from rlhpc.run_layout import RunLayout
+from rlhpc.transport.keys import allowed_keys
+from tests.ring.run_kit import Lab, make_lab
+from tests.slurm.cluster_kit import job_state, submit, wait_state, wait_until
+from tests.slurm.submit_kit import LATER, Desk, ids_of
+
+JOBS = {"placement": "jobs"}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture
+def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    for name, value in slurm.environment().items():
+        monkeypatch.setenv(name, value)
+    desk = Desk(slurm, lab)
+    yield desk
+    desk.clear()
+
+
+def shown(desk: Desk, job: int, field: str) -> str:
+    """A field of `scontrol show job`; of the first component, of the array."""
+    words = desk.cluster.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0].split()
+    return next(word.partition("=")[2] for word in words if word.startswith(f"{field}="))
+
+
+# -------------------------------------------------------------------------------------------------------------- submit
+
+
+def test_a_heterogeneous_run_reaches_the_queue_as_one_job(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    site = desk.site()
+    assert desk.submit("het", site) == 0
+    layout = desk.lab.layout("het")
+    job = ids_of(layout)["hetjob"]
+    assert desk.queued() == [f"{job}+0", f"{job}+1", f"{job}+2"]
+    out = capsys.readouterr().out
+    assert f"submitted   hetjob {job}: het in {layout.root}" in out
+    assert f"rlhpc status {layout.root}" in out
+    assert layout.site.read_bytes() == site.read_bytes()
+    assert json.loads(layout.job_plan.read_bytes())["schema"] == 2
+    (record,) = read_records(layout)
+    assert (record.is_lead, record.replicas_per_task, record.script) == (True, 2, str(layout.scripts / "hetjob.sbatch"))
+    assert (layout.logs / "slurm").is_dir()
+    assert not layout.attempts.exists()
+
+
+def test_a_run_of_several_jobs_has_its_generators_as_an_array(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert desk.submit("several", desk.site(cluster=JOBS, rewards={"partition": "cpu"})) == 0
+    ids = ids_of(desk.lab.layout("several"))
+    assert list(ids) == ["controller", "trainer", "generation", "rewards"]
+    array = ids["generation"]
+    alone = [str(ids[name]) for name in ("controller", "trainer", "rewards")]
+    assert desk.queued() == sorted([*alone, f"{array}_0", f"{array}_1"])
+    assert f"generation {array} (2 tasks)" in capsys.readouterr().out
+    assert shown(desk, ids["trainer"], "Partition") == "train"
+
+
+def test_a_variable_of_sbatch_does_not_win_over_the_script(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "scavenge")
+    assert desk.submit("variable", desk.site(cluster=JOBS)) == 0
+    assert shown(desk, ids_of(desk.lab.layout("variable"))["trainer"], "Partition") == "train"
+
+
+def test_a_run_may_begin_after_another_job(desk: Desk) -> None:
+    other = submit(desk.cluster, "sleep 60", LATER)
+    site = desk.site(cluster=JOBS)
+    assert desk.submit("after", site, "--after", str(other)) == 0
+    for job in ids_of(desk.lab.layout("after")).values():
+        assert shown(desk, job, "Dependency").startswith(f"afterok:{other}")
+    assert desk.submit("after-any", site, "--after", f"afterany:{other}") == 0
+    for job in ids_of(desk.lab.layout("after-any")).values():
+        assert shown(desk, job, "Dependency").startswith(f"afterany:{other}")
+
+
+def test_a_dry_run_prints_the_plan_and_asks_no_slurm(
+    desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(desk.run_file("dry")), str(desk.site(cluster=JOBS))]
+    assert main(["plan", *words]) == 0
+    plan = capsys.readouterr().out
+    with monkeypatch.context() as without_slurm:
+        without_slurm.setenv("PATH", "/nowhere")
+        assert main(["submit", *words, "--dry-run"]) == 0
+    assert capsys.readouterr().out == plan
+    assert not desk.lab.layout("dry").root.exists()
+
+
+def test_what_is_in_the_queue_is_not_submitted_a_second_time(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    site = desk.site(cluster=JOBS)
+    assert desk.submit("twice", site) == 0
+    layout = desk.lab.layout("twice")
+    before = desk.queued()
+    for words in ((), ("--resume",), ("--fresh",)):
+        assert desk.submit("twice", site, *words) == EXIT_USER
+        error = capsys.readouterr().err
+        for job in ids_of(layout).values():
+            assert str(job) in error
+        assert f"`rlhpc stop {layout.root}` ends them" in error
+    assert main(["resume", str(layout.root)]) == EXIT_USER
+    assert main(["run", str(desk.run_file("twice")), "--resume"]) == EXIT_USER
+    assert desk.queued() == before
+
+
+def test_a_partition_that_is_not_there_is_refused_and_nothing_is_made(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.submit("typo", desk.site(generation={"partition": "gne"})) == EXIT_USER
+    assert "gne" in capsys.readouterr().err
+    assert not desk.lab.layout("typo").root.exists()
+    assert desk.queued() == []
+
+
+def test_jobs_before_one_that_sbatch_refuses_are_cancelled(desk: Desk) -> None:
+    config = load_config(desk.run_file("midway"))
+    layout = desk.lab.layout("midway")
+    site = load_site(desk.site(cluster=JOBS, generation={"partition": "gne"}))
+    plan = plan_jobs(config, site, layout)
+    write_plan(plan)
+    with pytest.raises(SlurmError, match=r"generation: sbatch: .*partition.*cancelled again: controller \d+, trainer"):
+        submit_jobs(plan)
+    assert desk.queued() == []
+    assert read_records(layout) == []
+
+
+def test_the_first_one_refused_leaves_nothing(desk: Desk) -> None:
+    layout = desk.lab.layout("first")
+    site = load_site(desk.site(controller={"partition": "cpuu"}))
+    plan = plan_jobs(load_config(desk.run_file("first")), site, layout)
+    write_plan(plan)
+    with pytest.raises(SlurmError, match=r"hetjob: sbatch: .*; nothing was submitted"):
+        submit_jobs(plan)
+    assert desk.queued() == []
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def test_a_run_is_resumed_from_its_directory_also_on_another_site(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.submit("again", desk.site()) == 0
+    layout = desk.lab.layout("again")
+    assert main(["stop", str(layout.root)]) == 0
+    assert layout.stop_request.exists()
+    assert main(["resume", str(layout.root), "run.num_steps=9"]) == 0
+    assert "changed     run.num_steps: 6 → 9" in capsys.readouterr().out
+    assert read_resolved(layout)[0].run.num_steps == 9
+    assert not layout.stop_request.exists()
+    assert main(["stop", str(layout.root)]) == 0
+    other = desk.site(cluster=JOBS)
+    assert main(["resume", str(layout.root), str(other)]) == 0
+    assert layout.site.read_bytes() == other.read_bytes()
+    assert [record.name for record in read_records(layout)] == [
+        "hetjob", "hetjob", "controller", "trainer", "generation",
+    ]  # fmt: skip
+    assert json.loads(layout.job_plan.read_bytes())["placement"] == "jobs"
+
+
+# ---------------------------------------------------------------------------------------------------------------- stop
+
+
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_stop_cancels_what_waits_in_the_queue(desk: Desk, placement: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = submit(desk.cluster, "sleep 60", LATER)
+    assert desk.submit(f"stop-{placement}", desk.site(cluster={"placement": placement})) == 0
+    layout = desk.lab.layout(f"stop-{placement}")
+    assert main(["stop", str(layout.root)]) == 0
+    assert capsys.readouterr().out.endswith(f"{layout.root}: stopped; `rlhpc resume {layout.root}` goes on\n")
+    assert desk.queued() == [str(other)]
+    assert main(["stop", str(layout.root)]) == 0
+    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+
+
+def test_stop_waits_for_what_runs_and_cancels_the_rest(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = desk.lab.layout("running").stop_request
+    until_asked = f"while [ ! -e {stop} ]; do sleep 0.2; done; sleep 1"
+    layout = desk.recorded(
+        "running", ("controller", until_asked, ("--partition=cpu",)), ("trainer", "sleep 60", (LATER,))
+    )
+    ids = ids_of(layout)
+    wait_state(desk.cluster, ids["controller"], "RUNNING")
+    assert main(["stop", str(layout.root)]) == 0
+    assert job_state(desk.cluster, ids["controller"]) == "COMPLETED"
+    assert job_state(desk.cluster, ids["trainer"]) == "CANCELLED"
+    assert f"{ids['controller']} running" in capsys.readouterr().out
+
+
+def test_stop_now_cancels_what_runs(desk: Desk) -> None:
+    other = submit(desk.cluster, "sleep 60", "--partition=cpu", "--job-name=now")
+    layout = desk.recorded("now", ("hetjob", "sleep 60", ("--partition=cpu",)))
+    job = ids_of(layout)["hetjob"]
+    wait_state(desk.cluster, job, "RUNNING")
+    assert main(["stop", str(layout.root), "--now"]) == 0
+    assert layout.abort_request.exists()
+    assert job_state(desk.cluster, job) == "CANCELLED"
+    assert job_state(desk.cluster, other) in ("RUNNING", "PENDING")  # of the same name, and not of this run
+
+
+# --------------------------------------------------------------------------------------------------------------- scale
+
+
+@pytest.mark.parametrize("placement", ["hetjob", "jobs"])
+def test_generators_are_added_and_the_youngest_retired(
+    desk: Desk, placement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert desk.submit(f"scale-{placement}", desk.site(cluster={"placement": placement})) == 0
+    layout = desk.lab.layout(f"scale-{placement}")
+    root = str(layout.root)
+    planned = desk.queued()
+    assert main(["scale", root, "--generators", "+2", "--partition", "scavenge"]) == 0
+    assert main(["scale", root, "--generators", "+1"]) == 0
+    records = [record for record in read_records(layout) if record.is_elastic]
+    assert [(r.name, r.array_size, r.first_replica, r.partition) for r in records] == [
+        ("generation-1", 2, 2, "scavenge"),
+        ("generation-2", 1, 4, "gen"),
+    ]
+    first, second = (record.job_id for record in records)
+    assert desk.queued() == sorted([*planned, f"{first}_0", f"{first}_1", f"{second}_0"])
+    assert f"--plan {layout.scripts}/generation-1.json --job generation-1" in shown_script(layout, "generation-1")
+    assert {f"generator-{k}" for k in (2, 3, 4)} <= set(allowed_keys(layout.secrets).values())
+    capsys.readouterr()
+
+    assert main(["scale", root, "--generators", "-2", "--dry-run"]) == 0
+    assert f"would end   generator-4 (job {second}_0, pending)" in capsys.readouterr().out
+    assert main(["scale", root, "--generators", "-2"]) == 0
+    assert desk.queued() == sorted([*planned, f"{first}_0"])
+    assert main(["scale", root, "--generators", "-2"]) == EXIT_USER
+    assert "-2: 1 of those that were added can be retired" in capsys.readouterr().err
+    assert main(["scale", root, "--generators", "-1"]) == 0
+    assert main(["scale", root, "--generators", "-1"]) == EXIT_USER
+    assert "none of those that were added" in capsys.readouterr().err
+    assert main(["scale", root, "--generators", "+1"]) == 0
+    assert read_records(layout)[-1].first_replica == 5  # no number is given twice
+
+    assert main(["stop", root]) == 0
+    assert desk.queued() == []
+    assert main(["scale", root, "--generators", "+1"]) == EXIT_USER
+    assert "the job of its controller is not in the queue" in capsys.readouterr().err
+
+
+def shown_script(layout: RunLayout, name: str) -> str:
+    return (layout.scripts / f"{name}.sbatch").read_text(encoding="utf-8")
+
+
+def test_those_that_wait_are_retired_before_those_that_work(desk: Desk) -> None:
+    assert desk.submit("order", desk.site()) == 0
+    layout = desk.lab.layout("order")
+    assert main(["scale", str(layout.root), "--generators", "+1"]) == 0  # generator-2 waits
+    assert main(["scale", str(layout.root), "--generators", "+1", str(desk.site(common={"extra": []}))]) == 0
+    works, waits = read_records(layout)[-1].job_id, read_records(layout)[-2].job_id
+    wait_until(lambda: shown(desk, works, "JobState") == "RUNNING", "it waits for the run's first attempt")
+    assert main(["scale", str(layout.root), "--generators", "-1"]) == 0
+    assert f"{waits}_0" not in desk.queued()
+    assert f"{works}_0" in desk.queued()
+
+
+def test_an_addition_that_sbatch_refuses_leaves_no_plan(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert desk.submit("no-plan", desk.site()) == 0
+    layout = desk.lab.layout("no-plan")
+    assert main(["scale", str(layout.root), "--generators", "+1", "--partition", "gne"]) == EXIT_USER
+    assert "gne" in capsys.readouterr().err
+    assert not list(layout.scripts.glob("generation-*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- wait
+
+
+@pytest.mark.parametrize(("script", "status"), [("touch {summary}", 0), ("true", 1)])
+def test_wait_tells_a_run_that_is_complete_from_one_that_ended(
+    desk: Desk, script: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wait_for_run, "ASK_SLURM_EVERY_S", 0.2)
+    name = f"wait-{status}"
+    summary = desk.lab.layout(name).summary
+    layout = desk.recorded(name, ("hetjob", f"sleep 1; {script.format(summary=summary)}", ("--partition=cpu",)))
+    assert wait_for_run.wait_for_run(layout) == status
+    said = capsys.readouterr().err
+    assert f"{ids_of(layout)['hetjob']} running" in said
+    assert ("complete" if status == 0 else "no job is left, and the run is not complete") in said
+
+
+def test_a_resume_of_a_complete_run_is_refused(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert desk.submit("complete", desk.site()) == 0
+    layout = desk.lab.layout("complete")
+    assert main(["stop", str(layout.root)]) == 0
+    layout.summary.write_text("{}")
+    assert main(["resume", str(layout.root)]) == EXIT_USER
+    assert "complete, 6 steps" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""An attempt begins in a clean place, with keys of its own, where the last complete checkpoint ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.begin_attempt import EXIT_USER, begin_attempt, main
+from launch.job_plan import Elastic, plan_elastic
+from launch.job_report import plan_document
+from launch.run_directory import claim, claim_for_jobs
+from launch.submit import write_plan
+from rlhpc.config import Config
+from rlhpc.errors import RunDirectoryError
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import begin, complete
+from tests.ring.run_kit import ROOT, command_environment
+from tests.unit.launch.site_kit import config_of, plan_of, site_of
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_of(f"run.directory={tmp_path / 'run'}", "trainer.num_ranks=2", "generation.num_replicas=2")
+
+
+@pytest.fixture
+def layout(config: Config) -> RunLayout:
+    layout = RunLayout(config.run_directory)
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    layout.job_plan.write_text(plan_document(plan_of("generation.num_replicas=2")))
+    return layout
+
+
+def save(layout: RunLayout, step: int) -> None:
+    """A complete checkpoint, as far as a directory can tell."""
+    temporary = begin(layout.checkpoint(step))
+    (temporary / "weights").write_bytes(b"abc")
+    complete(temporary, layout.checkpoint(step), {})
+
+
+def test_attempts_are_counted_and_go_on_where_the_last_checkpoint_ends(layout: RunLayout) -> None:
+    first = begin_attempt(layout, job_id=7, restart=0)
+    assert (first["attempt"], first["resume_step"], first["job_id"], first["restart"]) == (0, None, 7, 0)
+    save(layout, 4)
+    save(layout, 8)
+    (layout.checkpoint(12)).mkdir()  # never finished
+    second = begin_attempt(layout, job_id=7, restart=1)
+    assert (second["attempt"], second["resume_step"], second["restart"]) == (1, 8, 1)
+    assert json.loads(layout.attempt.read_bytes()) == second
+    lines = [json.loads(line) for line in layout.attempts.read_text().splitlines()]
+    assert [(line["index"], line["resume_step"], line["job_id"], line["restart"]) for line in lines] == [
+        (0, None, 7, 0),
+        (1, 8, 7, 1),
+    ]
+
+
+def test_what_an_earlier_attempt_has_left_behind_is_gone(layout: RunLayout) -> None:
+    begin_attempt(layout, job_id=7, restart=0)
+    for stale in (layout.rendezvous / "lease", layout.weights / "group", layout.status):
+        stale.touch()
+    begin_attempt(layout, job_id=7, restart=1)
+    assert not any(layout.rendezvous.iterdir())
+    assert not any(layout.weights.iterdir())
+    assert not layout.status.exists()
+    assert layout.rendezvous.stat().st_mode & 0o777 == 0o700
+
+
+def test_keys_are_new_and_cover_planned_and_added_processes(config: Config, layout: RunLayout) -> None:
+    site = site_of(cluster={"shared_directory": str(layout.root)})
+    write_plan(plan_elastic(config, site, layout, Elastic("generation-1", 2, 2, "hetjob")))
+    begin_attempt(layout, job_id=7, restart=0)
+    names = ["controller-0", *(f"generator-{k}" for k in range(4)), "reward-0", "trainer-0", "trainer-1"]
+    assert sorted(path.stem for path in layout.secrets.glob("*.secret")) == names
+    before = {path.name: path.read_bytes() for path in layout.secrets.glob("*.secret")}
+    begin_attempt(layout, job_id=7, restart=1)
+    assert all(path.read_bytes() != before[path.name] for path in layout.secrets.glob("*.secret"))
+
+
+def test_a_local_run_is_taken_up_by_jobs_with_its_attempts_counted_on(config: Config, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "local")
+    claim(config, layout, resume=False, fresh=False)
+    assert claim_for_jobs(config, layout, resume=True, fresh=False) == ()
+    assert begin_attempt(layout, job_id=1, restart=0)["attempt"] == 1
+
+
+def test_the_command_prints_the_attempt_as_its_last_line(layout: RunLayout) -> None:
+    words = [sys.executable, "-m", "launch.begin_attempt", "--run-dir", str(layout.root), "--job-id", "9"]
+    done = subprocess.run(
+        [*words, "--restart", "3"], capture_output=True, text=True, env=command_environment(), cwd=ROOT, check=True
+    )
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document == json.loads(layout.attempt.read_bytes())
+    assert (document["job_id"], document["restart"]) == (9, 3)
+
+
+def test_what_another_try_would_not_mend_ends_with_status_2(
+    layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_USER
+    assert capsys.readouterr().err == f"rlhpc: {tmp_path / 'nowhere'}: not a run directory: it has no config.json\n"
+    layout.config.write_text(layout.config.read_text().replace('"seed": ', '"seed": 1'))
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
+    assert "altered since the run was started" in capsys.readouterr().err
+    assert not layout.attempt.exists()
+
+
+def test_a_complete_run_begins_nothing(layout: RunLayout) -> None:
+    layout.summary.write_text("{}")
+    layout.status.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="the run is complete"):
+        begin_attempt(layout, job_id=1, restart=0)
+    assert layout.status.exists()

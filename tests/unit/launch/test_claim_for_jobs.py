@@ -1,0 +1,246 @@
+"""A directory is claimed for jobs once, and what lives or is complete is left alone; all of it without Slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.begin_attempt import begin_attempt
+from launch.cli import EXIT_USER, main
+from launch.job_records import JobRecord, write_record
+from launch.job_report import plan_document
+from launch.model_shape import ModelShape
+from launch.preflight import Findings
+from launch.resume import resume_run
+from launch.run_directory import claim, claim_for_jobs, register_launcher
+from launch.scale import Addition, scale_run
+from launch.site_file import PrologueConfig
+from launch.submit import dependency, refuse_small_gpus, roles_run_here
+from rlhpc.config import Config
+from rlhpc.config_file import override, read_resolved
+from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.run_layout import RunLayout
+from tests.unit.launch.site_kit import config_of, plan_of, site_of
+
+RECORD = JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_of(f"run.directory={tmp_path / 'run'}")
+
+
+@pytest.fixture
+def layout(config: Config) -> RunLayout:
+    return RunLayout(config.run_directory)
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without Slurm's commands."""
+    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
+
+
+def nothing(_: str) -> None:
+    """Takes lines."""
+
+
+# ------------------------------------------------------------------------------------------------------------ claiming
+
+
+def test_a_claim_makes_settings_and_directories_and_no_attempt(config: Config, layout: RunLayout) -> None:
+    assert claim_for_jobs(config, layout, resume=False, fresh=False) == ()
+    assert read_resolved(layout)[0] == config
+    assert not layout.attempts.exists()
+    assert layout.checkpoints.is_dir()
+
+
+def test_a_run_that_never_began_may_be_submitted_again_with_other_settings(config: Config, layout: RunLayout) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    layout.stop_request.touch()
+    other = override(config, ["run.seed=7"])
+    claim_for_jobs(other, layout, resume=False, fresh=False)
+    assert read_resolved(layout)[0].run.seed == 7
+    assert not layout.stop_request.exists()
+
+
+def test_a_run_that_has_begun_wants_a_word(config: Config, layout: RunLayout) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    with pytest.raises(RunDirectoryError, match="exists already; give --resume"):
+        claim_for_jobs(config, layout, resume=False, fresh=False)
+    with pytest.raises(RunDirectoryError, match=r"cannot change on resume: run\.seed"):
+        claim_for_jobs(override(config, ["run.seed=7"]), layout, resume=True, fresh=False)
+    changed = claim_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
+    assert changed == (f"run.num_steps: {config.run.num_steps} → 999",)
+    claim_for_jobs(config, layout, resume=False, fresh=True)
+    assert not layout.attempts.exists()
+
+
+def test_a_resume_takes_away_requests_and_the_attempt_that_was_on(config: Config, layout: RunLayout) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    layout.jobs.mkdir()
+    stale = (layout.stop_request, layout.abort_request, layout.yield_request("trainer"))
+    for path in stale:
+        path.touch()
+    claim_for_jobs(config, layout, resume=True, fresh=False)
+    assert not any(path.exists() for path in (*stale, layout.attempt))
+
+
+def test_a_complete_run_is_resumed_for_more_steps_alone(config: Config, layout: RunLayout) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    layout.summary.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=f"complete, {config.run.num_steps} steps; run.num_steps=M"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+    claim_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
+    assert not layout.summary.exists()
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written(
+    config: Config, layout: RunLayout
+) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=1, restart=0)
+    layout.checkpoint(40).mkdir()
+    (layout.checkpoint(40) / "COMPLETE").write_text("{}")
+    before = layout.config.read_bytes()
+    with pytest.raises(RunDirectoryError, match="has come to step 40 already"):
+        claim_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)
+    assert layout.config.read_bytes() == before
+
+
+def test_what_is_no_run_is_never_taken(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir()
+    (layout.root / "thesis.tex").touch()
+    for fresh in (True, False):
+        with pytest.raises(RunDirectoryError, match="is not a run directory"):
+            claim_for_jobs(config, layout, resume=False, fresh=fresh)
+    with pytest.raises(RunDirectoryError, match="nothing to resume"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+
+
+def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    register_launcher(layout)
+    with pytest.raises(RunDirectoryError, match="a run lives here"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_without_an_answer_of_slurm_jobs_count_as_living_for_jobs_and_silence_suffices_here(
+    config: Config, layout: RunLayout
+) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    begin_attempt(layout, job_id=12, restart=0)
+    write_record(layout, RECORD)
+    with pytest.raises(RunDirectoryError, match=r"may be queued or running: .*no such command"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+    layout.status.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="may be queued or running"):
+        claim(config, layout, resume=True, fresh=False)
+    layout.status.unlink()
+    assert claim(config, layout, resume=True, fresh=False).index == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("after", "options"),
+    [
+        (None, []),
+        ("123", ["--dependency=afterok:123"]),
+        ("afterany:123", ["--dependency=afterany:123"]),
+        ("afterok:1:2,afterany:3", ["--dependency=afterok:1:2,afterany:3"]),
+    ],
+)
+def test_after_is_a_job_or_a_dependency(after: str | None, options: list[str]) -> None:
+    assert dependency(after) == options
+
+
+@pytest.mark.parametrize("after", ["", "job", "12 --wrap=x", "afterok:", "-5"])
+def test_anything_else_after_is_refused(after: str) -> None:
+    with pytest.raises(ConfigError, match=r"--after .*legal: a job id, or a dependency"):
+        dependency(after)
+
+
+def test_packages_are_looked_for_only_where_the_roles_run(tmp_path: Path) -> None:
+    here = Path(sys.prefix)
+    assert roles_run_here(PrologueConfig())
+    assert roles_run_here(PrologueConfig(venv=here))
+    assert not roles_run_here(PrologueConfig(venv=tmp_path))
+    assert not roles_run_here(PrologueConfig(image=tmp_path / "a.sif", code=tmp_path))
+    assert not roles_run_here(PrologueConfig(conda=tmp_path, conda_environment="rl"))
+    assert roles_run_here(PrologueConfig(conda=tmp_path, conda_environment=str(here)))
+
+
+def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path) -> None:
+    big = {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+           "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064}  # fmt: skip
+    findings = Findings(big, ModelShape.of(big), 4096, None)  # type: ignore[arg-type]  # no data is looked at
+    config = config_of("trainer.device=cuda", "generation.engine=scripted")
+    with pytest.raises(ConfigError, match=r"GiB more than the 79\.1 GiB of trainer\.gpu='h100'"):
+        refuse_small_gpus(config, findings, site_of(), tmp_path / "site.toml")
+    unknown = site_of(trainer={"gpu": None}, generation={"gpu": None})
+    refuse_small_gpus(config, findings, unknown, tmp_path / "site.toml")
+
+
+# ---------------------------------------------------------------------------------------------- from a directory alone
+
+
+def test_a_resume_needs_a_run_and_its_site(config: Config, layout: RunLayout, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        resume_run(layout, [], after=None, tell=nothing)
+    claim(config, layout, resume=False, fresh=False)
+    with pytest.raises(ConfigError, match=r"site\.toml: missing, as of a run that was never submitted"):
+        resume_run(layout, [], after=None, tell=nothing)
+    with pytest.raises(ConfigError, match=r"'b\.toml': neither an override"):
+        resume_run(layout, ["a.toml", "b.toml"], after=None, tell=nothing)
+    with pytest.raises(ConfigError, match="a resume stays in its directory"):
+        resume_run(layout, ["a.toml", f"run.directory={tmp_path / 'other'}"], after=None, tell=nothing)
+    with pytest.raises(ConfigError, match=r"run\.title='x': unknown key"):
+        resume_run(layout, ["a.toml", "run.title=x"], after=None, tell=nothing)
+
+
+@pytest.mark.parametrize("generators", ["2", "+0", "-0", "two", "+1.5", "+", "--2", "+99999"])
+def test_a_change_of_generators_has_a_sign_and_a_number(layout: RunLayout, generators: str) -> None:
+    with pytest.raises(ConfigError, match=r"legal: \+N to add, -N to retire"):
+        scale_run(layout, generators, Addition(), dry_run=False, tell=nothing)
+
+
+def test_generators_are_added_to_submitted_runs_that_are_not_complete(config: Config, layout: RunLayout) -> None:
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
+    claim(config, layout, resume=False, fresh=False)
+    with pytest.raises(RunDirectoryError, match="not submitted to Slurm"):
+        scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
+    layout.summary.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="the run is complete"):
+        scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
+
+
+def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(
+    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    shared = {"shared_directory": str(tmp_path)}
+    document = json.loads(plan_document(plan_of(f"run.directory={layout.root}", cluster=shared)))
+    layout.job_plan.write_text(json.dumps(document))
+    layout.site.write_text(
+        f'[cluster]\nshared_directory = "{tmp_path}"\n[common]\ntime = 60\n[trainer]\n[generation]\npartition = "gen"\n'
+    )
+    before = sorted(layout.root.rglob("*"))
+    words = ["scale", str(layout.root), "--generators", "+2", "--partition", "scavenge", "--time", "30", "--dry-run"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "----- generation-1.sbatch" in out
+    for line in ("--partition=scavenge", "--time=0:30:00", "--array=0-1"):
+        assert f"#SBATCH {line}\n" in out
+    assert sorted(layout.root.rglob("*")) == before
+    assert main([*words, "--time", "4:00"]) == EXIT_USER
+    assert "--time '4:00': Slurm reads this as minutes and seconds" in capsys.readouterr().err
