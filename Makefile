@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check fix lint types imports spelling ring slurm gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm gpu bench clean
 
 help:  ## show this
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.complete  ## make .venv with everything pinned
 
@@ -25,6 +25,12 @@ $(VENV)/.complete: requirements/cpu.txt pyproject.toml
 
 demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 	$(BIN)/rlhpc demo
+
+demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
+	$(BIN)/rlhpc demo --slurm
+
+soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 test: setup  ## all tests that this machine can run
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -36,6 +36,7 @@ class StopRole:
     """Finish what must not be lost, then leave."""
 
     reason: str
+    run_is_over: bool = True  # False: another controller follows; who is supervised waits for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from launch.batch.exit_records import ExitRecord, read_records
 from launch.batch.plan_file import JobPart
 from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
-from launch.batch.run_state import Attempt, is_complete, saved_step
+from launch.batch.run_state import Attempt, is_complete
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
 from launch.batch.verdict import Cause, Verdict
@@ -41,7 +41,7 @@ class Judge:
         if status == EXIT_ALONE:
             return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
         if status == 0 and asked is not None and asked is not Cause.FAILED:
-            return Verdict(asked, f"stopped at step {saved_step(self._layout)}: {asked.words}")
+            return Verdict(asked, asked.words)
         return self._failure(status, records, asked, told_to_end)
 
     def obituary(self, part: str, attempt: Attempt, status: int | None) -> str:

@@ -230,7 +230,10 @@ class Lead:
                 trainer.kill()
         told_to_end = self._notices.told_to_end
         verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, told_to_end)
-        self._log.say("attempt_end", f"attempt {attempt.index}: {verdict.text}")
+        progress = read_progress(self._layout)
+        trained = progress.step if progress is not None else 0
+        steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
+        self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {verdict.text}")
         return verdict
 
     # -------------------------------------------------------------------------------------------------- what comes next

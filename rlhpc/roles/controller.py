@@ -89,7 +89,7 @@ class Controller:
             control,
             self._trainer,
             self._books.membership,
-            limits=PublicationLimits(settle_s=config.weights.timeout_s),
+            limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
         )
         self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._granting = Granting(
@@ -151,7 +151,7 @@ class Controller:
 
     async def _train(self, stop: asyncio.Event) -> None:
         await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
-        ready = await self._trainer.ready()
+        ready = await self._trainer.ready(self._context.meet_timeout_s, self._missing_trainers)
         if ready.policy_version != self._loop.version:
             raise CheckpointError(
                 f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
@@ -162,6 +162,10 @@ class Controller:
         await self._loop.begin()
         self._recorder.training_begins()
         await self._loop.run(stop, self._recorder.record, self._checkpoints)
+
+    def _missing_trainers(self) -> list[str]:
+        ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
+        return [name for name in ranks if self._fleet.member(name) is None]
 
     async def _hear(self) -> None:
         """Take what roles say about themselves."""
@@ -178,6 +182,9 @@ class Controller:
                 self._checkpoints.hear(message)
 
     async def _greet(self, name: str, message: Hello) -> None:
+        if self._fleet.is_outlived(name, message):
+            self._fleet.greet(name, message)  # which refuses it; told to stop would be who has taken its place
+            return
         known = self._fleet.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
             await self._lose(name, "was started again")  # what it held is lost
@@ -285,13 +292,15 @@ class Controller:
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
-        """Tell every process that it may go."""
+        """Tell every process that it may go, and whether another controller will follow."""
+        is_complete = self._board.figures.phase == "complete"
+        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
         for name in self._fleet.names():
             with suppress(ChannelError):  # it is gone already
                 if name == LEAD:
-                    await self._trainer.tell(StopRole("the run has ended"))
+                    await self._trainer.tell(farewell)
                 else:
-                    await self._control.send(name, StopRole("the run has ended"), timeout_s=FAREWELL_S)
+                    await self._control.send(name, farewell, timeout_s=FAREWELL_S)
         self._board.write(self._board.document())
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhpc.contracts import Clock
 from rlhpc.messages import Heartbeat, Hello
+from rlhpc.transport.incarnation import is_earlier
 
 log = logging.getLogger("rlhpc.fleet")
 
@@ -25,17 +26,26 @@ class RoleProcess:
 
 
 class Fleet:
-    """Members by name; a newer incarnation of a name replaces the older one."""
+    """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
 
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
         self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
         self._members: dict[str, RoleProcess] = {}
+        self._latest: dict[str, str] = {}  # name → incarnation, also of those that are gone
+
+    def is_outlived(self, name: str, hello: Hello) -> bool:
+        """True for a process of an earlier start than one that was taken in under this name."""
+        return is_earlier(hello.incarnation, self._latest.get(name, ""))
 
     def greet(self, name: str, hello: Hello) -> bool:
-        """Take a process in.  False, and it stays out, if it runs with other settings than ours."""
+        """Take a process in.  False, and it stays out, if it runs with other settings than ours or is outlived."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False
+        if self.is_outlived(name, hello):
+            log.error("%s, pid %d on %s: a later incarnation has taken its place", name, hello.pid, hello.host)
+            return False
+        self._latest[name] = hello.incarnation
         self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
         log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
         return True

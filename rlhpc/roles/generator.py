@@ -2,12 +2,16 @@
 
 Eats Lease, makes ScoredRollout.  It holds nothing that matters: whatever it loses is granted again to another.
 It says how many samples it is willing to hold; the controller never gives it more.
+
+Its engine takes minutes to start, so a supervised generator keeps it while controllers come and go (visits.py).  The
+weights it has are no version of the next controller's: that one gives it no lease before it has received its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -26,16 +30,18 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
-from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event, unless_stopped
-from rlhpc.roles.presence import CONNECT_TIMEOUT_S, announce, beat
-from rlhpc.topology import LEASES, REWARDS, ChannelSpec
-from rlhpc.transport.open import connect
+from rlhpc.roles.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.presence import beat, hello
+from rlhpc.roles.visits import Visit, follow_services, visit_controllers
+from rlhpc.topology import CONTROL, LEASES, REWARDS
+from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
 JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue is no reason to ask twice
 DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
 
 
 def run(context: RoleContext) -> None:
@@ -44,35 +50,55 @@ def run(context: RoleContext) -> None:
 
 
 async def _generate(context: RoleContext) -> None:
-    stop = stop_event()
+    stop = stop_event(*(NOTICES if context.is_supervised else ()))
     config = context.config
+    starting = asyncio.create_task(
+        start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+    )
+    engine = await unless_stopped(stop, starting)
+    if engine is None:
+        return
+    try:
+        await visit_controllers(context, stop, partial(_serve, engine))
+    finally:
+        await engine.close()
+
+
+async def _serve(engine: GenerationEngine, visit: Visit) -> None:
+    """Sample for one controller."""
+    context = visit.context
+    await engine.leave_weights()  # the group of the visit before, whose trainer is gone
     async with AsyncExitStack() as stack:
-        starting = asyncio.create_task(
-            start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
-        )
-        engine = await unless_stopped(stop, starting)
-        if engine is None:
+        connecting = asyncio.create_task(_connect(visit, stack))
+        channels = await unless_stopped(visit.stop, connecting)
+        if channels is None:
             return
-        stack.push_async_callback(engine.close)
-        leases = await _connect(context, LEASES)
-        stack.push_async_callback(leases.close)
-        services = [await _connect(context, REWARDS, replica) for replica in range(config.rewards.num_replicas)]
-        judges = await stack.enter_async_context(RpcClient(services, max_attempts=config.rewards.max_attempts))
-        control = await announce(context, engine.num_weight_ranks)
-        stack.push_async_callback(control.close)
+        leases, services, control = channels
+        judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
+        await control.send(hello(context, engine.num_weight_ranks))
         generator = Generator(context, engine, leases, judges)
+        loops = [
+            generator.obey(control, visit),
+            beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
+        ]
+        if context.is_supervised:
+            loops.append(follow_services(visit, REWARDS, services, judges.replace))
         async with asyncio.TaskGroup() as sampling:
-            await run_until(
-                stop,
-                generator.take_leases(sampling),
-                generator.obey(control, stop),
-                beat(control, config.transport.heartbeat_s, generator.heartbeat),
-            )
-            await generator.leave()
+            await visit.until_over(generator.take_leases(sampling), *loops)
+            await generator.leave(control, hands_back=visit.stop.is_set())
 
 
-async def _connect(context: RoleContext, spec: ChannelSpec, server_replica: int = 0) -> ClientChannel:
-    return await connect(spec, **context.caller, server_replica=server_replica, timeout_s=CONNECT_TIMEOUT_S)
+async def _connect(visit: Visit, stack: AsyncExitStack) -> tuple[FoundClient, list[FoundClient], FoundClient]:
+    """Return the channels for leases, rewards (one a replica) and control; `stack` closes them."""
+    leases = await visit.meet(LEASES)
+    stack.push_async_callback(leases.close)
+    services: list[FoundClient] = []
+    for replica in range(visit.context.config.rewards.num_replicas):
+        services.append(await visit.meet(REWARDS, replica))
+        stack.push_async_callback(services[-1].close)
+    control = await visit.meet(CONTROL)
+    stack.push_async_callback(control.close)
+    return leases, services, control
 
 
 class Generator:
@@ -92,7 +118,6 @@ class Generator:
         self._now = asyncio.get_running_loop().time
         self._rate = Rate(10.0, self._now())
         self._is_draining = False
-        self._run_is_over = False
 
     # ------------------------------------------------------------------------------------------------- leases in
 
@@ -165,7 +190,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------- weights and control
 
-    async def obey(self, control: ClientChannel, stop: asyncio.Event) -> None:
+    async def obey(self, control: ClientChannel, visit: Visit) -> None:
         """Do what the controller says, one thing after the other."""
         while True:
             message = await control.receive()
@@ -174,10 +199,7 @@ class Generator:
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
             elif isinstance(message, StopRole):
-                log.info("told to stop: %s", message.reason)
-                self._run_is_over = True
-                stop.set()
-                return
+                visit.told_to_stop(message)
 
     async def _join(self, control: ClientChannel, message: JoinGroup) -> None:
         group = message.group
@@ -218,14 +240,15 @@ class Generator:
         """One group more than fits, so that a finished sequence is replaced within the same decoding step."""
         return self._engine.capacity_samples + self._context.config.admission.group_size
 
-    async def leave(self) -> None:
+    async def leave(self, control: ClientChannel, *, hands_back: bool) -> None:
         """Stop sampling.
 
         While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another;
-        after the end of the run nobody wants them.
+        a controller that is gone, or stops, wants none.
         """
         self._is_draining = True
-        if not self._run_is_over:
+        if hands_back:
+            await control.send(self.heartbeat())  # no credit any more: what is granted from now on would be lost
             for request_id in list(self._sampling):
                 await self._engine.abort(request_id)
             if self._sampling:

@@ -1,7 +1,8 @@
 """How every process of a run starts, hears that it should stop, and ends.
 
 Eats the command line of one role, makes a RoleContext.  A role ends with exit status 0 when it was told to or
-its work is done, 2 when the settings are at fault, 3 when the world failed it, 70 when we did.
+its work is done, 2 when the settings are at fault, 3 when the world failed it, 5 when another role did not turn up in
+time, 70 when we are at fault.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import TypedDict, TypeVar
 
 from rlhpc.config import Config, TransportConfig
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
-EXIT_CONFIG, EXIT_FAULT, EXIT_BUG = 2, 3, 70
+EXIT_CONFIG, EXIT_FAULT, EXIT_ALONE, EXIT_BUG = 2, 3, 5, 70
+MEET_TIMEOUT_S = 120.0  # where no supervisor says how long: all processes are started together
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
 
@@ -55,7 +57,9 @@ class RoleContext:
     layout: RunLayout
     config: Config
     config_hash: str
-    meet_timeout_s: float = 120.0  # so long this process waits for another to turn up; then it says who is missing
+    meet_timeout_s: float = (
+        MEET_TIMEOUT_S  # so long this process waits for another to turn up; then it says who is missing
+    )
     is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlasts the controller's restarts
 
     @property
@@ -85,7 +89,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--resume-step", type=int, default=None)
     parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
-    parser.add_argument("--meet-timeout-s", type=float, default=120.0)
+    parser.add_argument("--meet-timeout-s", type=float, default=MEET_TIMEOUT_S)
     parser.add_argument("--supervised", action="store_true")
     options = parser.parse_args(arguments)
     layout = RunLayout(options.run_dir.absolute())
@@ -123,21 +127,27 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     except RlhpcError as error:
         log.exception("failed")
         log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
-        return EXIT_FAULT
+        return _status_of(error)
     except KeyboardInterrupt:
         return 0
     except BaseExceptionGroup as group:
         log.exception("failed")
         first = first_leaf(group)
         log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
-        if isinstance(first, ConfigError):
-            return EXIT_CONFIG
-        return EXIT_FAULT if isinstance(first, RlhpcError) else EXIT_BUG
+        return _status_of(first)
     except Exception:  # survived: nothing; the process ends, but its log must say why
         log.exception("bug")
         return EXIT_BUG
     log.info("ended")
     return 0
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, ChannelTimeout):
+        return EXIT_ALONE
+    return EXIT_FAULT if isinstance(error, RlhpcError) else EXIT_BUG
 
 
 def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -158,11 +168,11 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
-def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; call it inside the running loop."""
+def stop_event(*notices: signal.Signals) -> asyncio.Event:
+    """Return an event that SIGTERM, SIGINT and `notices` set; call it inside the running loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, *notices):
         loop.add_signal_handler(number, event.set)
     return event
 

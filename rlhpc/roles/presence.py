@@ -13,10 +13,6 @@ from collections.abc import Callable
 from rlhpc.contracts import ClientChannel
 from rlhpc.messages import Heartbeat, Hello
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.topology import CONTROL
-from rlhpc.transport.open import connect
-
-CONNECT_TIMEOUT_S = 120.0
 
 
 def hello(context: RoleContext, num_weight_ranks: int = 0) -> Hello:
@@ -30,17 +26,6 @@ def hello(context: RoleContext, num_weight_ranks: int = 0) -> Hello:
         host=socket.gethostname(),
         num_weight_ranks=num_weight_ranks,
     )
-
-
-async def announce(context: RoleContext, num_weight_ranks: int = 0) -> ClientChannel:
-    """Connect to the controller and introduce this process.  Raises ChannelTimeout if no controller turns up."""
-    control = await connect(
-        CONTROL,
-        **context.caller,
-        timeout_s=CONNECT_TIMEOUT_S,
-    )
-    await control.send(hello(context, num_weight_ranks))
-    return control
 
 
 async def beat(control: ClientChannel, interval_s: float, current: Callable[[], Heartbeat]) -> None:

@@ -29,6 +29,7 @@ from rlhpc.weights.membership import Membership
 
 log = logging.getLogger("rlhpc.publication")
 MAX_FAILED_BROADCASTS = 8
+FIRST_MEMBER_S = 900.0  # engines load for minutes
 PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
 
 
@@ -36,8 +37,13 @@ PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be notic
 class PublicationLimits:
     """How long to wait for generators."""
 
-    first_member_s: float = 900.0  # for any generator to be there: engines load for minutes
+    first_member_s: float = FIRST_MEMBER_S  # for any generator to be there
     settle_s: float = 120.0  # for acknowledgements of one broadcast
+
+    @classmethod
+    def of(cls, meet_timeout_s: float, settle_s: float) -> PublicationLimits:
+        """Limits where processes wait so long for each other: loading comes on top of turning up."""
+        return cls(max(FIRST_MEMBER_S, meet_timeout_s), settle_s)
 
 
 class Publication:

@@ -1,19 +1,23 @@
 """The reward service: judges completions in processes of its own.
 
 Eats RewardRequest from generators, makes RewardReply.  Calls are idempotent; nothing is kept between them.
+A supervised one keeps its processes while controllers come and go (visits.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
 
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.lifecycle import RoleContext, run_until, stop_event
-from rlhpc.roles.presence import announce, beat
-from rlhpc.topology import REWARDS
+from rlhpc.roles.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.presence import beat, hello
+from rlhpc.roles.visits import Visit, visit_controllers
+from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 
 
@@ -27,27 +31,36 @@ async def _serve(context: RoleContext) -> None:
     rewards = context.config.rewards
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
     await pool.start()
-    server = open_server(
-        REWARDS,
-        layout=context.layout,
-        config=context.config.transport,
-        replica=context.replica,
-        incarnation=context.incarnation,
-    )
-    control = await announce(context)
-    service = RewardService(server, pool)
-    interval_s = context.config.transport.heartbeat_s
     try:
-        await run_until(stop, service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, stop))
+        await visit_controllers(context, stop, partial(_serve_one, pool))
     finally:
         await pool.close()
-        await server.close()
-        await control.close()
 
 
-async def _hear(control: ClientChannel, stop: asyncio.Event) -> None:
-    await control.receive()  # the only message a reward service gets on this channel is StopRole
-    stop.set()
+async def _serve_one(pool: RewardPool, visit: Visit) -> None:
+    """Serve the generators of one controller.  Each begins with new keys, so the server is opened after meeting it."""
+    context = visit.context
+    control = await unless_stopped(visit.stop, asyncio.create_task(visit.meet(CONTROL)))
+    if control is None:
+        return
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(control.close)
+        server = open_server(
+            REWARDS,
+            layout=context.layout,
+            config=context.config.transport,
+            replica=context.replica,
+            incarnation=context.incarnation,
+        )
+        stack.push_async_callback(server.close)
+        await control.send(hello(context))
+        service = RewardService(server, pool)
+        interval_s = context.config.transport.heartbeat_s
+        await visit.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, visit))
+
+
+async def _hear(control: ClientChannel, visit: Visit) -> None:
+    visit.told_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
 
 
 class RewardService:

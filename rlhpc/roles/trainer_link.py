@@ -6,10 +6,11 @@ What comes out of turn, the end of a checkpoint's writing, comes over the contro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ProtocolError
+from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.messages import TrainerReady
 
 Answer = TypeVar("Answer")
@@ -22,8 +23,19 @@ class TrainerLink:
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
 
-    async def ready(self) -> TrainerReady:
-        """Wait until the trainer has loaded its model."""
+    async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
+        """Wait until the trainer has loaded its model, which may take as long as it takes.
+
+        Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
+        """
+        try:
+            return await self.answer(TrainerReady, meet_timeout_s)
+        except ChannelTimeout:
+            if names := missing():
+                raise ChannelTimeout(
+                    f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} not connected after "
+                    f"{meet_timeout_s:g} s; see logs/trainer-*/, or whether the job that starts it is still queued"
+                ) from None
         return await self.answer(TrainerReady)
 
     async def tell(self, command: object) -> None:
@@ -35,9 +47,12 @@ class TrainerLink:
         await self.tell(command)
         return await self.answer(kind)
 
-    async def answer(self, kind: type[Answer]) -> Answer:
-        """Wait for the next answer.  Nothing here times out: a dead trainer is the fleet's to notice."""
-        peer, message = await self._batches.receive()
+    async def answer(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
+        """Wait for the next answer.  As a rule without a limit: a dead trainer is the fleet's to notice.
+
+        Raises ChannelTimeout where there is one, ProtocolError for an answer of another kind.
+        """
+        peer, message = await self._batches.receive(timeout_s)
         if not isinstance(message, kind):
             raise ProtocolError(peer, type(message).__name__, f"expected {kind.__name__}")
         return message

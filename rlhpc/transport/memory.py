@@ -11,11 +11,11 @@ from collections import Counter
 from typing import Any
 
 from rlhpc.contracts import BlockingClientChannel, ChannelStatistics, ClientChannel, ServerChannel
-from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable
+from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec, Frame
 from rlhpc.transport.inbox import Inbox, wait_until, wake_all
-from rlhpc.transport.sessions import Counters, checked_name, peer_name
+from rlhpc.transport.sessions import Counters, PeerBook, Session, peer_name
 
 
 class MemoryServer(ServerChannel):
@@ -31,17 +31,23 @@ class MemoryServer(ServerChannel):
         self._queued: Counter[str] = Counter()  # by peer, in our inbox
         self._room: set[asyncio.Future[None]] = set()
         self._clients: dict[str, MemoryClient] = {}
+        self._peers = PeerBook()
         self._num_sending = 0
 
-    def connect(self, name: str) -> MemoryClient:
-        """Return the channel of a role instance.  A later one of the same name replaces it, as over ZeroMQ."""
-        client = MemoryClient(self, checked_name(name))
-        self._clients[name] = client
+    def connect(self, name: str, incarnation: str = "first") -> MemoryClient:
+        """Return the channel of a role instance.
+
+        A later one of the same name replaces it, as over ZeroMQ; one of an earlier start is not heard.
+        """
+        client = MemoryClient(self, Session.open(name, incarnation))
+        if self._hears(client):
+            self._peers.accept(client.session.routing_id, 0)  # stands for the greeting
+            self._clients[name] = client
         return client
 
-    def connect_blocking(self, name: str) -> MemoryBlockingClient:
+    def connect_blocking(self, name: str, incarnation: str = "first") -> MemoryBlockingClient:
         """Return a channel for another thread.  Call it in the loop's thread; use the channel in the other one."""
-        return MemoryBlockingClient(self.connect(name), asyncio.get_running_loop())
+        return MemoryBlockingClient(self.connect(name, incarnation), asyncio.get_running_loop())
 
     @property
     def address(self) -> str:
@@ -95,13 +101,24 @@ class MemoryServer(ServerChannel):
         self._inbox.close()
         wake_all(self._room)
 
-    def accept(self, peer: str, frames: list[Frame]) -> bool:
-        """Queue a client's message, or return False with no effect."""
+    def accept(self, client: MemoryClient, frames: list[Frame]) -> bool:
+        """Queue a client's message, or return False with no effect.  A fenced one's is counted and dropped."""
+        peer = client.name
         if self._inbox.is_closed or self._queued[peer] >= self.spec.capacity_messages:
             return False
+        if not self._hears(client):
+            self._counters.messages_rejected += 1
+            return True
         _, message = self._codec.decode(frames, peer)
         self._queued[peer] += 1
         self._inbox.put((peer, sum(map(len, frames)), message))
+        return True
+
+    def _hears(self, client: MemoryClient) -> bool:
+        try:
+            self._peers.name_of(client.session.routing_id, None)
+        except ProtocolError:
+            return False
         return True
 
     @property
@@ -113,8 +130,9 @@ class MemoryServer(ServerChannel):
 class MemoryClient(ClientChannel):
     """The other end.  Made by MemoryServer.connect."""
 
-    def __init__(self, server: MemoryServer, name: str) -> None:
-        self.name = name
+    def __init__(self, server: MemoryServer, session: Session) -> None:
+        self.session = session
+        self.name = name = session.name
         self.room: set[asyncio.Future[None]] = set()
         self._server = server
         self._incoming = Codec(server.spec.to_client)
@@ -147,7 +165,7 @@ class MemoryClient(ClientChannel):
         while True:
             if self.is_closed:
                 raise ChannelClosed(f"channel of {self.name} is closed")
-            if self._server.accept(self.name, frames):
+            if self._server.accept(self, frames):
                 self._counters.sent(sum(map(len, frames)))
                 return
             self._num_sending += 1

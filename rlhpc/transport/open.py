@@ -14,10 +14,11 @@ import time
 from typing import Any
 
 from rlhpc.config import TransportConfig
-from rlhpc.contracts import BlockingClientChannel, ClientChannel, ServerChannel
-from rlhpc.errors import ChannelTimeout, ConfigError
+from rlhpc.contracts import BlockingClientChannel, ServerChannel
+from rlhpc.errors import ChannelTimeout, ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import ChannelSpec
+from rlhpc.transport.keys import load_secret, public_key
 from rlhpc.transport.rendezvous import (
     Endpoint,
     await_endpoint,
@@ -47,6 +48,15 @@ class PublishedServer(ZmqServer):
         """Withdraw the address, then close."""
         withdraw(self._directory, self.endpoint)
         await super().close()
+
+
+class FoundClient(ZmqClient):
+    """A ZmqClient that knows which incarnation of the server it is connected to."""
+
+    def __init__(self, spec: ChannelSpec, endpoint: Endpoint, **identity: Any) -> None:
+        """Begin to connect.  identity: keywords of ZmqClient."""
+        self.endpoint = endpoint
+        super().__init__(spec, endpoint.address, **identity)
 
 
 def open_server(
@@ -94,18 +104,27 @@ async def connect(
     incarnation: str,
     server_replica: int = 0,
     timeout_s: float,
-) -> ClientChannel:
+    gone: str = "",
+    awaits_keys: bool = False,
+) -> FoundClient:
     """Find the server, connect as ``{role}-{replica}`` and wait until it has admitted us.
 
+    gone: incarnation of a server that will not come back, whatever address it has left.
+    awaits_keys: keys that are missing are waited for, too, as when a new attempt of the run mints its own.
     Raises ChannelTimeout that says who is missing or why it does not answer, RunDirectoryError for keys, ConfigError
     for an address that cannot be reached from this host.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
-        left = max(0.0, deadline - time.monotonic())
-        endpoint = await await_endpoint(layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=left)
+        endpoint = await await_endpoint(
+            layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=timeout_s, began=began, gone=gone
+        )
+        left = max(0.0, began + timeout_s - time.monotonic())
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
-        client = ZmqClient(spec, endpoint.address, **identity)
+        if awaits_keys and left > 0 and config.curve and not _has_keys(identity):
+            await asyncio.sleep(PAUSE_S)
+            continue
+        client = FoundClient(spec, endpoint, **identity)
         try:
             why = await client.admission(min(ATTEMPT_S, left))
         except BaseException:  # a cancelled connect must not leave a socket behind
@@ -114,7 +133,7 @@ async def connect(
         if not why:
             return client
         await client.close()
-        _raise_if_late(deadline, timeout_s, endpoint, why)
+        _raise_if_late(began + timeout_s, timeout_s, endpoint, why)
         await asyncio.sleep(PAUSE_S)
 
 
@@ -130,17 +149,19 @@ def connect_blocking(
     timeout_s: float,
 ) -> BlockingClientChannel:
     """Like connect, for a role without an event loop."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
-        left = max(0.0, deadline - time.monotonic())
-        endpoint = await_endpoint_blocking(layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=left)
+        endpoint = await_endpoint_blocking(
+            layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=timeout_s, began=began
+        )
+        left = max(0.0, began + timeout_s - time.monotonic())
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
         client = ZmqBlockingClient(spec, endpoint.address, **identity)
         why = client.admission(min(ATTEMPT_S, left))
         if not why:
             return client
         client.close()
-        _raise_if_late(deadline, timeout_s, endpoint, why)
+        _raise_if_late(began + timeout_s, timeout_s, endpoint, why)
         time.sleep(PAUSE_S)
 
 
@@ -161,6 +182,15 @@ def _identity(
         "config": config,
         "secrets": layout.secrets,
     }
+
+
+def _has_keys(identity: dict[str, Any]) -> bool:
+    try:
+        load_secret(identity["secrets"], identity["name"])
+        public_key(identity["secrets"], identity["server_name"])
+    except RunDirectoryError:
+        return False
+    return True
 
 
 def _raise_if_late(deadline: float, timeout_s: float, endpoint: Endpoint, why: str) -> None:

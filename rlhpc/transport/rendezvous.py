@@ -7,6 +7,7 @@ hint: it may outlive its server, so who connects waits for the handshake and rea
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import msgspec
 
 from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.files import write_atomically
+from rlhpc.transport.incarnation import is_earlier
 from rlhpc.transport.sessions import peer_name
 
-POLL_S = 0.05
+POLL_S, LATER_POLL_S = 0.05, 1.0
+QUICK_S = 10.0  # who is not there by then may take hours: many who wait must not keep a shared filesystem busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
         if file.name not in os.listdir(directory):  # noqa: PTH208 - names are enough
             return None
         content = file.read_bytes()
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: a new attempt has made the directory anew
+            raise
         return None
     try:
         return msgspec.json.decode(content, type=Endpoint)
@@ -68,24 +73,55 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
         raise ProtocolError(str(file), "endpoint", str(error)) from error
 
 
-async def await_endpoint(directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float) -> Endpoint:
-    """Return the endpoint as soon as it is there.  Raises ChannelTimeout that says who is missing."""
-    deadline = time.monotonic() + timeout_s
-    while (endpoint := find(directory, channel, replica)) is None:
-        _raise_if_late(deadline, directory, channel, peer_name(role, replica), timeout_s)
-        await asyncio.sleep(POLL_S)
+def successor(directory: Path, endpoint: Endpoint) -> Endpoint | None:
+    """Return who has taken the place of this server, or None: another incarnation, and none of an earlier start.
+
+    A file that is gone, or cannot be read just now, is no news.
+    """
+    try:
+        found = find(directory, endpoint.channel, endpoint.replica)
+    except (OSError, ProtocolError):
+        return None
+    if found is None or found.incarnation == endpoint.incarnation:
+        return None
+    return None if is_earlier(found.incarnation, endpoint.incarnation) else found
+
+
+async def await_endpoint(
+    directory: Path,
+    channel: str,
+    role: str,
+    replica: int = 0,
+    *,
+    timeout_s: float,
+    began: float | None = None,
+    gone: str = "",
+) -> Endpoint:
+    """Return the endpoint as soon as it is there; that of the incarnation `gone` does not count.
+
+    began: when the wait of timeout_s began, by time.monotonic(); None: now.
+    Raises ChannelTimeout that says who is missing.
+    """
+    began = time.monotonic() if began is None else began
+    while (endpoint := find(directory, channel, replica)) is None or endpoint.incarnation == gone:
+        _raise_if_late(began + timeout_s, directory, channel, peer_name(role, replica), timeout_s)
+        await asyncio.sleep(_poll_interval_s(began))
     return endpoint
 
 
 def await_endpoint_blocking(
-    directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float
+    directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float, began: float | None = None
 ) -> Endpoint:
     """Like await_endpoint, without an event loop."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic() if began is None else began
     while (endpoint := find(directory, channel, replica)) is None:
-        _raise_if_late(deadline, directory, channel, peer_name(role, replica), timeout_s)
-        time.sleep(POLL_S)
+        _raise_if_late(began + timeout_s, directory, channel, peer_name(role, replica), timeout_s)
+        time.sleep(_poll_interval_s(began))
     return endpoint
+
+
+def _poll_interval_s(began: float) -> float:
+    return POLL_S if time.monotonic() - began < QUICK_S else LATER_POLL_S
 
 
 def _raise_if_late(deadline: float, directory: Path, channel: str, name: str, timeout_s: float) -> None:

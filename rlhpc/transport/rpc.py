@@ -26,6 +26,7 @@ class _Replica:
     outstanding: int = 0
     timeouts_in_a_row: int = 0  # a replica that hangs has little outstanding, and would else look the least busy
     is_open: bool = True
+    reader: asyncio.Task[None] | None = None
 
 
 class RpcClient:
@@ -40,11 +41,11 @@ class RpcClient:
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
         self._waiting: dict[int, tuple[_Replica, asyncio.Future[Any]]] = {}
         self._next_id = itertools.count(1)
-        self._readers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Begin to receive."""
-        self._readers = [asyncio.create_task(self._read(replica)) for replica in self._replicas]
+        for replica in self._replicas:
+            replica.reader = asyncio.create_task(self._read(replica))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -55,25 +56,35 @@ class RpcClient:
         """Take in another replica, for one that came back elsewhere.  Call it after __aenter__."""
         replica = _Replica(channel, len(self._replicas))
         self._replicas.append(replica)
-        self._readers.append(asyncio.create_task(self._read(replica)))
+        replica.reader = asyncio.create_task(self._read(replica))
+
+    async def replace(self, old: ClientChannel, new: ClientChannel) -> None:
+        """Take in a replica that was started again, and close the channel of before: its calls are asked anew."""
+        self.add(new)
+        for replica in self._replicas:
+            if replica.channel is old:
+                await self._retire(replica)
 
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
         timeout_s: of one attempt.  The replica with the fewest requests outstanding is asked, after a failure another.
+        A channel that is closed meanwhile counts as no attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """
         tried: set[int] = set()
-        for attempt in range(self._max_attempts):
-            self.num_retries += attempt > 0
+        num_failures = 0
+        while num_failures < self._max_attempts:
             replica = self._choose(tried)
+            self.num_retries += bool(tried)
             tried.add(replica.index)
             try:
                 reply = await self._attempt(replica, request, timeout_s)
             except ChannelClosed:
                 replica.is_open = False
             except (ChannelError, TimeoutError):
+                num_failures += 1
                 replica.timeouts_in_a_row += 1
             else:
                 return dataclasses.replace(reply, request_id=request.request_id)
@@ -84,13 +95,18 @@ class RpcClient:
 
     async def close(self) -> None:
         """End all calls with ChannelClosed and close the channels.  Idempotent."""
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
         for replica in self._replicas:
-            replica.is_open = False
-            await replica.channel.close()
-            self._give_up(replica)
+            replica.is_open = False  # first of all: what one gives up must not go to another
+        for replica in self._replicas:
+            await self._retire(replica)
+
+    async def _retire(self, replica: _Replica) -> None:
+        replica.is_open = False
+        if replica.reader is not None:
+            replica.reader.cancel()
+            await asyncio.gather(replica.reader, return_exceptions=True)
+        await replica.channel.close()
+        self._give_up(replica)
 
     def _choose(self, tried: set[int]) -> _Replica:
         candidates = [replica for replica in self._replicas if replica.is_open]

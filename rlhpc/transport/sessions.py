@@ -5,7 +5,9 @@ ROUTER's routing id, so every message says which session it is of.  The random n
 session over (routing ids are claimed, not proved) and makes a channel that is opened again start from sequence 0.
 
 Promises: a peer's newest session is the only one that is heard; an incarnation that was followed by another is fenced
-for ever; per session and direction sequence numbers count from 0, so that a loss is counted and a copy refused.
+for ever, and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes
+for the first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence
+numbers count from 0, so that a loss is counted and a copy refused.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 
 from rlhpc.contracts import ChannelStatistics
 from rlhpc.errors import PeerUnreachable, ProtocolError
+from rlhpc.transport.incarnation import is_earlier, order_of
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}-[0-9]{1,9}")
 _SESSION = re.compile(rb"([a-z][a-z0-9_]{0,40}-[0-9]{1,9})/([!-.0-~]{1,120})/([0-9a-f]{16})")
@@ -100,6 +103,7 @@ class PeerBook:
         self._by_name: dict[str, Peer] = {}
         self._by_routing_id: dict[bytes, Peer] = {}
         self._fenced: set[tuple[str, str]] = set()  # (name, incarnation)
+        self._latest: dict[str, str] = {}  # name → incarnation of the latest start, of those that have an order
         self._over: set[bytes] = set()  # routing ids of sessions that were followed by another
         self._lost_before = 0
 
@@ -131,7 +135,7 @@ class PeerBook:
         session = known.session if known is not None else Session.parse(routing_id)
         if user_id is not None and user_id != session.name:
             raise ProtocolError(user_id, "routing id", f"claims to be {session.name}")
-        if routing_id in self._over or (session.name, session.incarnation) in self._fenced:
+        if known is None and (routing_id in self._over or self._is_fenced(session)):
             raise ProtocolError(session.name, "session", "a newer one has taken its place")
         return session.name
 
@@ -145,6 +149,10 @@ class PeerBook:
             peer = self._begin(Session.parse(routing_id), routing_id)
         peer.received.accept(sequence, peer.session.name)
 
+    def _is_fenced(self, session: Session) -> bool:
+        is_outlived = is_earlier(session.incarnation, self._latest.get(session.name, ""))
+        return is_outlived or (session.name, session.incarnation) in self._fenced
+
     def _begin(self, session: Session, routing_id: bytes) -> Peer:
         older = self._by_name.get(session.name)
         if older is not None:
@@ -153,6 +161,8 @@ class PeerBook:
             del self._by_routing_id[older.routing_id]
             if older.session.incarnation != session.incarnation:
                 self._fenced.add((session.name, older.session.incarnation))
+        if order_of(session.incarnation) is not None:
+            self._latest[session.name] = session.incarnation
         peer = Peer(session, routing_id)
         self._by_name[session.name] = self._by_routing_id[routing_id] = peer
         return peer

@@ -60,7 +60,7 @@ def test_a_trainer_short_of_time_has_the_controller_save_and_comes_back(slurm: D
     run.wait_complete(300.0)
     assert_whole(run, 300)
     assert not [event for event in run.events("requeue") if "controller" in event["text"]]
-    assert not list(run.layout.rollouts.glob("set_aside*/*"))
+    assert not list(run.layout.rollouts.glob("lost_attempt_*/*"))
 
 
 def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(slurm: DevCluster, lab: Lab) -> None:

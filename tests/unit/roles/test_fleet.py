@@ -35,6 +35,20 @@ def test_a_process_with_other_settings_stays_out(fleet: Fleet) -> None:
     assert fleet.names() == ["generator-0"]
 
 
+def test_a_process_of_an_earlier_start_stays_out_even_after_its_successor_is_gone(fleet: Fleet) -> None:
+    assert fleet.greet("generator-0", hello(incarnation="3.1.0-new"))
+    for incarnation in ("3.0.2-old", "2.5.0-older"):
+        assert fleet.is_outlived("generator-0", hello(incarnation=incarnation))
+        assert not fleet.greet("generator-0", hello(incarnation=incarnation))
+    member = fleet.member("generator-0")
+    assert member is not None
+    assert member.hello.incarnation == "3.1.0-new"
+    fleet.forget("generator-0")
+    assert not fleet.greet("generator-0", hello(incarnation="3.0.2-old"))
+    assert fleet.greet("generator-0", hello(incarnation="3.1.0-again"))  # equal in order: the newest wins
+    assert fleet.greet("generator-0", hello(incarnation="4.0.0-later"))
+
+
 def test_silence_is_counted_from_the_last_sign_of_life(fleet: Fleet, clock: ManualClock) -> None:
     fleet.greet("generator-0", hello())
     fleet.greet("reward-0", hello("reward"))

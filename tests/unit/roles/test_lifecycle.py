@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhpc.config_file import write_resolved
-from rlhpc.errors import ConfigError, RlhpcError, RoleFailed, StarvedError
+from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError, RoleFailed, StarvedError
 from rlhpc.roles.lifecycle import (
+    EXIT_ALONE,
     EXIT_BUG,
     EXIT_CONFIG,
     EXIT_FAULT,
@@ -21,6 +24,7 @@ from rlhpc.roles.lifecycle import (
     parse_role,
     run_role,
     run_until,
+    stop_event,
     unless_stopped,
 )
 from rlhpc.run_layout import RunLayout
@@ -78,6 +82,8 @@ def test_a_role_without_a_run_directory_says_so(tmp_path: Path) -> None:
         (None, 0, r"INFO ended$"),
         (ConfigError("data.task='x'"), EXIT_CONFIG, r"ERROR settings: data.task='x'$"),
         (StarvedError("nothing\n  to learn"), EXIT_FAULT, r"ERROR StarvedError: nothing; to learn$"),
+        (ChannelTimeout("trainer-0 has not"), EXIT_ALONE, r"ERROR ChannelTimeout: trainer-0 has not$"),
+        (ExceptionGroup("g", [ChannelTimeout("late")]), EXIT_ALONE, r"ERROR ChannelTimeout: late$"),
         (ExceptionGroup("g", [RoleFailed("a\nb")]), EXIT_FAULT, r"ERROR RoleFailed: a; b$"),
         (ExceptionGroup("g", [ConfigError("c")]), EXIT_CONFIG, r"ERROR ConfigError: c$"),
         (ExceptionGroup("g", [KeyError("k")]), EXIT_BUG, r"ERROR KeyError: 'k'$"),
@@ -117,6 +123,16 @@ async def test_endless_loops_end_when_stop_is_set_and_the_first_failure_is_raise
     with pytest.raises(ExceptionGroup) as group:
         await asyncio.wait_for(run_until(asyncio.Event(), asyncio.Event().wait(), fail()), 5)
     assert isinstance(first_leaf(group.value), RlhpcError)
+
+
+async def test_a_schedulers_notice_asks_to_stop_where_it_is_heeded() -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        stop = stop_event(signal.SIGUSR1, signal.SIGUSR2)
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 5)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
 
 
 async def test_what_is_not_done_when_stop_is_set_is_cancelled() -> None:

@@ -15,6 +15,7 @@ from rlhpc.transport.rendezvous import (
     await_endpoint_blocking,
     find,
     publish,
+    successor,
     withdraw,
 )
 
@@ -48,6 +49,29 @@ def test_a_file_that_is_no_endpoint_is_named(tmp_path: Path):
     (tmp_path / "leases-0.json").write_text('{"channel": "leases"}')
     with pytest.raises(ProtocolError, match=r"leases-0\.json: endpoint"):
         find(tmp_path, "leases")
+
+
+def test_a_successor_is_another_incarnation_and_none_of_an_earlier_start(tmp_path: Path):
+    ours = dataclasses.replace(FIRST, incarnation="5.1.0-a")
+    assert successor(tmp_path / "nowhere", ours) is None
+    publish(tmp_path, ours)
+    assert successor(tmp_path, ours) is None
+    for incarnation, follows in (("5.0.9-z", False), ("5.1.0-b", True), ("5.1.1-a", True), ("by-hand", True)):
+        other = dataclasses.replace(SECOND, incarnation=incarnation)
+        publish(tmp_path, other)
+        assert successor(tmp_path, ours) == (other if follows else None)
+    (tmp_path / "leases-0.json").write_text("{")
+    assert successor(tmp_path, ours) is None
+
+
+async def test_who_is_gone_for_good_is_not_waited_for(tmp_path: Path):
+    publish(tmp_path, FIRST)
+    with pytest.raises(ChannelTimeout, match="controller-0 has not opened channel 'leases'"):
+        await await_endpoint(tmp_path, "leases", "controller", timeout_s=0.06, gone="first")
+    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=5, gone="first"))
+    await asyncio.sleep(0.01)
+    publish(tmp_path, SECOND)
+    assert await waiting == SECOND
 
 
 async def test_one_waits_until_the_server_is_there(tmp_path: Path):

@@ -124,6 +124,19 @@ async def test_a_replica_can_be_added_when_the_others_are_gone(services: list[Se
         assert (await rpc.call(REQUEST, 1)).detail == "reward-1"
 
 
+async def test_a_replica_that_was_started_again_is_asked_anew_and_that_counts_as_no_attempt(services: list[Service]):
+    services[0].answer = keep_silent
+    channels = connected(services)
+    async with RpcClient(channels[:1], max_attempts=1) as rpc:
+        calls = [asyncio.create_task(rpc.call(REQUEST, 30)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        await rpc.replace(channels[0], channels[1])
+        replies = await asyncio.wait_for(asyncio.gather(*calls), 1)
+        assert [reply.detail for reply in replies] == ["reward-1"] * 3
+        assert (await rpc.call(REQUEST, 1)).detail == "reward-1"
+    assert len(services[0].seen) == 3
+
+
 async def test_closing_ends_calls_that_wait(services: list[Service]):
     services[0].answer = keep_silent
     rpc = RpcClient(connected(services)[:1])

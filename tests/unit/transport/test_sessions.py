@@ -86,6 +86,29 @@ def test_a_peer_that_opens_its_channel_again_begins_anew():
     assert book.lost == 0
 
 
+def test_an_earlier_start_is_fenced_though_it_was_never_heard():
+    book = PeerBook()
+    hear(book, opened(incarnation="9.0.1-b"), 0)
+    for incarnation in ("9.0.0-a", "8.7.0-c"):
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="a newer one has taken its place"):
+                book.name_of(opened(incarnation=incarnation), None)
+    hear(book, opened(incarnation="9.0.1-a"), 0)  # equal in order: the newest wins, whatever its text
+    hear(book, opened(incarnation="10.0.0-a"), 0)  # numbers, not text
+    with pytest.raises(ProtocolError):
+        book.name_of(opened(incarnation="9.5.0-a"), None)
+    assert book.name_of(opened("generator-1", "9.5.0-a"), None) == "generator-1"  # another name's order is its own
+
+
+def test_an_incarnation_without_order_takes_over_and_does_not_unfence_the_earlier():
+    book = PeerBook()
+    for incarnation in ("2.0.0-a", "x"):
+        hear(book, opened(incarnation=incarnation), 0)
+    with pytest.raises(ProtocolError):
+        book.name_of(opened(incarnation="1.0.0-b"), None)
+    hear(book, opened(incarnation="2.0.1-b"), 0)
+
+
 def test_peers_are_numbered_apart():
     book = PeerBook()
     one, two = opened("generator-1"), opened("generator-2")

@@ -1,0 +1,158 @@
+"""Serve one controller after another: how generators and reward services outlast the controller.
+
+A *visit* is the service of one controller, from connecting to its channels until one of these ends it:
+
+    a signal, or StopRole(run_is_over)    the process leaves
+    StopRole, but the run goes on         it looks for the next controller
+    another incarnation in rendezvous/    the same: ours was killed and cannot say so
+    a channel that fails                  the same, and ours may be the next one, too
+
+Only a supervised role goes on a second visit.  Each is made as an incarnation of its own, of the same order: whoever
+knows the one before takes it for gone, with all that it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ChannelError, RoleFailed, RunDirectoryError
+from rlhpc.messages import StopRole
+from rlhpc.roles.lifecycle import RoleContext, first_leaf, run_until
+from rlhpc.topology import ChannelSpec
+from rlhpc.transport.incarnation import another_of
+from rlhpc.transport.open import FoundClient, connect
+from rlhpc.transport.rendezvous import Endpoint, successor
+
+log = logging.getLogger("rlhpc.visits")
+LOOK_S = 1.0  # between looks at the addresses of those that we are connected to
+FOLLOW_TIMEOUT_S = 10.0  # for a server that was started again: perhaps another one was, too
+
+
+class Visit:
+    """The service of one controller."""
+
+    def __init__(self, context: RoleContext, stop: asyncio.Event, gone: str = "") -> None:
+        """gone: incarnation of a controller that will not come back."""
+        self.context, self.stop = context, stop
+        self.gone = gone
+        self.is_last = not context.is_supervised
+        self._over = asyncio.Event()
+        self._controller: list[Endpoint] = []  # where we are connected to it; the control channel is the last
+
+    async def meet(
+        self, spec: ChannelSpec, server_replica: int = 0, *, gone: str = "", timeout_s: float | None = None
+    ) -> FoundClient:
+        """Connect to a server.  timeout_s: None for the time that roles wait for each other.
+
+        Raises ChannelTimeout that says who is missing, RoleFailed if the run has other settings by now.
+        """
+        is_controllers = spec.server == "controller"
+        channel = await connect(
+            spec,
+            **self.context.caller,
+            server_replica=server_replica,
+            timeout_s=self.context.meet_timeout_s if timeout_s is None else timeout_s,
+            gone=self.gone if is_controllers else gone,
+            awaits_keys=self.context.is_supervised,
+        )
+        if is_controllers:
+            self._controller.append(channel.endpoint)
+            await self._refuse_other_settings(channel)
+        return channel
+
+    async def until_over(self, *loops: Coroutine[None, None, None]) -> None:
+        """Run endless loops side by side until the visit is over; the first failure is raised, in a group."""
+        own = [self._heed(self.stop)]
+        own += [self._watch()] if self.context.is_supervised else []
+        await run_until(self._over, *own, *loops)
+
+    def told_to_stop(self, message: StopRole) -> None:
+        """The controller ends the visit."""
+        if not self._over.is_set():
+            log.info("told to stop: %s", message.reason)
+            self.is_last |= message.run_is_over
+            self._leave_controller(self._controller[-1])
+
+    def failed(self, error: BaseException) -> None:
+        """A channel does not work.  Perhaps the same controller can be reached by others."""
+        log.warning("a channel failed: %s", error)
+        self.gone = ""
+        self._over.set()
+
+    async def _heed(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self.is_last = True
+        self._over.set()
+
+    async def _watch(self) -> None:
+        """Look for another controller in the place of ours, off the event loop: the filesystem may be slow."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for endpoint in self._controller:
+                if await asyncio.to_thread(successor, self.context.layout.rendezvous, endpoint) is not None:
+                    log.info("%s was started again", endpoint.name)
+                    self._leave_controller(endpoint)
+                    return
+
+    def _leave_controller(self, endpoint: Endpoint) -> None:
+        self.gone = endpoint.incarnation
+        self._over.set()
+
+    async def _refuse_other_settings(self, channel: FoundClient) -> None:
+        """A resume may change settings; ours are those of our start."""
+        if not self.context.is_supervised:
+            return  # the controller says so
+        _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
+        if digest != self.context.config_hash:
+            await channel.close()
+            raise RoleFailed(f"the run's settings have changed ({digest}) since {self.context.name} was started")
+
+
+async def visit_controllers(
+    context: RoleContext, stop: asyncio.Event, serve: Callable[[Visit], Awaitable[None]]
+) -> None:
+    """Serve one controller, or, supervised, one after the other, until the run is over or `stop` is set.
+
+    serve: connects, works until its visit is over, and closes its channels.  Raises what it raises, but for channels
+    that fail within a task group of a supervised role.
+    """
+    visit = Visit(context, stop)
+    while True:
+        try:
+            await serve(visit)
+        except BaseExceptionGroup as group:
+            if not context.is_supervised or group.split(ChannelError)[1] is not None:
+                raise
+            visit.failed(first_leaf(group))
+        if visit.is_last or stop.is_set():
+            return
+        log.info("looking for the next controller, for %g s at most", context.meet_timeout_s)
+        next_context = dataclasses.replace(context, incarnation=another_of(context.incarnation))
+        visit = Visit(next_context, stop, gone=visit.gone)
+
+
+async def follow_services(
+    visit: Visit,
+    spec: ChannelSpec,
+    services: list[FoundClient],
+    replace: Callable[[FoundClient, FoundClient], Awaitable[None]],
+) -> None:
+    """Connect to each server replica that was started again, for ever; `replace` takes (old channel, new channel)."""
+    directory = visit.context.layout.rendezvous
+    while True:
+        await asyncio.sleep(LOOK_S)
+        for replica, old in enumerate(services):
+            if await asyncio.to_thread(successor, directory, old.endpoint) is None:
+                continue
+            try:
+                new = await visit.meet(spec, replica, gone=old.endpoint.incarnation, timeout_s=FOLLOW_TIMEOUT_S)
+            except (ChannelError, RunDirectoryError) as error:  # it has died again, or a new attempt mints its keys
+                log.warning("%s was started again and cannot be reached: %s", old.endpoint.name, error)
+                continue
+            log.info("%s was started again", old.endpoint.name)
+            services[replica] = new
+            await replace(old, new)

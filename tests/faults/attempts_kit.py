@@ -1,0 +1,121 @@
+"""Start the processes of a run one by one, as a supervisor does, and begin attempt after attempt in its directory.
+
+Eats a run file; makes processes that are known by name.  Which of them outlast an attempt is the test's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from launch.plan import ProcessPlan, RunPlan, plan_run
+from launch.run_directory import Attempt, claim, mint_keys
+from rlhpc.config_file import load_config
+from tests.ring.run_kit import RUN_LIMIT_S, START_LIMIT_S, Lab, command_environment
+
+JOB = 4711  # as if Slurm had given it
+
+
+class Attempts:
+    """One run directory and the processes that live in it.  Use as a context manager: leaving it kills what is left."""
+
+    def __init__(self, lab: Lab, name: str, **sections: Any) -> None:
+        self.layout = lab.layout(name)
+        self._config = load_config(lab.run_file(name, **sections))
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._plan: RunPlan | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill(*self._processes)
+
+    def begin(self) -> Attempt:
+        """Claim the directory for the next attempt and mint its keys; start nothing."""
+        return self._claim(resume=self._plan is not None)
+
+    def resume(self) -> Attempt:
+        """The same for a directory in which others began."""
+        return self._claim(resume=True)
+
+    def _claim(self, *, resume: bool) -> Attempt:
+        attempt = claim(self._config, self.layout, resume=resume, fresh=False)
+        self._plan = plan_run(self._config, self.layout, attempt=attempt.index, resume_step=attempt.resume_step)
+        mint_keys(self._plan)
+        return attempt
+
+    def start(self, *names: str, supervised: bool = False, meet_timeout_s: float = 60.0, start: int = 0) -> None:
+        """Start processes of the present attempt; `start` counts starts within it."""
+        assert self._plan is not None
+        for plan in self._plan.processes:
+            if plan.name in names:
+                words = ["--meet-timeout-s", str(meet_timeout_s)]
+                words += ["--incarnation", f"{JOB}.{self._plan.attempt}.{start}"]
+                words += ["--supervised"] if supervised else []
+                self._processes[plan.name] = self._spawn(plan, words)
+
+    def pid(self, name: str) -> int:
+        """Process id of the last start under this name."""
+        return self._processes[name].pid
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send one process a signal."""
+        self._processes[name].send_signal(number)
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL, and what they have started with them."""
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[name].pid, signal.SIGKILL)
+            self._processes[name].wait()
+
+    def status_of(self, name: str, timeout_s: float = RUN_LIMIT_S) -> int:
+        """Wait until it ends; returns its exit status."""
+        try:
+            return self._processes[name].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} runs on after {timeout_s:g} s\n{self.story()}") from None
+
+    def is_alive(self, name: str) -> bool:
+        """Whether it runs."""
+        return self._processes[name].poll() is None
+
+    def log(self, name: str) -> str:
+        """All that was said under this name."""
+        logs = sorted((self.layout.logs / name).glob("*.log"))
+        return "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = START_LIMIT_S) -> None:
+        """Wait until the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self.story()}"
+            time.sleep(0.05)
+
+    def story(self) -> str:
+        """The last lines of every log: for the message of a failed test."""
+        return "\n".join(f"--- {name}\n" + "\n".join(self.log(name).splitlines()[-25:]) for name in self._processes)
+
+    def _spawn(self, plan: ProcessPlan, words: list[str]) -> subprocess.Popen[bytes]:
+        assert self._plan is not None
+        path = self.layout.log(plan.role, plan.replica, self._plan.attempt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rlhpc.roles", *plan.arguments, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**command_environment(), **plan.environment},
+                start_new_session=True,
+            )

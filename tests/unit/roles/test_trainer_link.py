@@ -1,0 +1,43 @@
+"""How long the controller waits for its trainer, and what it says when it does not come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlhpc.errors import ChannelTimeout
+from rlhpc.messages import TrainerReady
+from rlhpc.roles.publication import FIRST_MEMBER_S, PublicationLimits
+from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.topology import BATCHES
+from rlhpc.transport.memory import MemoryServer
+from tests.unit.roles.small_ring import MANIFEST
+
+READY = TrainerReady(0, MANIFEST, "gloo")
+
+
+async def test_ranks_that_do_not_come_are_named() -> None:
+    link = TrainerLink(MemoryServer(BATCHES))
+    with pytest.raises(ChannelTimeout, match=r"trainer-0, trainer-3 have not connected after 0\.02 s"):
+        await link.ready(0.02, lambda: ["trainer-0", "trainer-3"])
+
+
+async def test_a_trainer_that_is_there_may_load_for_as_long_as_it_takes() -> None:
+    batches = MemoryServer(BATCHES)
+    waiting = asyncio.create_task(TrainerLink(batches).ready(0.01, list))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await batches.connect(LEAD).send(READY)
+    assert await asyncio.wait_for(waiting, 5) == READY
+
+
+async def test_a_trainer_that_is_quick_is_not_asked_for() -> None:
+    batches = MemoryServer(BATCHES)
+    await batches.connect(LEAD).send(READY)
+    assert await TrainerLink(batches).ready(5.0, lambda: ["nobody"]) == READY
+
+
+def test_generators_may_turn_up_as_late_as_anybody_and_load_for_minutes() -> None:
+    assert PublicationLimits.of(120.0, 5.0) == PublicationLimits(FIRST_MEMBER_S, 5.0)
+    assert PublicationLimits.of(1800.0, 5.0).first_member_s == 1800.0

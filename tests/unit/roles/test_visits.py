@@ -1,0 +1,173 @@
+"""Serving one controller after another, over real sockets, with controllers that a test opens and closes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config_file import write_resolved
+from rlhpc.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
+from rlhpc.messages import StopRole
+from rlhpc.roles.lifecycle import RoleContext, parse_role
+from rlhpc.roles.presence import hello
+from rlhpc.roles.visits import Visit, visit_controllers
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import CONTROL
+from rlhpc.transport.incarnation import order_of
+from rlhpc.transport.keys import mint_run_keys
+from rlhpc.transport.open import open_server
+from tests.unit.roles.small_ring import small_config
+
+LIMIT_S = 10.0
+OTHER_LEARNING_RATE = 0.5
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhpc.roles.visits.LOOK_S", 0.02)
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> RoleContext:
+    return context(tmp_path, "--supervised")
+
+
+def context(root: Path, *words: str) -> RoleContext:
+    write_resolved(small_config(), RunLayout(root), "")
+    mint_run_keys(RunLayout(root).secrets, ["controller-0", "generator-0"])
+    return parse_role(["generator", "--run-dir", str(root), "--incarnation", "7.0.0", "--meet-timeout-s", "5", *words])
+
+
+def controller(of: RoleContext, incarnation: str) -> Any:
+    return open_server(
+        CONTROL, layout=of.layout, config=of.config.transport, replica=0, incarnation=incarnation,
+    )  # fmt: skip
+
+
+async def serve(visit: Visit, *loops: Callable[[], Awaitable[None]]) -> None:
+    """What a role does, with no work between hello and farewell."""
+    control = await visit.meet(CONTROL)
+    try:
+        await control.send(hello(visit.context))
+
+        async def hear() -> None:
+            visit.told_to_stop(await control.receive())
+
+        await visit.until_over(hear(), *(loop() for loop in loops))
+    finally:
+        await control.close()
+
+
+def serving(of: RoleContext, *loops: Callable[[], Awaitable[None]]) -> tuple[asyncio.Event, asyncio.Task[None]]:
+    stop = asyncio.Event()
+    return stop, asyncio.create_task(visit_controllers(of, stop, lambda visit: serve(visit, *loops)))
+
+
+async def greeted(server: Any) -> str:
+    """Wait for the hello; returns the incarnation."""
+    _, message = await server.receive(LIMIT_S)
+    return str(message.incarnation)
+
+
+async def test_the_next_controller_hears_another_incarnation_of_the_same_start(supervised: RoleContext) -> None:
+    first = controller(supervised, "7.0.0-a")
+    _, role = serving(supervised)
+    incarnations = [await greeted(first)]
+    await first.send("generator-0", StopRole("saved", run_is_over=False))
+    # It is not met again, though it is still there.
+    await asyncio.sleep(0.3)
+    second = controller(supervised, "7.1.0-a")
+    incarnations.append(await greeted(second))
+    await second.send("generator-0", StopRole("done"))
+    await asyncio.wait_for(role, LIMIT_S)
+    assert incarnations[0] == supervised.incarnation
+    assert incarnations[0] != incarnations[1]
+    assert order_of(incarnations[0]) == order_of(incarnations[1]) == (7, 0, 0)
+    for server in (first, second):
+        await server.close()
+
+
+async def test_a_controller_that_says_nothing_is_left_for_its_successor(supervised: RoleContext) -> None:
+    silent = controller(supervised, "7.0.0-a")
+    stop, role = serving(supervised)
+    await greeted(silent)
+    successor = controller(supervised, "7.0.1-b")  # the address of the silent one is overwritten
+    await greeted(successor)
+    stop.set()
+    await asyncio.wait_for(role, LIMIT_S)
+    for server in (silent, successor):
+        await server.close()
+
+
+async def test_a_channel_that_fails_leads_back_to_the_same_controller(supervised: RoleContext) -> None:
+    failures = iter([ChannelFull("nothing was taken")])
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        await asyncio.Event().wait()
+
+    server = controller(supervised, "7.0.0-a")
+    stop, role = serving(supervised, work)
+    assert await greeted(server) != await greeted(server)  # else it would think that nothing was lost
+    stop.set()
+    await asyncio.wait_for(role, LIMIT_S)
+    await server.close()
+
+
+async def test_a_failure_that_is_not_a_channels_ends_the_role(supervised: RoleContext) -> None:
+    async def work() -> None:
+        raise EngineError("dead")
+
+    server = controller(supervised, "7.0.0-a")
+    _, role = serving(supervised, work)
+    with pytest.raises(ExceptionGroup) as group:
+        await asyncio.wait_for(role, LIMIT_S)
+    assert group.group_contains(EngineError)
+    await server.close()
+
+
+async def test_without_a_supervisor_the_first_visit_is_the_last(tmp_path: Path) -> None:
+    alone = context(tmp_path)
+
+    async def fail() -> None:
+        raise ChannelFull("nothing was taken")
+
+    server = controller(alone, "0.0.0-a")
+    _, role = serving(alone)
+    await greeted(server)
+    await server.send("generator-0", StopRole("saved", run_is_over=False))
+    await asyncio.wait_for(role, LIMIT_S)
+    _, role = serving(alone, fail)
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(role, LIMIT_S)
+    await server.close()
+
+
+async def test_when_no_controller_comes_the_role_says_so(supervised: RoleContext, tmp_path: Path) -> None:
+    impatient = context(tmp_path, "--supervised", "--meet-timeout-s", "1")
+    server = controller(impatient, "7.0.0-a")
+    _, role = serving(impatient)
+    await greeted(server)
+    await server.send("generator-0", StopRole("saved", run_is_over=False))
+    with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'control' after 1 s"):
+        await asyncio.wait_for(role, LIMIT_S)
+    await server.close()
+
+
+async def test_settings_that_changed_end_a_role_that_was_started_with_others(supervised: RoleContext) -> None:
+    first = controller(supervised, "7.0.0-a")
+    _, role = serving(supervised)
+    await greeted(first)
+    await first.close()
+    changed = supervised.config.trainer.model_copy(update={"learning_rate": OTHER_LEARNING_RATE})
+    write_resolved(supervised.config.model_copy(update={"trainer": changed}), supervised.layout, "")
+    second = controller(supervised, "7.1.0-a")
+    with pytest.raises(RoleFailed, match="settings have changed"):
+        await asyncio.wait_for(role, LIMIT_S)
+    await second.close()
