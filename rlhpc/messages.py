@@ -94,7 +94,7 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Controller → generator: nothing to do.  That it can be sent shows that the generator's process is alive."""
+    """Controller → generator: say hello again.  That it can be sent shows that the generator's process is alive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,12 @@ class _Task:
         try:
             with self._log.open("ab") as log:
                 role = subprocess.Popen(
-                    self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    preexec_fn=_ignore_warnings,  # this process has one thread
                 )
                 self._starts += 1
                 status = role.wait()
@@ -201,6 +206,12 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise TaskError(f"{base}: belongs to another or is open to others; remove it")
     return base
+
+
+def _ignore_warnings() -> None:
+    """In the role before it begins: Slurm's warnings end nobody who does not listen to them."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _outlive_signals() -> None:

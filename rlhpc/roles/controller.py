@@ -20,7 +20,7 @@ from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
-from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, SaveReport, StopRole, WeightsLive
+from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, RollCall, SaveReport, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
@@ -143,6 +143,8 @@ class Controller:
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
             await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            self._granting.is_open = False
+            await self._publication.stop_waiting()
             if not training.done():  # it ends by itself at the next step boundary, having saved
                 is_training = self._board.figures.phase == "training"
                 await asyncio.wait((training,), timeout=stop.patience_s if is_training else 0.0)
@@ -174,12 +176,19 @@ class Controller:
             if isinstance(message, Hello):
                 await self._greet(name, message)
             elif isinstance(message, Heartbeat):
-                self._fleet.hear(name, message)
+                if not self._fleet.hear(name, message):
+                    await self._ask_who_it_is(name)
                 self._granting.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._publication.acknowledge(name, message)
             elif isinstance(message, SaveReport):
                 self._checkpoints.hear(message)
+
+    async def _ask_who_it_is(self, name: str) -> None:
+        """Somebody beats who was struck off as silent: a generator that stood still may take part again."""
+        if name.startswith("generator-"):
+            with suppress(ChannelError):  # it is gone already
+                await self._control.send(name, RollCall())
 
     async def _greet(self, name: str, message: Hello) -> None:
         if self._fleet.is_outlived(name, message):

@@ -46,15 +46,21 @@ class Fleet:
             log.error("%s, pid %d on %s: a later incarnation has taken its place", name, hello.pid, hello.host)
             return False
         self._latest[name] = hello.incarnation
+        known = self._members.get(name)
+        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers a roll call
+            known.heard_at = self._clock()
+            return True
         self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
         log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
         return True
 
-    def hear(self, name: str, beat: Heartbeat) -> None:
-        """Note a heartbeat; one from a stranger to this controller is ignored until it says hello."""
+    def hear(self, name: str, beat: Heartbeat) -> bool:
+        """Note a heartbeat.  False: it is of a stranger to this controller, and ignored until that one says hello."""
         member = self._members.get(name)
-        if member is not None:
-            member.beat, member.heard_at = beat, self._clock()
+        if member is None:
+            return False
+        member.beat, member.heard_at = beat, self._clock()
+        return True
 
     def silent(self) -> list[str]:
         """Names unheard of for dead_after_s."""

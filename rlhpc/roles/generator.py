@@ -26,6 +26,7 @@ from rlhpc.messages import (
     LeaseReturn,
     ReceiveWeights,
     RewardRequest,
+    RollCall,
     StopRole,
     WeightsLive,
 )
@@ -198,6 +199,8 @@ class Generator:
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
+            elif isinstance(message, RollCall):
+                await control.send(hello(self._context, self._engine.num_weight_ranks))
             elif isinstance(message, StopRole):
                 visit.told_to_stop(message)
 

@@ -63,6 +63,7 @@ class Publication:
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the present epoch, while it is sound
         self._changed = asyncio.Condition()
+        self._is_ending = False
         self.live_version = -1  # newest version that every remaining member samples with
         self.publish_s = 0.0  # of the last broadcast, on the trainer
         self.last_acks: dict[str, WeightsLive] = {}
@@ -113,21 +114,30 @@ class Publication:
 
     # ------------------------------------------------------------------------------------------------------ publishing
 
-    async def publish(self, version: int) -> None:
+    async def stop_waiting(self) -> None:
+        """The run is ending: whoever waits for a generator shall wait no longer."""
+        async with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+
+    async def publish(self, version: int) -> bool:
         """Broadcast `version` until the trainer got it out to some group.
 
-        Raises RoleFailed when no generator is there for `first_member_s`, or broadcast after broadcast fails.
+        False: the run is ending and no generator is there.  Raises RoleFailed when none is for `first_member_s`, or
+        broadcast after broadcast fails.
         """
         if self._manifest is None:
             raise RoleFailed("weights cannot be published before the trainer has described them")
         for failures in range(1, MAX_FAILED_BROADCASTS + 1):
             group = await self._current_group()
+            if group is None:
+                return False
             manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
             await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
             report = await self._trainer.ask(PublishWeights(group.epoch, version), PublishReport)
             self.publish_s = report.seconds
             if not report.error:
-                return
+                return True
             log.warning("epoch %d dissolved: %s", group.epoch, report.error)
             self._group = None
             await asyncio.sleep(PAUSE_S * failures)
@@ -153,14 +163,15 @@ class Publication:
         self.live_version = version
         return True
 
-    async def _current_group(self) -> WeightGroup:
+    async def _current_group(self) -> WeightGroup | None:
         if self._group is None or self._membership.needs_new_epoch:
             self._group = await self._form()
         return self._group
 
-    async def _form(self) -> WeightGroup:
+    async def _form(self) -> WeightGroup | None:
         """Open a new epoch with everyone who is alive.  Raises RoleFailed when nobody turns up."""
-        await self._somebody()
+        if not await self._somebody():
+            return None
         group = self._membership.next_group(self._transport)
         opened = await self._trainer.ask(FormGroup(group), GroupOpened)
         if opened.error:
@@ -169,19 +180,19 @@ class Publication:
         await asyncio.gather(*(self._tell(name, JoinGroup(opened.group)) for name in group.members))
         return opened.group
 
-    async def _somebody(self) -> None:
-        """Wait until a generator that can be reached is there."""
+    async def _somebody(self) -> bool:
+        """Wait until a generator that can be reached is there.  False: the run is ending, and none is."""
         while True:
             try:
                 async with asyncio.timeout(self._limits.first_member_s), self._changed:
-                    await self._changed.wait_for(lambda: bool(self._membership.candidates))
+                    await self._changed.wait_for(lambda: bool(self._membership.candidates) or self._is_ending)
             except TimeoutError:
                 raise RoleFailed(
                     f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for what ended them"
                 ) from None
             await asyncio.gather(*(self._tell(name, RollCall()) for name in self._membership.candidates))
-            if self._membership.candidates:
-                return
+            if self._membership.candidates or self._is_ending:
+                return bool(self._membership.candidates)
 
     async def _tell(self, name: str, message: object) -> None:
         try:

@@ -89,6 +89,7 @@ class TrainLoop:
         self._settling: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._nobody_is_live = False
+        self._stop = asyncio.Event()
         self._num_skipped_in_a_row = 0
         self.settle_s = 0.0  # of the last version: from its broadcast until it was live
         self.checkpoint_s = 0.0  # of the last one: the loop did nothing else
@@ -111,10 +112,12 @@ class TrainLoop:
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
-        Returns when the last checkpoint is complete.  Raises CheckpointError at the boundary after one has failed.
+        After `stop` nothing is published and nobody is waited for: generators may be gone already, and a resume
+        publishes before anything else.  Returns when the last checkpoint is complete.  Raises CheckpointError at the
+        boundary after one has failed.
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
-        saved = self.step
+        saved, self._stop = self.step, stop
         while self.step < last and not stop.is_set():
             groups, waited_s = await self._full_batch(stop)
             if groups is None:
@@ -169,7 +172,8 @@ class TrainLoop:
         # The version before may still be settling, and would release everything that is listed: list these after it.
         await self._settled()
         self._unreleased += [group.group_id for group in groups]
-        await self._publish()
+        if not self._stop.is_set():
+            await self._publish()
         self.step += 1
         return StepRecord(
             report=report,
@@ -222,9 +226,9 @@ class TrainLoop:
 
     async def _publish(self) -> None:
         """Send the current version out, and go on while the generators load it."""
-        await self._publication.publish(self.version)
-        self._nobody_is_live = False
-        self._settling = asyncio.create_task(self._settle(self.version))
+        if await self._publication.publish(self.version):
+            self._nobody_is_live = False
+            self._settling = asyncio.create_task(self._settle(self.version))
 
     async def _reach_somebody(self) -> None:
         """Publish again where nobody can be given a lease: without rollouts no step comes that would publish."""
@@ -246,7 +250,14 @@ class TrainLoop:
             self._ready.set()
 
     async def _settled(self) -> None:
-        """Wait until the version before is live and its slots are released."""
-        if self._settling is not None:
-            await self._settling
-            self._settling = None
+        """Wait until the version before is live and its slots are released; not after `stop`."""
+        if self._settling is None:
+            return
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((self._settling, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if self._settling.done():
+            self._settling.result()
+        else:
+            self._settling.cancel()
+        self._settling = None
