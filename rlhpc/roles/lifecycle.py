@@ -135,8 +135,9 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
         first = first_leaf(group)
         log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
         return _status_of(first)
-    except Exception:  # survived: nothing; the process ends, but its log must say why
+    except Exception as error:  # survived: nothing; the process ends, but its log must say why
         log.exception("bug")
+        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
         return EXIT_BUG
     log.info("ended")
     return 0

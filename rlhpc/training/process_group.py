@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rlhpc.errors import ConfigError
 from rlhpc.host_address import interface_of
 from rlhpc.training.meeting import meet
 from rlhpc.training.step_vote import all_ranks_agree
@@ -84,9 +85,18 @@ def close_process_group() -> None:
 
 
 def device_of(wish: str, rank: int) -> torch.device:
-    """Return the device of a rank and make it torch's current one; wish: "cpu", "cuda" or "auto"."""
+    """Return the device of a rank and make it torch's current one; wish: "cpu", "cuda" or "auto".
+
+    Raises ConfigError: a GPU is wanted and none is seen.
+    """
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"trainer.device='cuda': torch {torch.__version__} sees no GPU here (CUDA_VISIBLE_DEVICES={shown!r}); "
+            "legal here: 'cpu', 'auto'"
+        )
     # A launcher that shows each rank one GPU gives device 0; one that shows all of a node gives one to each rank.
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -160,7 +160,9 @@ def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab
     run.submit()
     run.wait(lambda: not run.queue(), "no job left", 90.0)
     assert len(run.attempts()) == 1
-    assert run.events("verdict")[-1]["text"].startswith(("settings", "given_up", "failed")), run.story()
+    text = run.events("verdict")[-1]["text"]
+    assert text.startswith("settings: trainer-0"), run.story()
+    assert "trainer.device='cuda'" in text
 
 
 def test_two_runs_at_once_on_the_same_nodes_do_not_touch_each_other(slurm: DevCluster, lab: Lab) -> None:

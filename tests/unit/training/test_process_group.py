@@ -1,0 +1,22 @@
+"""Where a rank computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhpc.errors import ConfigError
+from rlhpc.training.process_group import device_of
+
+
+def test_a_rank_computes_on_the_cpu_where_it_shall_or_must() -> None:
+    assert device_of("cpu", 3) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert device_of("auto", 3) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_wanted_and_not_seen_is_a_fault_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ConfigError, match=r"trainer\.device='cuda': .* sees no GPU here \(CUDA_VISIBLE_DEVICES='7'\)"):
+        device_of("cuda", 0)
