@@ -64,12 +64,12 @@ def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevClu
     run = SlurmRun(slurm, lab, "het-trainer-killed", run={"num_steps": 120}, generation={"num_replicas": 2}, **LASTING)
     run.submit()
     run.wait_step(10)
-    generators = role_pids(run, " generator ")
-    [trainer] = role_pids(run, " trainer ")
+    generators = role_pids(run, "generator")
+    [trainer] = role_pids(run, "trainer")
     os.kill(trainer, signal.SIGKILL)
     run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
     run.wait_step(12)
-    assert role_pids(run, " generator ") == generators, "engines outlast a trainer"
+    assert role_pids(run, "generator") == generators, "engines outlast a trainer"
     run.wait_complete()
     assert_whole(run, 120)
     assert not run.events("requeue")

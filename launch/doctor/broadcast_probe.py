@@ -1,0 +1,66 @@
+"""How fast do weights travel between two nodes?  A broadcast of torch.distributed, gloo or NCCL.
+
+Runs as a plain file on both nodes:
+    python broadcast_probe.py STORE_FILE ADDRESS RANK BACKEND
+ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 tells the free port of its store
+in STORE_FILE, which lies on the shared filesystem.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = timedelta(seconds=20)
+NUM_BYTES = {"gloo": 64 << 20, "nccl": 1 << 30}
+ROUNDS = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Meet the other rank, send ROUNDS buffers, tell the best."""
+    file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
+    # By name: the launcher knows no torch, and this file runs where there is one.
+    torch: Any = importlib.import_module("torch")
+    distributed: Any = importlib.import_module("torch.distributed")
+    store = _store(distributed, file, host, rank)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    device = "cuda:0" if backend == "nccl" else "cpu"
+    buffer = torch.empty(NUM_BYTES[backend], dtype=torch.uint8, device=device)
+    best_s = float("inf")
+    for round_index in range(ROUNDS + 1):
+        distributed.barrier()
+        began = time.monotonic()
+        distributed.broadcast(buffer, 0)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        distributed.barrier()  # the sender may be done before the receiver
+        if round_index:  # the first one makes connections
+            best_s = min(best_s, time.monotonic() - began)
+    distributed.destroy_process_group()
+    print(json.dumps({"gbit_per_s": 8e-9 * NUM_BYTES[backend] / best_s, "backend": backend}))
+    return 0
+
+
+def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:
+    """Where the ranks find each other.  Rank 0 binds a free port itself, and then tells it: nobody can take it."""
+    if rank == 0:
+        store = distributed.TCPStore(host, 0, 2, True, TIMEOUT, wait_for_workers=False)
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(str(store.port), encoding="ascii")
+        partial.replace(file)
+        return store
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while file not in file.parent.iterdir():  # listing makes an NFS client look again
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other node's store has not been seen")
+        time.sleep(0.02)
+    return distributed.TCPStore(host, int(file.read_text(encoding="ascii")), 2, False, TIMEOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

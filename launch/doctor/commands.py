@@ -1,0 +1,110 @@
+"""The command `rlhpc doctor SITE.toml [RUN.toml] [--quick]`.
+
+Eats options, prints the table, returns the exit status: 1 if anything fails.  Without a run file a made-up run stands
+in, as small as the site allows: one trainer rank, one generator.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from launch.batch.slurm_commands import SlurmError
+from launch.cluster_facts import ask_cluster
+from launch.component_check import Finding
+from launch.doctor import login_checks
+from launch.doctor.job_checks import probe_nodes
+from launch.doctor.space import check_space, forecast
+from launch.doctor.table import exit_status, render
+from launch.doctor.verdicts import judge
+from launch.job_plan import JobPlan, plan_jobs
+from launch.job_report import shared_layout
+from launch.shared_directory import KEY, check_directory
+from launch.site_file import Site, load_site
+from launch.slurm_check import check_plan, try_components
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+
+TIMEOUT_S = 300.0
+
+
+def doctor(options: Any) -> int:
+    """Check and print.  options: site_file, and where given run_file, overrides, quick, timeout_s.
+
+    Raises ConfigError as `rlhpc plan` does: a site that makes no plan cannot be looked at.
+    """
+    site, run_file = load_site(options.site_file), getattr(options, "run_file", None)
+    config = load_config(run_file, getattr(options, "overrides", ())) if run_file is not None else None
+    plan = plan_of(site, config)
+    findings = look_from_here(plan, config)
+    is_broken = any(finding.verdict == "fail" and finding.key in (KEY, "slurm") for finding in findings)
+    if not getattr(options, "quick", False) and not is_broken:
+        timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
+        jobs = sum(len(job.components) for job in plan.jobs)
+        sys.stderr.write(f"{jobs} jobs of some seconds are sent to the nodes; at most {timeout_s:.0f} s\n")
+        findings += judge(probe_nodes(plan, timeout_s), plan, config, timeout_s)
+    print(render(findings, shutil.get_terminal_size((140, 24)).columns))
+    return exit_status(findings)
+
+
+def plan_of(site: Site, config: Config | None) -> JobPlan:
+    """The run's plan, or that of a made-up run.  Raises ConfigError."""
+    made_up = config or _made_up(site)
+    return plan_jobs(made_up, site, shared_layout(made_up, site))
+
+
+def look_from_here(plan: JobPlan, config: Config | None) -> list[Finding]:
+    """Everything that takes no job."""
+    shared = plan.cluster.shared_directory
+    findings = check_directory(shared)
+    if findings[0].verdict != "fail":
+        with tempfile.TemporaryDirectory(prefix=".rlhpc-doctor-", dir=shared) as scratch:
+            findings += login_checks.check_renames(Path(scratch))
+        findings += check_space(shared, forecast(config) if config else None)
+    findings += [*login_checks.check_caches(plan), *login_checks.check_software(plan.prologue)]
+    return [*_ask_slurm(plan), *findings]
+
+
+def _ask_slurm(plan: JobPlan) -> list[Finding]:
+    asked = time.time()
+    try:
+        facts = ask_cluster()
+        findings = [*login_checks.check_version(plan, facts), login_checks.check_clock(facts, asked)]
+        findings += check_plan(plan, facts)
+        blamed = {finding.key.split(".")[0] for finding in findings if finding.verdict == "fail"}
+        return [*findings, *try_components(plan, skip=blamed)]
+    except SlurmError as error:
+        return [Finding("slurm", "", "fail", str(error), "give the command where sbatch works")]
+
+
+def _made_up(site: Site) -> Config:
+    """A run of one rank and one replica; its model and data are never looked at."""
+    if site.cluster is None:
+        raise ConfigError("cluster: missing in the site file; jobs need at least cluster.shared_directory")
+    on_gpu = site.trainer.gpus_per_node is not None
+    return Config.model_validate(
+        {
+            "run": {"name": "doctor", "directory": str(site.cluster.shared_directory / "rlhpc-doctor"), "num_steps": 1},
+            "model": {"path": "model"},
+            "data": {"path": "data.jsonl", "task": "integer_arithmetic"},
+            "generation": {
+                "max_prompt_tokens": 8,
+                "max_completion_tokens": 8,
+                "num_replicas": site.generation.nodes or 1,
+            },
+            "admission": {"groups_per_step": 1, "group_size": 2},
+            "rewards": {"num_replicas": (site.rewards.nodes or 1) if site.rewards else 1},
+            "trainer": {
+                "num_ranks": site.trainer.nodes or 1,
+                "token_budget": 16,
+                "device": "cuda" if on_gpu else "cpu",
+                "backend": "reference",
+            },
+            "transport": {"kind": "tcp"},
+        }
+    )

@@ -1,0 +1,188 @@
+"""What the login node alone can tell: Slurm's version and clock, the shared directory, room, Python, image, modules.
+
+Eats JobPlan, ClusterFacts and a Config, makes Findings.  Writes only below the directory that it is given, and nothing
+stays there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from launch.cluster_facts import ClusterFacts
+from launch.component_check import Finding, Verdict
+from launch.job_plan import JobPlan
+from launch.shared_directory import SHARED_TYPES, filesystem_type
+from launch.site_file import PrologueConfig
+
+OLDEST, OLDEST_TRIED, NEWEST_TRIED = (20, 11), (22, 5), (25, 11)
+HET_DEFECT = (25, 11)
+SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
+_RENAMES = 200
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+
+
+def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
+    """Slurm's release, and what is known to be wrong with it."""
+    key, version = "slurm: version", facts.version
+    if version < OLDEST:
+        text = "too old: --het-group and --gpus-per-task are as we use them since 20.11"
+        yield Finding(key, facts.release, "fail", text, "a newer Slurm")
+    elif not OLDEST_TRIED <= version <= NEWEST_TRIED:
+        tried = " to ".join(f"{major}.{minor:02}" for major, minor in (OLDEST_TRIED, NEWEST_TRIED))
+        yield Finding(key, facts.release, "warn", f"never tried; {tried} have been", "tell us how it went")
+    else:
+        yield Finding(key, facts.release, "pass", "has been tried")
+    if version >= HET_DEFECT and plan.placement == "hetjob":
+        text = "a requeue cancels a heterogeneous job whose component 0 has a step; ours has none, so it works"
+        yield Finding("slurm: requeue", "", "pass", text)
+
+
+def check_clock(facts: ClusterFacts, asked: float) -> Finding:
+    """This node against slurmctld, which tells whole seconds.  asked: time.time() when the facts were asked for."""
+    key, remedy = "clock: slurmctld", "the site should run an NTP client"
+    try:
+        there = datetime.fromisoformat(facts.clock_text).timestamp()
+    except ValueError:
+        return Finding(key, "", "warn", "slurmctld does not tell its time", "")
+    skew = max(0.0, abs(there + 0.5 - asked) - 0.5)
+    verdict = skew_verdict(skew)
+    return Finding(key, "", verdict, f"differs by {skew:.0f} s, to a second", "" if verdict == "pass" else remedy)
+
+
+def skew_verdict(skew_s: float) -> Verdict:
+    """Of a difference between clocks: what compares times of files wants a few seconds, munge five minutes."""
+    return "fail" if skew_s > SKEW_FAIL_S else "warn" if skew_s > SKEW_WARN_S else "pass"
+
+
+def check_renames(directory: Path) -> Iterator[Finding]:
+    """A file that is replaced again and again is seen whole by who reads it meanwhile, and is in the listing.
+
+    directory: an empty one on the shared filesystem.
+    """
+    path, stop, torn = directory / "renamed", threading.Event(), [0]
+    text = {side: (side * 4096).encode() for side in "ab"}
+    path.write_bytes(text["a"])
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                torn[0] += path.read_bytes() not in text.values()
+            except FileNotFoundError:
+                torn[0] += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        each_ms = _replace_often(path, list(text.values()))
+    finally:  # Ctrl-C too: the process would wait for the thread for ever
+        stop.set()
+        reader.join()
+    key, value = "shared: rename", ""
+    if torn[0]:
+        text_torn = f"{torn[0]} reads saw no file, or half of one, while it was replaced"
+        yield Finding(key, value, "fail", text_torn, "legal: a filesystem with atomic rename (Lustre, GPFS, NFS)")
+    else:
+        yield Finding(key, value, "pass", f"atomic; {each_ms:.2g} ms for a file written and renamed")
+    names = os.listdir(directory)  # noqa: PTH208 - names are enough
+    is_listed = "renamed" in names and "partial" not in names
+    path.unlink()
+    said = "as written" if is_listed else f"not what was written: {', '.join(names)}"
+    yield Finding("shared: listing", value, "pass" if is_listed else "fail", said)
+
+
+def _replace_often(path: Path, contents: list[bytes]) -> float:
+    """Milliseconds of each."""
+    began = time.monotonic()
+    for index in range(_RENAMES):
+        partial = path.with_name("partial")
+        partial.write_bytes(contents[index % 2])
+        partial.replace(path)
+    return 1000 * (time.monotonic() - began) / _RENAMES
+
+
+def check_caches(plan: JobPlan) -> Iterator[Finding]:
+    """Compiled kernels in a home directory on the network go stale, and fill small quotas."""
+    home = Path.home()
+    kind = filesystem_type(home)
+    if kind.removeprefix("fuse.") not in SHARED_TYPES:
+        yield Finding("home: caches", "", "pass", f"home lies on {kind}")
+        return
+    missing = [name for name in _CACHES if name not in plan.prologue.environment]
+    if missing and "XDG_CACHE_HOME" not in plan.prologue.environment:
+        text = f"home lies on {kind}; compiled kernels would go there: {', '.join(missing)} not set"
+        yield Finding("home: caches", "", "warn", text, "set them in [prologue.environment], as example.toml does")
+    else:
+        yield Finding("home: caches", "", "pass", "kept out of the home directory")
+
+
+def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
+    """What the prologue names, as far as this node sees it.  It is not run here: it is made for compute nodes."""
+    if prologue.modules or prologue.module_purge:
+        yield _modules(prologue)
+    for key, path, what in _named_paths(prologue):
+        if not path.exists():
+            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not here", "legal: what nodes see too")
+        elif not os.access(path, os.R_OK):
+            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} may not be read", "ask its owner for rights")
+        else:
+            yield Finding(f"prologue.{key}", str(path), "pass", f"{what} is here")
+    if prologue.image is not None and shutil.which("apptainer") is None:
+        text = "no such command here"
+        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else prologue.modules must bring it")
+    if not prologue.modules:
+        yield _python(prologue)
+
+
+def _named_paths(prologue: PrologueConfig) -> Iterator[tuple[str, Path, str]]:
+    if prologue.venv is not None:
+        yield "venv", prologue.venv / "bin" / "activate", "the environment"
+    if prologue.conda is not None:
+        yield "conda", prologue.conda / "etc" / "profile.d" / "conda.sh", "conda"
+    if prologue.image is not None:
+        yield "image", prologue.image, "the image"
+    if prologue.code is not None:
+        yield "code", prologue.code / "launch" / "__init__.py", "the checkout"
+
+
+def _python(prologue: PrologueConfig) -> Finding:
+    """Version of the supervisor's interpreter: 3.9 at least."""
+    prefixes = [prologue.venv / "bin"] if prologue.venv else [prologue.conda / "bin"] if prologue.conda else []
+    path = os.pathsep.join([*map(str, prefixes), os.environ.get("PATH", "")])
+    program = shutil.which(prologue.python, path=path)
+    key = "prologue.python"
+    if program is None:
+        return Finding(key, prologue.python, "warn", "no such program here", "compute nodes may have it; see below")
+    found = _said(program, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])")
+    parts = tuple(int(part) for part in found.split(".")) if found.replace(".", "").isdigit() else (0,)
+    if parts < (3, 9):
+        text = f"is Python {found or 'of an unknown version'}; the supervisor needs 3.9"
+        return Finding(key, prologue.python, "fail", text, "legal: 3.9 or newer; rlhpc itself needs 3.11")
+    return Finding(key, prologue.python, "pass", f"{program} is Python {found}")
+
+
+def _modules(prologue: PrologueConfig) -> Finding:
+    """`module` is a function of the shell; a login shell has it where the site has modules at all."""
+    names = " ".join(prologue.modules)
+    said = _said("bash", "-lc", 'command -v module >/dev/null && module -t avail "$@" 2>&1', "bash", *prologue.modules)
+    missing = [name for name in prologue.modules if name.split("/")[0] not in said]
+    if not said:
+        return Finding("prologue.modules", names, "warn", "no module command here", "compute nodes may have it")
+    if missing:
+        text = f"not listed by `module avail`: {', '.join(missing)}"
+        return Finding("prologue.modules", names, "warn", text, "other nodes may have others; see below")
+    return Finding("prologue.modules", names, "pass", "listed by `module avail`")
+
+
+def _said(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,126 @@
+"""What the cluster would refuse is refused before submission, with key, value and what is legal: a real slurmctld."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.batch.slurm_commands import SlurmError
+from launch.cluster_facts import ask_cluster
+from launch.dev_cluster import faults
+from launch.dev_cluster.cluster import DevCluster
+from launch.job_plan import JobPlan
+from launch.slurm_check import find_unfit, refuse_unfit, try_components
+from rlhpc.errors import ConfigError
+from tests.slurm.cluster_kit import MakeCluster
+from tests.slurm.doctor_kit import plan_of, turned_to
+
+
+def refusal(cluster: DevCluster, plan: JobPlan) -> list[str]:
+    with turned_to(cluster), pytest.raises(ConfigError) as caught:
+        refuse_unfit(plan)
+    return str(caught.value).splitlines()
+
+
+def test_a_run_that_fits_is_taken_in_less_than_two_seconds_and_nothing_is_submitted(
+    slurm: DevCluster, tmp_path: Path
+) -> None:
+    before = slurm.run("squeue", "--noheader", "--states=all")
+    with turned_to(slurm):
+        began = time.monotonic()
+        refuse_unfit(plan_of(tmp_path))
+        assert time.monotonic() - began < 2
+        verdicts = {finding.key: finding.verdict for finding in find_unfit(plan_of(tmp_path))}
+    assert verdicts.pop("cluster.shared_directory") in ("pass", "warn")
+    assert set(verdicts.values()) == {"pass"}
+    assert slurm.run("squeue", "--noheader", "--states=all") == before
+
+
+def test_a_typo_in_a_partition_is_refused_with_the_legal_ones(slurm: DevCluster, tmp_path: Path) -> None:
+    assert refusal(slurm, plan_of(tmp_path, trainer={"partition": "trian"})) == [
+        "trainer.partition='trian': no such partition; legal: train, gen, cpu, scavenge (did you mean train?)"
+    ]
+
+
+def test_an_unknown_account_is_refused_with_ones_own(slurm_accounts: DevCluster, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, common={"account": "nobody"})
+    lines = refusal(slurm_accounts, plan)
+    assert [line.split("=")[0] for line in lines] == ["controller.account", "trainer.account", "generation.account"]
+    assert "'nobody'" in lines[0]
+    assert "lab" in lines[0].partition("legal: ")[2].replace(",", "").split()
+    with turned_to(slurm_accounts):
+        refuse_unfit(plan_of(tmp_path, common={"account": "lab"}))
+
+
+def test_a_time_above_the_partitions_is_refused_although_slurm_would_take_it(slurm: DevCluster, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, common={"time": "2:00:00"})
+    with turned_to(slurm):
+        assert {finding.verdict for finding in try_components(plan)} == {"pass"}
+    assert refusal(slurm, plan)[1] == (
+        "trainer.time='2:00:00': partition 'train' gives 1:00:00; legal: at most '1:00:00'"
+    )
+
+
+def test_gpus_of_another_type_or_too_many_are_refused(slurm: DevCluster, tmp_path: Path) -> None:
+    assert refusal(slurm, plan_of(tmp_path, trainer={"gres_type": "h100"})) == [
+        "trainer.gres_type='h100': no node of partition 'train' has GPUs of this type; legal: fake"
+    ]
+    wide = plan_of(tmp_path, "generation.num_replicas=8", generation={"gpus_per_node": 8, "cpus_per_gpu": 1})
+    assert refusal(slurm, wide) == [
+        "generation.gpus_per_node='8': no node of partition 'gen' has so many GPUs; legal: up to 4 a node (fake:4)"
+    ]
+
+
+def test_components_that_want_more_nodes_together_than_there_are_are_refused(slurm: DevCluster, tmp_path: Path) -> None:
+    """Slurm takes such a job, and lets it wait for ever: each component alone would fit."""
+    plan = plan_of(tmp_path, trainer={"nodes": 2}, generation={"partition": "train"})
+    with turned_to(slurm):
+        assert {finding.verdict for finding in try_components(plan)} == {"pass"}
+    lines = refusal(slurm, plan)
+    assert len(lines) == 1
+    assert "trainer (2) + generation (1) need 3, there are 2" in lines[0]
+    beside = plan_of(tmp_path, controller={"partition": "cpu"}, rewards={"partition": "cpu"})
+    assert "controller (1) + rewards (1) need 2, there are 1" in refusal(slurm, beside)[0]
+
+
+def test_what_only_sbatch_knows_is_its_last_word(slurm: DevCluster, tmp_path: Path) -> None:
+    lines = refusal(slurm, plan_of(tmp_path, trainer={"extra": ["--licenses=matlab:1"]}))
+    assert lines == [
+        "trainer='sbatch --test-only': sbatch refuses it: allocation failure: Invalid license specification; "
+        "legal: see `sbatch --test-only` of [trainer]"
+    ]
+
+
+def test_a_closed_partition_a_reservation_and_a_directory_that_are_not_there_are_refused(
+    slurm: DevCluster, tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path / "none", controller={"reservation": "course"})
+    slurm.run("scontrol", "update", "PartitionName=cpu", "State=INACTIVE")
+    try:
+        lines = refusal(slurm, plan)
+    finally:
+        slurm.run("scontrol", "update", "PartitionName=cpu", "State=UP")
+    assert lines[0].endswith("make it, or correct the key")
+    assert "controller.reservation='course': no such reservation; legal: none" in lines
+    assert "controller.partition='cpu': takes no jobs now (INACTIVE); legal: train, gen, scavenge" in lines
+
+
+def test_drained_nodes_make_a_job_wait_and_are_not_a_refusal(slurm: DevCluster, tmp_path: Path) -> None:
+    slurm.run("scontrol", "update", "NodeName=c0", "State=DRAIN", "Reason=test")
+    try:
+        with turned_to(slurm):
+            refuse_unfit(plan_of(tmp_path))
+            warned = [finding.key for finding in find_unfit(plan_of(tmp_path)) if finding.verdict == "warn"]
+    finally:
+        slurm.run("scontrol", "update", "NodeName=c0", "State=RESUME")
+        slurm.wait_idle()
+    assert {"controller.nodes", "controller"} <= set(warned)
+
+
+def test_a_controller_that_does_not_answer_is_said(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster()
+    faults.stop_controller(cluster)
+    with turned_to(cluster), pytest.raises(SlurmError, match="slurmctld does not answer, so nothing could be checked"):
+        ask_cluster()

@@ -1,0 +1,293 @@
+"""What a cluster would refuse, or let wait for ever, is found in its own words' stead: key, value, what is legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster_facts import (
+    Association,
+    ClusterFacts,
+    Qos,
+    duration_s,
+    parse_associations,
+    parse_config,
+    parse_gpus,
+    parse_nodes,
+    parse_partitions,
+    parse_qos,
+)
+from launch.component_check import Finding
+from launch.node_features import fulfils
+from launch.shared_directory import check_directory, filesystem_type
+from launch.slurm_check import check_plan
+from tests.unit.launch.site_kit import plan_of
+
+# As scontrol --oneliner prints them, shortened.
+PARTITIONS = """\
+PartitionName=cpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES QoS=N/A MaxNodes=UNLIMITED MaxTime=7-00:00:00 MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=c[0-1] PreemptMode=OFF State=UP TotalNodes=2 RootOnly=NO ReqResv=NO
+PartitionName=gpu AllowGroups=ALL DenyAccounts=guests AllowQos=normal,long Default=NO MaxNodes=4 MaxTime=2-00:00:00 MinNodes=0 Nodes=h[0-3] PreemptMode=OFF State=UP RootOnly=NO ReqResv=NO
+PartitionName=lab AllowAccounts=lab AllowQos=ALL Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 Nodes=h[0-3] PreemptMode=REQUEUE State=UP RootOnly=NO ReqResv=NO
+PartitionName=old AllowAccounts=ALL AllowQos=ALL Default=NO MaxTime=01:00:00 Nodes=v0 PreemptMode=OFF State=INACTIVE RootOnly=NO ReqResv=YES
+"""  # noqa: E501
+CPU_NODE = "NodeName={} CPUEfctv=30 CPUTot=32 AvailableFeatures=(null) Gres=(null) OS=Linux 6.1 #1 SMP RealMemory=128000 State=IDLE Partitions=cpu  Reason=disk=full [root@2026]"  # noqa: E501
+GPU_NODE = "NodeName={} CPUTot=96 AvailableFeatures=ib,h100 Gres=gpu:h100:8(S:0-1) RealMemory=1000000 MemSpecLimit=8000 State=MIXED Partitions=gpu,lab "  # noqa: E501
+NODES = "\n".join([*(CPU_NODE.format(f"c{k}") for k in range(2)), *(GPU_NODE.format(f"h{k}") for k in range(4))])
+CONFIG = """\
+Configuration data as of 2026-01-31T12:00:00
+AccountingStorageEnforce = associations,limits,qos
+AccountingStorageType   = accounting_storage/slurmdbd
+JobRequeue              = 1
+MaxArraySize            = 1001
+MinJobAge               = 300 sec
+PreemptType             = preempt/partition_prio
+SchedulerType           = sched/backfill
+"""
+FACTS = ClusterFacts(
+    version=(23, 11),
+    release="23.11.4",
+    user="bob",
+    config=parse_config(CONFIG),
+    clock_text="2026-01-31T12:00:00",
+    partitions=parse_partitions(PARTITIONS),
+    nodes=parse_nodes(NODES),
+    reservations=("course",),
+    associations=parse_associations("lab||normal,long|\nguests||normal|20\n"),
+    default_account="lab",
+    qos=parse_qos("normal|||\nlong|12:00:00|4|\nunlimited|||PartitionTimeLimit\n"),
+)
+
+
+def said(facts: ClusterFacts = FACTS, *overrides: str, **sections: dict[str, Any]) -> list[str]:
+    """What is wrong, a line each, failures and warnings."""
+    wrong = [finding for finding in check_plan(plan_of(*overrides, **sections), facts) if finding.verdict != "pass"]
+    return [f"{finding.verdict} {finding.line}" for finding in wrong]
+
+
+def only(lines: list[str]) -> str:
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def with_config(**values: str) -> ClusterFacts:
+    return replace(FACTS, config={**FACTS.config, **values})
+
+
+def test_a_plan_that_fits_passes_with_one_line_for_each_component() -> None:
+    findings = check_plan(plan_of(), FACTS)
+    assert [(finding.key, finding.verdict) for finding in findings] == [
+        ("controller.partition", "pass"),
+        ("trainer.partition", "pass"),
+        ("generation.partition", "pass"),
+    ]
+    assert findings[1] == Finding("trainer.partition", "gpu", "pass", "1 node, 2 GPUs each, 1:00:00")
+
+
+def test_a_typo_in_a_partition_is_told_with_the_legal_ones() -> None:
+    line = only(said(trainer={"partition": "gpuu"}))
+    assert line == ("fail trainer.partition='gpuu': no such partition; legal: cpu, gpu, lab, old (did you mean gpu?)")
+
+
+def test_without_a_default_partition_one_must_be_named() -> None:
+    facts = replace(FACTS, partitions=tuple(replace(each, is_default=False) for each in FACTS.partitions))
+    assert "no default partition; legal: cpu, gpu, lab, old" in only(said(facts))
+
+
+def test_a_partition_that_takes_no_jobs_is_refused_and_one_that_is_down_makes_them_wait() -> None:
+    lines = said(common={"reservation": "course"}, controller={"partition": "old"})
+    assert "fail controller.partition='old': takes no jobs now (INACTIVE); legal: cpu, gpu, lab" in lines
+    down = replace(FACTS, partitions=tuple(replace(each, state="DOWN") for each in FACTS.partitions))
+    assert all(line.startswith("warn ") and "they wait" in line for line in said(down))
+
+
+def test_a_partition_for_reservations_wants_one() -> None:
+    assert any("takes jobs with a reservation alone; legal: controller.reservation" in line
+               for line in said(controller={"partition": "old"}))  # fmt: skip
+    line = only(said(controller={"reservation": "curse"}))
+    assert line == "fail controller.reservation='curse': no such reservation; legal: course"
+
+
+def test_a_time_above_the_partitions_limit_is_told_with_the_limit() -> None:
+    lines = said(common={"time": "3-00:00:00"})
+    assert lines == [
+        f"fail {name}.time='3-00:00:00': partition 'gpu' gives 2-00:00:00; legal: at most '2-00:00:00'"
+        for name in ("trainer", "generation")
+    ]
+
+
+def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less() -> None:
+    beyond = {"time": "3-00:00:00", "qos": "unlimited", "partition": "lab"}
+    limited = tuple(replace(each, max_time_s=3600) for each in FACTS.partitions)
+    facts = replace(with_config(AccountingStorageEnforce="associations"), partitions=limited)
+    assert not [line for line in said(facts, common=beyond) if ".time" in line]
+    lines = said(common={"time": "1-00:00:00", "qos": "long"})
+    assert "fail trainer.time='1-00:00:00': QOS 'long' gives 12:00:00; legal: at most '12:00:00'" in lines
+
+
+def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
+    line = only(said(trainer={"account": "labb"}))
+    assert line == (
+        "fail trainer.account='labb': bob may not charge it, or there is no such account; "
+        "legal: guests, lab (did you mean lab?)"
+    )
+    assert only(said(with_config(AccountingStorageEnforce="none"), trainer={"account": "labb"})).startswith("warn ")
+    assert not said(replace(FACTS, associations=None), trainer={"account": "labb"})
+
+
+def test_an_account_that_the_partition_does_not_take_is_told() -> None:
+    assert only(said(trainer={"account": "guests"})) == (
+        "fail trainer.account='guests': partition 'gpu' does not take this account; legal: lab"
+    )
+    guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", (), None),))
+    lines = said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})
+    assert lines[0] == "fail trainer.account='guests': partition 'lab' does not take this account; legal: lab"
+
+
+def test_a_qos_that_does_not_exist_or_may_not_be_used_is_told() -> None:
+    assert only(said(trainer={"qos": "lng"})).startswith(
+        "fail trainer.qos='lng': no such QOS; legal: long, normal (did"
+    )
+    assert "account 'guests' may not use it; legal: normal" in said(controller={"qos": "long", "account": "guests"})[0]
+    lines = said(trainer={"qos": "unlimited"})
+    assert "fail trainer.qos='unlimited': partition 'gpu' does not take this QOS; legal: normal, long" in lines
+
+
+def test_gpus_of_another_type_or_more_than_a_node_has_are_told() -> None:
+    assert only(said(trainer={"gres_type": "a100"})) == (
+        "fail trainer.gres_type='a100': no node of partition 'gpu' has GPUs of this type; legal: h100"
+    )
+    sixteen = {"gpus_per_node": 16, "gres_type": "h100"}
+    assert only(said(FACTS, "trainer.num_ranks=16", trainer=sixteen)) == (
+        "fail trainer.gpus_per_node='16': no node of partition 'gpu' has so many GPUs; legal: up to 8 a node (h100:8)"
+    )
+    assert "legal: up to 0 a node (none)" in only(said(trainer={"partition": "cpu"}))
+
+
+def test_cores_and_memory_above_a_nodes_are_told() -> None:
+    assert "partition 'cpu': 1 tasks of 31 cores on a node, which has 30 at most; legal: 30 a node" in only(
+        said(controller={"cpus_per_task": 31})
+    )
+    line = only(said(trainer={"memory_gib_per_gpu": 500}))
+    assert line.startswith("fail trainer.memory_gib_per_gpu='500': 1000 GiB on a node")
+    assert line.endswith("have 968 at most; legal: 968 a node, 484 a task")
+
+
+def test_a_constraint_that_no_node_fulfils_is_told() -> None:
+    assert only(said(trainer={"constraint": "ib&h200"})) == (
+        "fail trainer.constraint='ib&h200': no node of partition 'gpu' has these features; "
+        "legal: h100, ib (did you mean h100?)"
+    )
+    assert not said(trainer={"constraint": "h200|h100"})
+
+
+@pytest.mark.parametrize(
+    ("constraint", "is_so"),
+    [("a", True), ("c", False), ("a&b", True), ("a&c", False), ("c|a", True), ("[c|b]", True), ("c&(a|b)", False),
+     ("(a&c)|b", True), ("c*2", True), ("!a", True), ("a&", True)],
+)  # fmt: skip
+def test_constraints_are_read_as_slurm_reads_them(constraint: str, is_so: bool) -> None:
+    assert fulfils(constraint, {"a", "b"}) is is_so
+
+
+def test_more_nodes_than_the_partition_has_or_gives_are_told() -> None:
+    lines = said(FACTS, "trainer.num_ranks=40")
+    assert "fail trainer.nodes='5': partition 'gpu' gives one job 4; legal: at most 4" in lines
+    assert "fail trainer.nodes='5': partition 'gpu' has 4 such nodes; legal: at most 4" in lines
+
+
+def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() -> None:
+    line = only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16"))
+    assert line == (
+        "fail trainer.partition='gpu': components of one job lie on different nodes: trainer (3) + generation (2) need "
+        "5, there are 4; legal: up to 4 nodes together, other partitions, or cluster.placement='jobs'"
+    )
+    down = replace(FACTS, nodes=tuple(replace(n, state="DOWN*" if n.name == "h0" else n.state) for n in FACTS.nodes))
+    assert only(said(down, "trainer.num_ranks=24")).startswith("warn trainer.partition='gpu'")
+
+
+def test_overlapping_partitions_count_their_nodes_once() -> None:
+    sizes = ("trainer.num_ranks=24", "generation.num_replicas=16")
+    lines = said(FACTS, *sizes, generation={"partition": "lab"})
+    assert lines[0].startswith("fail trainer.partition='gpu': components of one job lie on different nodes")
+
+
+def test_jobs_of_their_own_share_nodes_but_not_gpus() -> None:
+    jobs = {"cluster": {"placement": "jobs"}}
+    assert not said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=8", **jobs)
+    assert only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", **jobs)) == (
+        "warn generation.partition='gpu': trainer and generation ask for 40 GPUs, and 32 are there: some jobs will "
+        "wait for ever; fewer replicas or ranks"
+    )
+
+
+def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of() -> None:
+    line = only(said(generation={"partition": "lab"}))
+    assert line == (
+        "warn generation.partition='lab': jobs of it are preempted (REQUEUE), and take every component along; "
+        "cluster.placement='jobs'"
+    )
+    assert not said(generation={"partition": "lab"}, cluster={"placement": "jobs"})
+    assert not said(with_config(PreemptType="preempt/none"), generation={"partition": "lab"})
+
+
+def test_settings_of_the_cluster_that_break_runs_are_told() -> None:
+    assert "(JobRequeue=0)" in only(said(with_config(JobRequeue="0")))
+    assert not said(with_config(MinJobAge="10 sec"))
+    forgetful = replace(with_config(MinJobAge="10 sec"), associations=None)
+    assert "forgets a job 10 s after its end" in only(said(forgetful))
+    assert only(said(with_config(SchedulerType="sched/builtin"))).endswith("legal: 'jobs'")
+    jobs = {"cluster": {"placement": "jobs"}}
+    arrays = said(with_config(MaxArraySize="3"), "generation.num_replicas=4", **jobs)
+    assert only(arrays).startswith("fail generation.nodes='4': an array of 4 tasks, and MaxArraySize=3 here")
+
+
+def test_more_jobs_than_may_be_submitted_at_once_are_warned_of() -> None:
+    jobs = {"cluster": {"placement": "jobs"}, "common": {"qos": "long"}}
+    assert "Slurm counts 6 jobs, and 4 may be submitted at once" in only(
+        said(FACTS, "generation.num_replicas=4", **jobs)
+    )
+
+
+def test_what_only_one_of_several_partitions_refuses_is_a_warning() -> None:
+    line = only(said(common={"time": "3-00:00:00"}, trainer={"partition": "lab"}, generation={"partition": "lab,gpu"},
+                     cluster={"placement": "jobs"}))  # fmt: skip
+    assert line.startswith("warn generation.time='3-00:00:00': partition 'gpu' gives")
+
+
+def test_a_site_that_hides_its_nodes_is_taken_at_its_word() -> None:
+    assert not said(replace(FACTS, nodes=()), "trainer.num_ranks=80", trainer={"gres_type": "b200"})
+
+
+def test_what_slurm_prints_is_read() -> None:
+    node = FACTS.nodes[-1]
+    assert (node.cpus, node.memory_mib, dict(node.gpus), node.partitions) == (96, 992_000, {"h100": 8}, {"gpu", "lab"})
+    assert FACTS.nodes[0].cpus == 30
+    assert node.is_up
+    assert not replace(node, state="IDLE+DRAIN").is_up
+    assert [duration_s(text) for text in ("30:00", "01:00:00", "2-12:00:00", "UNLIMITED")] == [1800, 3600, 216000, None]
+    assert FACTS.qos[1] == Qos("long", 43200, 4, "")
+    assert parse_gpus("gpu:a100:4(S:0-1),gpu:1g.10gb:7,shard:8,craynetwork:4") == {"a100": 4, "1g.10gb": 7}
+    assert [parse_gpus(text) for text in ("gpu:4", "gpu", "(null)", "gpu:tesla")] == [
+        {"": 4},
+        {"": 1},
+        {},
+        {"tesla": 1},
+    ]
+
+
+def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path: Path) -> None:
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\nmds:/y {tmp_path}/my\\040data lustre rw 0 0\n"
+    assert filesystem_type(tmp_path / "a", mounts) == "nfs4"
+    assert filesystem_type(tmp_path / "my data" / "b", mounts) == "lustre"
+    assert filesystem_type(Path("/"), mounts) == "ext4"
+    assert filesystem_type(tmp_path, "") == "?"
+
+
+def test_a_shared_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert check_directory(tmp_path / "none")[0].line.startswith(
+        f"cluster.shared_directory={str(tmp_path / 'none')!r}: no such directory here; legal: "
+    )
+    assert check_directory(tmp_path)[0].verdict in ("pass", "warn")
