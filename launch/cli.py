@@ -15,7 +15,7 @@ from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
-EXIT_USER = 2
+EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER
     except BrokenPipeError:  # `rlhpc status … | head`
         return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return status
 
 
@@ -100,6 +102,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     doctor.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help="default: a made-up run")
     doctor.add_argument("overrides", nargs="*", metavar="key=value")
     doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
+    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for its jobs (300)")
 
 
 def _takes_submission(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ srun knows one status for all tasks, and says 0 for tasks that never started; th
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class ExitRecord:
     @property
     def cause(self) -> str:
         """In words."""
-        how = f"signal {self.status - 128}" if self.status > 128 else f"exit status {self.status}"
+        how = f"signal {signal.Signals(self.status - 128).name}" if self.status > 128 else f"exit status {self.status}"
         return f"{self.name} on {self.host} ended with {how}: {self.last_words}"
 
 

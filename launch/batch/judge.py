@@ -32,7 +32,7 @@ class Judge:
             return (
                 Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
             )
-        if asked in (Cause.ABORT, Cause.FENCED, Cause.STALLED):
+        if asked in (Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP):
             return Verdict(asked, asked.words)
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]

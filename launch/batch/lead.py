@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from launch.batch.begin import begin_attempt
 from launch.batch.event_log import EventLog
 from launch.batch.judge import Judge
-from launch.batch.other_jobs import bring_back
+from launch.batch.other_jobs import OtherJob, gone_jobs, submit_again
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import (
@@ -42,6 +42,7 @@ from launch.batch.verdict import Cause, Verdict
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
 SAVE_GRACE_S = 1800.0  # after a failure: the controller outlasts a checkpoint that is being written
+LOOK_FOR_JOBS_S = 10.0  # where a role is missing
 MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
 
 
@@ -56,6 +57,7 @@ class Lead:
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # of each, in this life
+        self._next_look = time.monotonic() + LOOK_FOR_JOBS_S  # for jobs that have ended
         self._cause: Cause | None = None  # why the controller was asked to stop
 
     def run(self) -> Verdict:
@@ -79,10 +81,6 @@ class Lead:
             return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
-        if self._attempts_of_others():
-            cancelled = self._bring_back()
-            if "trainer" in cancelled:
-                return Verdict(Cause.COMPONENT, "the trainer's job was cancelled")
         attempt = begin_attempt(self._plan, self._job)
         self._cause, self._log.attempt = None, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
@@ -94,17 +92,6 @@ class Lead:
             self._notices.sleep(POLL_S)
             self._look(attempt, watch)
         return self._wind_up(attempt)
-
-    def _attempts_of_others(self) -> bool:
-        """True if jobs beside this one may have ended by now: not while they are being submitted."""
-        return bool(self._plan.other_jobs) and read_attempt(self._layout) is not None
-
-    def _bring_back(self) -> list[str]:
-        try:
-            return bring_back(self._plan, self._job, self._log)
-        except SlurmError as error:
-            self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
-            return []
 
     def _start_all(self, attempt: Attempt) -> None:
         """Start the controller, and whatever does not run from the attempt before."""
@@ -150,6 +137,8 @@ class Lead:
             return
         progress = read_progress(self._layout)
         if self._cause is None:
+            self._bring_back_jobs(progress)
+        if self._cause is None:
             self._stop_if_asked(progress)
         if self._cause is None:
             self._stop_if_stuck(progress, watch)
@@ -192,6 +181,32 @@ class Lead:
             waits = progress.waits() if progress is not None else "the controller has written no status"
             cause = Cause.FAILED if watch.has_moved else Cause.STALLED
             self._kill_attempt(cause, f"no step for {self._plan.limits.stall_s:.0f} s: {waits}")
+
+    def _bring_back_jobs(self, progress: Progress | None) -> None:
+        """Submit jobs again that have ended while the run goes on, where their role is missing: as often as it may fail."""
+        if not self._plan.other_jobs or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_FOR_JOBS_S
+        if progress is not None and progress.has_trainer and progress.generators():
+            return
+        try:
+            for other in gone_jobs(self._plan, self._job):
+                if other.state != "CANCELLED":
+                    self._submit_again(other)
+                elif other.name == "trainer":
+                    self._kill_attempt(Cause.COMPONENT, f"job {other.job_id}, the trainer's, was cancelled")
+        except SlurmError as error:
+            self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
+
+    def _submit_again(self, other: OtherJob) -> None:
+        pause_s = self._budget.take(saved_step(self._layout))
+        if pause_s is None:
+            self._kill_attempt(Cause.GIVEN_UP, f"job {other.job_id} ({other.name}) has ended too often: {other.state}")
+            return
+        number = submit_again(self._layout, other.job_id)
+        was = f"job {other.job_id} ({other.name}) is gone ({other.state.lower() or 'forgotten'})"
+        self._log.say("submit", f"{was}: job {number} takes its place")
+        self._next_look = time.monotonic() + max(LOOK_FOR_JOBS_S, pause_s)
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
         """End controller and trainer now; what outlasts attempts stays."""

@@ -57,25 +57,10 @@ def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
     _cancel(alive, log)
 
 
-def bring_back(plan: JobPart, job: ThisJob, log: EventLog) -> list[str]:
-    """Submit planned jobs again that have come to an end while the run goes on.
-
-    Returns the names of those that somebody has cancelled: these are not.
-    """
+def gone_jobs(plan: JobPart, job: ThisJob) -> list[OtherJob]:
+    """Planned jobs that were submitted and have come to an end.  COMPLETING counts as alive: it may be a requeue."""
     newest = {other.name: other for other in other_jobs(plan.layout, job)}
-    cancelled = []
-    for name in plan.other_jobs:
-        other = newest.get(name)
-        if other is None or other.is_alive:
-            continue
-        if other.state == "CANCELLED":
-            cancelled.append(name)
-            continue
-        number = submit_again(plan.layout, other.job_id)
-        log.say(
-            "submit", f"job {other.job_id} ({name}) is gone ({other.state or 'forgotten'}): job {number} is instead"
-        )
-    return cancelled
+    return [newest[name] for name in plan.other_jobs if name in newest and not newest[name].is_alive]
 
 
 def submit_again(layout: RunLayout, job_id: int, *options: str) -> int:

@@ -79,6 +79,11 @@ class Progress:
         said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
         return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "nobody has said hello")
 
+    @property
+    def has_trainer(self) -> bool:
+        """True if its lead rank is there."""
+        return any(role["name"] == "trainer-0" for role in self.roles)
+
     def generators(self) -> list[str]:
         """Names of the generators that are there."""
         return [role["name"] for role in self.roles if role["name"].startswith("generator-")]

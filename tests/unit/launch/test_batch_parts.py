@@ -111,7 +111,7 @@ def test_records_of_an_attempt_are_found_by_role_and_replica(tmp_path: Path) -> 
         write_record(path, ExitRecord(f"trainer-{replica}", status, "segmentation fault", 1, "n1", "12"))
     found = read_records(layout, "trainer", 3)
     assert {replica: record.status for replica, record in found.items()} == {0: 0, 11: 139}
-    assert found[11].cause == "trainer-11 on n1 ended with signal 11: segmentation fault"
+    assert found[11].cause == "trainer-11 on n1 ended with signal SIGSEGV: segmentation fault"
     assert read_records(layout, "trainer", 2) == {}
 
 
