@@ -183,7 +183,7 @@ class Lead:
             self._kill_attempt(cause, f"no step for {self._plan.limits.stall_s:.0f} s: {waits}")
 
     def _bring_back_jobs(self, progress: Progress | None) -> None:
-        """Submit jobs again that have ended while the run goes on, where their role is missing: as often as it may fail."""
+        """Where a role is missing, submit jobs again that have ended while the run goes on: as often as it may fail."""
         if not self._plan.other_jobs or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_FOR_JOBS_S

@@ -53,12 +53,12 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
 
 def test_a_trainer_short_of_time_has_the_controller_save_and_comes_back(slurm: DevCluster, lab: Lab) -> None:
     run = jobs_run(
-        slurm, lab, "jobs-trainer-time", 300, site={"trainer": {"time": "0:01:00"}}, checkpoint={"every_steps": 1000}
+        slurm, lab, "jobs-trainer-time", 150, site={"trainer": {"time": "0:01:00"}}, checkpoint={"every_steps": 1000}
     )
     run.submit()
     run.wait(lambda: run.events("yield"), "the trainer gives way", 90.0)
     run.wait_complete(300.0)
-    assert_whole(run, 300)
+    assert_whole(run, 150)
     assert not [event for event in run.events("requeue") if "controller" in event["text"]]
     assert not list(run.layout.rollouts.glob("lost_attempt_*/*"))
 

@@ -62,7 +62,7 @@ def test_silence_is_counted_from_the_last_sign_of_life(fleet: Fleet, clock: Manu
 
 
 def test_a_heartbeat_of_someone_unknown_changes_nothing(fleet: Fleet) -> None:
-    fleet.hear("generator-7", beat(capacity=64))
+    assert not fleet.hear("generator-7", beat(capacity=64))
     assert fleet.names() == []
     assert fleet.capacity("generator-7") == 0
 
@@ -74,6 +74,16 @@ def test_credit_is_what_the_last_heartbeat_said_and_nothing_before_the_first(fle
     assert fleet.capacity("generator-0") == 64
     fleet.greet("generator-0", hello(incarnation="b"))  # started again
     assert fleet.capacity("generator-0") == 0
+
+
+def test_an_answer_to_a_roll_call_costs_no_credit(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.greet("generator-0", hello())
+    assert fleet.hear("generator-0", beat(capacity=64))
+    clock.advance(8)
+    assert fleet.greet("generator-0", hello())
+    assert fleet.capacity("generator-0") == 64
+    clock.advance(8)
+    assert fleet.silent() == []  # it is a sign of life
 
 
 def test_totals_are_of_one_role(fleet: Fleet) -> None:

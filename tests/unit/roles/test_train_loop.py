@@ -204,6 +204,34 @@ async def test_stop_ends_at_a_boundary_and_saves_what_was_trained(tmp_path: Path
         assert ring.loop.step == len(ring.records)
 
 
+async def test_stop_saves_at_once_when_every_generator_left_while_it_loaded(tmp_path: Path) -> None:
+    """Slurm ends them at the same moment as us; nobody is left to publish to, or to wait for."""
+    async with small_ring(small_config(num_steps=1000), tmp_path) as ring:
+        leaving = await ring.add_generator()
+        leaving.hold(2)
+        training = ring.start_training()
+        await leaving.until_received(2)
+        await ring.lose(leaving)
+        await settle_down()
+        assert not training.done()  # it waits for a generator
+        ring.stop.set()
+        await ring.publication.stop_waiting()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.saving.begun == [(ring.loop.step, ring.loop.version)]
+        assert ring.loop.step >= 2
+
+
+async def test_stop_does_not_wait_for_generators_that_are_still_loading(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=1000), tmp_path) as ring:
+        slow = await ring.add_generator()
+        slow.hold(2)
+        training = ring.start_training()
+        await slow.until_received(2)
+        ring.stop.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert ring.saving.begun == [(ring.loop.step, ring.loop.version)]
+
+
 async def test_stop_while_waiting_for_groups_needs_no_further_group(tmp_path: Path) -> None:
     async with small_ring(small_config(), tmp_path) as ring:
         ring.is_generating = False
