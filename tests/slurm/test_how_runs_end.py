@@ -1,0 +1,88 @@
+"""Runs that must not go on, and say why; runs that go on in another job than they began in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from launch.dev_cluster.cluster import DevCluster
+from tests.ring.run_kit import Lab
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
+
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+
+
+def wait_for_the_end(run: SlurmRun, timeout_s: float = 120.0) -> str:
+    """Wait until no job is left; returns the last verdict of the supervisor that owns the run."""
+    run.wait(lambda: not run.queue(), "no job left", timeout_s)
+    lead = run.jobs.get("hetjob") or run.jobs["controller"]
+    own = run.layout.job_events(str(lead)).read_text().splitlines()
+    return next(line for line in reversed(own) if '"verdict"' in line)
+
+
+def test_a_file_abort_ends_everything_at_once(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "end-abort", run={"num_steps": 400}, **LASTING)
+    run.submit()
+    run.wait_step(3)
+    began = time.monotonic()
+    run.layout.abort_request.touch()
+    assert "abort" in wait_for_the_end(run, 60.0)
+    assert time.monotonic() - began < 30
+    run.wait(lambda: not slurm.job_processes(), "no process left", 15.0)
+
+
+def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm, lab, "end-failing", run={"num_steps": 400}, checkpoint={"every_steps": 1000},
+        site={"cluster": {"max_retries": 1}}, **LASTING,
+    )  # fmt: skip
+    run.submit()
+    for attempt in range(2):
+        run.wait(lambda n=attempt: run.status().get("attempt") == n and run.status()["step"] >= 1, "a step")
+        [trainer] = role_pids(run, "trainer")
+        os.kill(trainer, signal.SIGKILL)
+    text = wait_for_the_end(run)
+    assert "given_up" in text
+    assert "SIGKILL" in text
+    assert len(run.attempts()) == 2
+
+
+def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm, lab, "end-stalled", run={"num_steps": 400}, transport={"dead_after_s": 60.0},
+        site={"cluster": {"stall_s": 6}}, **LASTING,
+    )  # fmt: skip
+    run.submit()
+    run.wait_step(3)
+    [generator] = role_pids(run, "generator")
+    os.kill(generator, signal.SIGSTOP)
+    text = wait_for_the_end(run)
+    assert "stalled" in text
+    assert len(run.attempts()) == 2, "an attempt that had made progress is worth another"
+    assert "no step for 6 s" in str(run.events("kill"))
+
+
+def test_a_trainer_that_never_comes_is_named_and_nobody_waits_for_ever(slurm: DevCluster, lab: Lab) -> None:
+    late = {"extra": ["--begin=now+3600"]}
+    run = SlurmRun(slurm, lab, "end-alone", "jobs", site={"cluster": {"meet_s": 8}, "trainer": late})
+    run.submit()
+    text = wait_for_the_end(run)
+    assert "alone" in text
+    assert "trainer-0" in text
+
+
+def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm, lab, "end-successor", run={"num_steps": 160}, checkpoint={"every_steps": 1000},
+        site={"cluster": {"continuation": "successor"}, "common": {"time": "0:01:00"}}, **LASTING,
+    )  # fmt: skip
+    run.submit()
+    first = run.jobs["hetjob"]
+    run.wait_complete(400.0)
+    assert_whole(run, 160)
+    assert run.jobs["hetjob"] > first, "another job went on"
+    assert len(run.attempts()) >= 2
+    assert not run.events("requeue")
