@@ -163,7 +163,7 @@ def _takes_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from launch.memory_verdict import memory_report
+    from launch.memory.verdict import memory_report
     from launch.plan import describe_plan, plan_run
     from launch.preflight import preflight
 
@@ -183,8 +183,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from launch.job_report import plan_report
-    from launch.site_file import load_site
+    from launch.jobs.report import plan_report
+    from launch.site.site_file import load_site
 
     print(plan_report(load_config(options.run_file, options.overrides), load_site(options.site_file)))
     return 0
@@ -220,7 +220,7 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
 def _submit(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _plan(options)
-    from launch.submit import submit_run
+    from launch.jobs.submit import submit_run
 
     config = load_config(options.run_file, options.overrides)
     how = {"resume": options.resume, "fresh": options.fresh}
@@ -229,14 +229,14 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from launch.resume import resume_run
+    from launch.jobs.resume import resume_run
 
     layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell)
     return _wait(layout) if options.wait else 0
 
 
 def _wait(layout: RunLayout) -> int:
-    from launch.wait_for_run import wait_for_run
+    from launch.jobs.wait_for_run import wait_for_run
 
     return wait_for_run(layout)
 
@@ -249,13 +249,13 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from launch.stop import stop_run
+    from launch.jobs.stop import stop_run
 
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from launch.scale import Addition, scale_run
+    from launch.jobs.scale import Addition, scale_run
 
     if len(options.words) > 1:
         raise ConfigError(f"{options.words[1]!r}: one site file may be given; legal besides: --generators and its like")

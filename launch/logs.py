@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.jobs.status import is_slurm_run, look_at_run
 from launch.run_directory import launcher_of
-from launch.slurm_status import is_slurm_run, look_at_run
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 

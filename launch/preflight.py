@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.model_shape import FAMILIES, ModelShape
+from launch.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.data.prompts import DatasetSummary, validate_dataset
 from rlhpc.errors import ConfigError

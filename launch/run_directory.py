@@ -1,7 +1,7 @@
 """The life of a run directory: made once, resumed on request, never taken over from a run that lives.
 
 Eats Config, makes the directory with settings, keys and a line per attempt.  A run lives here as processes of this
-machine, whose launcher counts attempts, or as jobs of Slurm, of which the first one does (begin_attempt.py).
+machine, whose launcher counts attempts, or as jobs of Slurm, of which the first one does (jobs/begin_attempt.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from launch.job_queue import look_at_jobs
-from launch.job_records import read_records
+from launch.batch.job_records import read_records
+from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, read_resolved, write_resolved

@@ -1,7 +1,7 @@
 """What a run is doing, read from its directory: for the live line, for `rlhpc status`.
 
 Eats status.json, which the controller replaces about once a second, and, for a run under Slurm, what
-launch/slurm_status.py makes of its jobs.
+launch/jobs/status.py makes of its jobs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import time
 from typing import Any
 
+from launch.jobs.status import document_of, is_slurm_run, lines_of, look_at_run
 from launch.run_directory import launcher_of
-from launch.slurm_status import document_of, is_slurm_run, lines_of, look_at_run
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 

@@ -274,8 +274,8 @@ class BufferConfig(Section):
 class TransportConfig(Section):
     """[transport]: sockets between roles."""
 
-    kind: Literal["ipc", "tcp"] = "ipc"
-    """ipc within one machine; tcp between machines."""
+    kind: Literal["auto", "ipc", "tcp"] = "auto"
+    """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
     """Encrypt and admit only this run's keys.  False leaves the sockets open to everyone on the node."""
     max_message_bytes: Positive = 1 << 30

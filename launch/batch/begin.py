@@ -21,7 +21,7 @@ class BeginError(RlhpcError):
 def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
     """Make directories and keys, find the checkpoint to resume from, write attempt.json.  Raises BeginError."""
     part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
-    words = [*part.python, "-m", "launch.begin_attempt", "--run-dir", str(plan.layout.root)]
+    words = [*part.python, "-m", "launch.jobs.begin_attempt", "--run-dir", str(plan.layout.root)]
     words += ["--job-id", str(job.job_id), "--restart", str(job.restart)]
     environment = {**part.defaults, **os.environ, **part.environment}
     try:
@@ -35,7 +35,7 @@ def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BeginError(f"{words[0]} -m launch.begin_attempt: {error}") from error
+        raise BeginError(f"{words[0]} -m launch.jobs.begin_attempt: {error}") from error
     if done.returncode != 0:
         raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}")
     document = json.loads(done.stdout.strip().splitlines()[-1])

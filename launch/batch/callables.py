@@ -1,6 +1,6 @@
 """Supervise a heterogeneous job whose tasks are pickled callables: `python -m launch.batch.callables --folder F`.
 
-Eats FOLDER/plan.json (launch/het_script.py writes it); runs in the batch step, FOLDER's name being the job's id.
+Eats FOLDER/plan.json (launch/het/script.py writes it); runs in the batch step, FOLDER's name being the job's id.
 Makes one step per component, and nothing but results: every rank leaves its own (launch/batch/callable_step.py).
 Promises: a component has succeeded only with exit status 0 and the result of every rank; an essential one that fails
 ends the others; a job that asks for another life gets it by `scontrol requeue` from here, after every srun has ended,

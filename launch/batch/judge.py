@@ -22,10 +22,10 @@ class Judge:
     def __init__(self, plan: JobPart, job: ThisJob) -> None:
         self._plan, self._job, self._layout = plan, job, plan.layout
 
-    def verdict(self, status: int, attempt: Attempt, asked: Cause | None, told_to_end: bool) -> Verdict:
+    def verdict(self, status: int, attempt: Attempt, asked: Cause | None, why: str, told_to_end: bool) -> Verdict:
         """Judge an attempt whose controller ended with `status`.
 
-        asked: why it had been asked to end.  told_to_end: Slurm has ended this job.
+        asked, why: the reason for which it had been asked to end.  told_to_end: Slurm has ended this job.
         """
         if is_complete(self._layout):
             unclean = self._unclean_ranks(attempt)
@@ -33,7 +33,7 @@ class Judge:
                 Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
             )
         if asked in (Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP):
-            return Verdict(asked, asked.words)
+            return Verdict(asked, why)
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]
         if settings or status == EXIT_CONFIG:
@@ -41,7 +41,7 @@ class Judge:
         if status == EXIT_ALONE:
             return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
         if status == 0 and asked is not None and asked is not Cause.FAILED:
-            return Verdict(asked, asked.words)
+            return Verdict(asked, why)
         return self._failure(status, records, asked, told_to_end)
 
     def obituary(self, part: str, attempt: Attempt, status: int | None) -> str:

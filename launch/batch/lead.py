@@ -59,6 +59,7 @@ class Lead:
         self._starts: dict[str, int] = {}  # of each, in this life
         self._next_look = time.monotonic() + LOOK_FOR_JOBS_S  # for jobs that have ended
         self._cause: Cause | None = None  # why the controller was asked to stop
+        self._why = ""  # the same, in words
 
     def run(self) -> Verdict:
         """Attempt after attempt, until there is a verdict that this life cannot change."""
@@ -166,7 +167,7 @@ class Lead:
             self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
-        self._cause = cause
+        self._cause, self._why = cause, why
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()
@@ -210,7 +211,7 @@ class Lead:
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
         """End controller and trainer now; what outlasts attempts stays."""
-        self._cause = cause
+        self._cause, self._why = cause, why
         self._log.say("kill", why)
         if self._controller is not None:
             self._controller.kill()
@@ -244,7 +245,7 @@ class Lead:
             if not trainer.wait(FINISH_GRACE_S if status == 0 else POLL_S):
                 trainer.kill()
         told_to_end = self._notices.told_to_end
-        verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, told_to_end)
+        verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)
         progress = read_progress(self._layout)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"

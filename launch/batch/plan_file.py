@@ -1,6 +1,6 @@
 """Read job_plan.json: what one job of a run starts.
 
-Eats the file that launch/job_report.py writes (docs/slurm.md, "Interface of the supervisor"), makes JobPart.
+Eats the file that launch/jobs/report.py writes (docs/slurm.md, "Interface of the supervisor"), makes JobPart.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from pathlib import Path
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
-from launch.submit import submit_run
-from launch.wait_for_run import wait_for_run
+from launch.jobs.submit import submit_run
+from launch.jobs.wait_for_run import wait_for_run
 from rlhpc.config import Config
 
-OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2", "transport.kind=tcp")  # of the local demo's settings
+OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2")  # of the local demo's settings
 # One trainer node, two generator nodes, one without GPUs for the controller.
 SITE = """\
 # Of the demo's private cluster.  slurm/sites/example.toml explains every key.

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from launch.batch.slurm_commands import SlurmError
-from launch.cluster_facts import ask_cluster
-from launch.component_check import Finding
 from launch.doctor import login_checks
+from launch.doctor.cluster_facts import ask_cluster
+from launch.doctor.component_check import Finding
 from launch.doctor.job_checks import probe_nodes
+from launch.doctor.shared_directory import KEY, check_directory
+from launch.doctor.slurm_check import check_plan, try_components
 from launch.doctor.space import check_space, forecast
 from launch.doctor.table import exit_status, render
 from launch.doctor.verdicts import judge
-from launch.job_plan import JobPlan, plan_jobs
-from launch.job_report import shared_layout
-from launch.shared_directory import KEY, check_directory
-from launch.site_file import Site, load_site
-from launch.slurm_check import check_plan, try_components
+from launch.jobs.job_plan import JobPlan, plan_jobs
+from launch.jobs.report import shared_layout
+from launch.site.site_file import Site, load_site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError

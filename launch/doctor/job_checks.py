@@ -21,9 +21,9 @@ from typing import Any
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
 from launch.doctor.channel_probe import ROLES, channel_layout
 from launch.doctor.probe import write
-from launch.job_plan import Component, Job, JobPlan
-from launch.job_report import role_command, srun_sizes
-from launch.job_script import component_directives, render_script
+from launch.jobs.job_plan import Component, Job, JobPlan
+from launch.jobs.report import role_command, srun_sizes
+from launch.jobs.script import component_directives, render_script
 from rlhpc.transport.keys import mint_run_keys
 
 JOB_S = 120

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from launch.cluster_facts import ClusterFacts
-from launch.component_check import Finding, Verdict
-from launch.job_plan import JobPlan
-from launch.shared_directory import SHARED_TYPES, filesystem_type
-from launch.site_file import PrologueConfig
+from launch.doctor.cluster_facts import ClusterFacts
+from launch.doctor.component_check import Finding, Verdict
+from launch.doctor.shared_directory import SHARED_TYPES, filesystem_type
+from launch.jobs.job_plan import JobPlan
+from launch.site.site_file import PrologueConfig
 
 OLDEST, OLDEST_TRIED, NEWEST_TRIED = (20, 11), (22, 5), (25, 11)
 HET_DEFECT = (25, 11)

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.component_check import Finding, Verdict
-from launch.memory_plan import ELEMENT_BYTES, GIB
-from launch.model_shape import ModelShape
-from launch.shared_directory import filesystem_type
+from launch.doctor.component_check import Finding, Verdict
+from launch.doctor.shared_directory import filesystem_type
+from launch.memory.model_shape import ModelShape
+from launch.memory.plan import ELEMENT_BYTES, GIB
 from rlhpc.config import Config
 
 STATE_BYTES = 12  # a parameter: master and two moments in float32

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from launch.component_check import Finding, Verdict
+from launch.doctor.component_check import Finding, Verdict
 from launch.doctor.job_checks import Reports
 from launch.doctor.login_checks import skew_verdict
-from launch.job_plan import Component, JobPlan
-from launch.memory_plan import GIB
+from launch.jobs.job_plan import Component, JobPlan
+from launch.memory.plan import GIB
 from rlhpc.config import Config
 
 SLOW_S = 5.0  # files that take longer to be seen make meetings slow

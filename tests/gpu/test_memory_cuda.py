@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from launch.memory_plan import fullest, plan_memory
-from launch.model_shape import ModelShape
+from launch.memory.model_shape import ModelShape
+from launch.memory.plan import fullest, plan_memory
 from rlhpc.training.background_save import BackgroundSaver
 from rlhpc.training.checkpoint import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS

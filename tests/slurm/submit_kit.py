@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.cli import main
 from launch.dev_cluster.cluster import DevCluster
-from launch.job_records import JobRecord, read_records, write_record
 from launch.run_directory import claim_for_jobs
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout

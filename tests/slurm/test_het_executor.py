@@ -15,8 +15,8 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster.cluster import DevCluster
-from launch.het_executor import Component, HeterogeneousSlurmExecutor
-from launch.het_job import HeterogeneousSlurmJob
+from launch.het.executor import Component, HeterogeneousSlurmExecutor
+from launch.het.job import HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long, where_am_i
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from launch.batch.slurm_commands import SlurmError
-from launch.cluster_facts import ask_cluster
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.job_plan import JobPlan
-from launch.slurm_check import find_unfit, refuse_unfit, try_components
+from launch.doctor.cluster_facts import ask_cluster
+from launch.doctor.slurm_check import find_unfit, refuse_unfit, try_components
+from launch.jobs.job_plan import JobPlan
 from rlhpc.errors import ConfigError
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.doctor_kit import plan_of, turned_to

@@ -14,9 +14,9 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import SlurmMissing, obtain
 from launch.dev_cluster.processes import own_user
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
-from launch.job_plan import Elastic, JobPlan, plan_elastic, plan_jobs
-from launch.job_report import shared_layout
-from launch.job_script import render_scripts
+from launch.jobs.job_plan import Elastic, JobPlan, plan_elastic, plan_jobs
+from launch.jobs.report import shared_layout
+from launch.jobs.script import render_scripts
 from rlhpc.errors import RoleFailed
 from tests.slurm.cluster_kit import MakeCluster
 from tests.unit.launch.regenerate_scripts import PAIRS, Pair

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.batch.job_records import JobRecord, write_record
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.job_queue import JobRow, job_rows, look_at_jobs
-from launch.job_records import JobRecord, write_record
+from launch.jobs.queue import JobRow, job_rows, look_at_jobs
+from launch.jobs.reasons import is_stuck, reason_in_words
+from launch.jobs.states import STATES, EndedBy, Life
 from launch.logs import show_logs
-from launch.slurm_reasons import is_stuck, reason_in_words
-from launch.slurm_states import STATES, EndedBy, Life
 from launch.status import render_status
 from rlhpc.errors import RoleFailed
 from rlhpc.run_layout import RunLayout

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch import wait_for_run
+from launch.batch.job_records import read_records
 from launch.batch.slurm_commands import SlurmError
 from launch.cli import EXIT_USER, main
 from launch.dev_cluster.cluster import DevCluster
-from launch.job_plan import plan_jobs
-from launch.job_records import read_records
-from launch.site_file import load_site
-from launch.submit import submit_jobs, write_plan
+from launch.jobs import wait_for_run
+from launch.jobs.job_plan import plan_jobs
+from launch.jobs.submit import submit_jobs, write_plan
+from launch.site.site_file import load_site
 from rlhpc.config_file import load_config, read_resolved
 from rlhpc.run_layout import RunLayout
 from rlhpc.transport.keys import allowed_keys

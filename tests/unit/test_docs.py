@@ -31,6 +31,7 @@ NOT_RUN = {
     "make demo": "minutes; CI runs it on its own",
     "make test": "would run this test",
     "make check": "would run this test",
+    "make demo-slurm": "minutes; tests/slurm has runs of every kind",
     "sudo apt-get install python3-venv make": "needs root",
     "python3 -m venv .venv": "installs; make setup does the same",
     ".venv/bin/pip install '.[gpu]'": "installs gigabytes, for a machine with a GPU",
@@ -40,11 +41,15 @@ NOT_RUN = {
     "rlhpc status runs/first": "needs a run",
     "rlhpc stop runs/first": "needs a run that lives",
     "rlhpc export runs/first trained-model": "needs a checkpoint; tests/unit/training/test_export.py exports one",
+    "rlhpc doctor site.toml --quick": "needs a cluster; tests/slurm/test_doctor.py has one",
+    "rlhpc submit RUN.toml site.toml": "needs a cluster; tests/slurm has one, for this and the next two",
+    "rlhpc logs runs/first trainer -f": "needs a run",
+    "rlhpc scale runs/first --generators +2 --partition scavenge": "needs a run that lives",
     "tensorboard --logdir runs": "serves until it is stopped",
 }
 
 # What stands in backticks and looks like a file of the repository, but is one of the reader's.
-FILES_OF_THE_READER = {"trained-model/", "my_rewards.py", "RUN.toml", "train.jsonl"}
+FILES_OF_THE_READER = {"trained-model/", "my_rewards.py", "RUN.toml", "site.toml", "train.jsonl"}
 
 
 # ------------------------------------------------------------------------------------------------------ configs/README
@@ -145,6 +150,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_tiny_checkpoint(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text(next(_blocks(ROOT / "README.md", "json")))
     (tmp_path / "RUN.toml").write_text(next(_blocks(ROOT / "README.md", "toml")))
+    site = (ROOT / "slurm" / "sites" / "example.toml").read_text()
+    (tmp_path / "site.toml").write_text(site.replace("/shared/project", str(tmp_path)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.begin_attempt import begin_attempt
+from launch.batch.job_records import JobRecord, write_record
 from launch.cli import EXIT_USER, main
-from launch.job_records import JobRecord, write_record
-from launch.job_report import plan_document
-from launch.model_shape import ModelShape
+from launch.jobs.begin_attempt import begin_attempt
+from launch.jobs.report import plan_document
+from launch.jobs.resume import resume_run
+from launch.jobs.scale import Addition, scale_run
+from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here
+from launch.memory.model_shape import ModelShape
 from launch.preflight import Findings
-from launch.resume import resume_run
 from launch.run_directory import claim, claim_for_jobs, register_launcher
-from launch.scale import Addition, scale_run
-from launch.site_file import PrologueConfig
-from launch.submit import dependency, refuse_small_gpus, roles_run_here
+from launch.site.site_file import PrologueConfig
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError

@@ -125,7 +125,7 @@ def test_a_command_answers_on_a_login_node_in_less_than_a_second(words: list[str
 
 def test_what_submits_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, launch.submit, launch.resume, launch.stop, launch.scale, launch.wait_for_run;"
+        "import sys; from launch.jobs import resume, scale, stop, submit, wait_for_run;"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=command_environment(), cwd=ROOT)

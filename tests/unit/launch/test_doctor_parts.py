@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from launch.component_check import Finding
 from launch.doctor import login_checks, probe
 from launch.doctor.commands import plan_of as made_up_plan
+from launch.doctor.component_check import Finding
 from launch.doctor.job_checks import Reports, probe_component, probe_script
 from launch.doctor.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
 from launch.doctor.table import exit_status, render
 from launch.doctor.verdicts import judge as judge_reports
-from launch.site_file import PrologueConfig, load_site
+from launch.site.site_file import PrologueConfig, load_site
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
 from tests.unit.launch.test_slurm_check import FACTS
 

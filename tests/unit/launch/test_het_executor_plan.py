@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from launch.batch.slurm_commands import SlurmError
-from launch.het_executor import Component, HeterogeneousSlurmExecutor
-from launch.het_job import HeterogeneousSlurmJob, parse_states
-from launch.het_script import Part, check_parts, plan_text, script_text
+from launch.het.executor import Component, HeterogeneousSlurmExecutor
+from launch.het.job import HeterogeneousSlurmJob, parse_states
+from launch.het.script import Part, check_parts, plan_text, script_text
 from rlhpc.errors import ConfigError
 
 

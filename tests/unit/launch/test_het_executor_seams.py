@@ -12,8 +12,8 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedSubmissionError, JobPaths, temporary_save_path
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch import submitit_seams as seams
 from launch.batch.callable_step import UNFINISHED
+from launch.het import submitit_seams as seams
 from rlhpc.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from submitit.core.utils import DelayedSubmission, pickle_load
 
 from launch.batch.callable_step import LEAVES_VARIABLE
 from launch.batch.callables import read_plan
-from launch.het_script import Component, Part, plan_text
+from launch.het.script import Component, Part, plan_text
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def begin(folder: Path, function: Callable[[], Any], **variables: str) -> subpro
     submission = DelayedSubmission(function)
     submission.set_timeout(60, 3)
     submission.dump(folder / "5_submitted.pkl")
-    words = [sys.executable, "-u", "-m", "launch.het_task", str(folder)]
+    words = [sys.executable, "-u", "-m", "launch.het.task", str(folder)]
     out = (folder / "out").open("wb")
     process = subprocess.Popen(words, env={**ENVIRONMENT, **variables}, stdout=out, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30

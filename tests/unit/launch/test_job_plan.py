@@ -11,11 +11,11 @@ import pytest
 
 from launch.batch.plan_file import read_plan
 from launch.cli import EXIT_USER, main
-from launch.job_plan import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
-from launch.job_report import describe_jobs, plan_document, plan_report, shared_layout
-from launch.job_script import render_scripts
+from launch.jobs.job_plan import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
+from launch.jobs.report import describe_jobs, plan_document, plan_report, shared_layout
+from launch.jobs.script import render_scripts
 from launch.plan import ROLE_ENVIRONMENT, plan_run
-from launch.site_file import load_site
+from launch.site.site_file import load_site
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -161,7 +161,7 @@ def test_an_array_task_is_a_node_where_nodes_are_whole(keys: dict[str, Any]) -> 
             ["generation.num_replicas=5 does not fill nodes of 2", "generation.nodes=5"],
         ),
         (["rewards.num_replicas=3"], {"rewards": {"nodes": 2}}, ["rewards.nodes=2", "num_replicas=3; legal: 1, 3"]),
-        (["transport.kind=ipc"], {}, ["transport.kind='ipc'", "legal: 'tcp'"]),
+        (["transport.kind=ipc"], {}, ["transport.kind='ipc'", "legal: 'auto', 'tcp'"]),
         (["weights.transport=ipc"], {}, ["weights.transport='ipc'", "'nccl'"]),
         (["run.directory=/home/me/run"], {}, ["run.directory='/home/me/run'", "'/shared'", "'/shared/runs/run'"]),
         (["run.directory=/shared/my runs"], {}, ["run.directory='/shared/my runs': ' ' is not taken by sbatch"]),
@@ -291,12 +291,13 @@ def test_srun_says_gpus_per_task_itself_and_without_the_type() -> None:
 
 def test_the_command_prints_the_plan_and_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(ROOT / "configs" / "demo.toml"), str(ROOT / "slurm" / "sites" / "example.toml")]
-    assert main([*words, "run.directory=/shared/project/run", "transport.kind=tcp"]) == 0
+    assert main([*words, "run.directory=/shared/project/run"]) == 0
     assert "----- hetjob.sbatch\n#!/bin/bash\n" in capsys.readouterr().out
-    assert main([*words, "run.directory=/shared/project/run"]) == EXIT_USER
+    assert main([*words, "run.directory=/shared/project/run", "transport.kind=ipc"]) == EXIT_USER
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "rlhpc: transport.kind='ipc' reaches one machine only, and a job has several; legal: 'tcp'\n"
+    refusal = "transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'"
+    assert captured.err == f"rlhpc: {refusal}\n"
 
 
 def test_a_plan_makes_nothing(tmp_path: Path) -> None:

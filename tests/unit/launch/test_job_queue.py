@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.job_queue import duration_s, job_rows, look_at_jobs, moment_unix_s
-from launch.slurm_states import Life
+from launch.jobs.queue import duration_s, job_rows, look_at_jobs, moment_unix_s
+from launch.jobs.states import Life
 
 QUEUE = """\
 12+0      |RUNNING  |1  |None  |cpu  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |c0  |hetjob  |

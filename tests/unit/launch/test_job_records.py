@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job_plan import Elastic, plan_elastic
-from launch.job_records import (
+from launch.batch.job_records import (
     JobRecord,
     elastic_plans,
     generator_numbers,
@@ -18,8 +17,9 @@ from launch.job_records import (
     read_records,
     write_record,
 )
-from launch.job_report import plan_document
-from launch.submit import write_plan
+from launch.jobs.job_plan import Elastic, plan_elastic
+from launch.jobs.report import plan_document
+from launch.jobs.submit import write_plan
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import config_of, plan_of, site_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.cluster_facts import (
+from launch.doctor.cluster_facts import (
     Association,
     ClusterFacts,
     Qos,
@@ -20,10 +20,10 @@ from launch.cluster_facts import (
     parse_partitions,
     parse_qos,
 )
-from launch.component_check import Finding
-from launch.node_features import fulfils
-from launch.shared_directory import check_directory, filesystem_type
-from launch.slurm_check import check_plan
+from launch.doctor.component_check import Finding
+from launch.doctor.node_features import fulfils
+from launch.doctor.shared_directory import check_directory, filesystem_type
+from launch.doctor.slurm_check import check_plan
 from tests.unit.launch.site_kit import plan_of
 
 # As scontrol --oneliner prints them, shortened.

@@ -1,6 +1,6 @@
 """The jobs of a run under Slurm, in words: what each is, where it stands, who waits for whom, what happens next.
 
-Eats the run directory and launch/job_queue.py's answer, makes SlurmView, lines of text and a JSON document.  A file
+Eats the run directory and launch/jobs/queue.py's answer, makes SlurmView, lines of text and a JSON document.  A file
 that is not there yet is not known; nothing here fails because of it.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch.batch.job_records import JobRecord, read_records
 from launch.batch.run_state import saved_step
-from launch.job_events import Event, last_events, read_document
-from launch.job_queue import JobRow, QueueLook, look_at_jobs
-from launch.job_records import JobRecord, read_records
+from launch.jobs.events import Event, last_events, read_document
+from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
+from launch.jobs.reasons import is_stuck, reason_in_words
+from launch.jobs.states import Life
 from launch.run_directory import launcher_of
-from launch.slurm_reasons import is_stuck, reason_in_words
-from launch.slurm_states import Life
 from rlhpc.run_layout import RunLayout
 
 NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks

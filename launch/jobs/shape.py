@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.site_file import GpuConfig, RewardsConfig
+from launch.site.site_file import GpuConfig, RewardsConfig
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 

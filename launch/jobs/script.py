@@ -11,9 +11,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from launch.job_plan import Component, Job, JobPlan
-from launch.site_file import PrologueConfig
-from launch.site_values import slurm_time
+from launch.jobs.job_plan import Component, Job, JobPlan
+from launch.site.site_file import PrologueConfig
+from launch.site.values import slurm_time
 
 SHORTEST_WARNED_S = 300  # time limit of jobs that are warned of it
 _OPENING = """\

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.cluster_facts import ClusterFacts, ask_cluster
-from launch.component_check import Finding, candidate_nodes, check_component, partitions_of
-from launch.job_plan import Component, Job, JobPlan
-from launch.job_script import component_directives
-from launch.shared_directory import check_directory
+from launch.doctor.cluster_facts import ClusterFacts, ask_cluster
+from launch.doctor.component_check import Finding, candidate_nodes, check_component, partitions_of
+from launch.doctor.shared_directory import check_directory
+from launch.jobs.job_plan import Component, Job, JobPlan
+from launch.jobs.script import component_directives
 from rlhpc.errors import ConfigError
 
 SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen

@@ -10,15 +10,15 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     DeepSpeed   the same three terms; stage 1 divides the optimiser by N, stage 2 gradients too, stage 3 parameters too
                 (Rajbhandari et al. 2020, arXiv:1910.02054, §5; there gradients are 2·Ψ, here they are float32).
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
-Activations and the head: activation_memory.py.
+Activations and the head: activations.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.activation_memory import RowMemory
-from launch.model_shape import ModelShape, RankParameters
+from launch.memory.activations import RowMemory
+from launch.memory.model_shape import ModelShape, RankParameters
 from rlhpc.config import Config
 from rlhpc.parallel_layout import ParallelLayout
 

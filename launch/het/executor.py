@@ -20,9 +20,9 @@ from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.het_job import HeterogeneousSlurmJob
-from launch.het_script import DEFAULT_MINUTES, Component, Part, check_parts, plan_text, script_text
-from launch.submitit_seams import has_checkpoint, job_number, legal_parameters
+from launch.het.job import HeterogeneousSlurmJob
+from launch.het.script import DEFAULT_MINUTES, Component, Part, check_parts, plan_text, script_text
+from launch.het.submitit_seams import has_checkpoint, job_number, legal_parameters
 from rlhpc.errors import ConfigError, RunDirectoryError
 
 __all__ = ["Component", "HeterogeneousSlurmExecutor"]

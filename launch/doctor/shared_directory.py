@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from launch.component_check import Finding
+from launch.doctor.component_check import Finding
 
 KEY = "cluster.shared_directory"
 # Filesystems that several machines mount; "fuse." and a name of these counts too.

@@ -1,7 +1,7 @@
 """The site file: where runs run.  Partitions, GPUs, time, accounts, and what has to be loaded on a node.
 
 Eats TOML, makes Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists all.
-Keys mean here what they mean to Slurm; what a run needs of them is derived from its run file (job_plan.py).
+Keys mean here what they mean to Slurm; what a run needs of them is derived from its run file (jobs/job_plan.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from launch.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
+from launch.site.values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
 from rlhpc.config import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
 

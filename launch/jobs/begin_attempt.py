@@ -1,4 +1,4 @@
-"""Begin an attempt of a run whose jobs are up: `python -m launch.begin_attempt --run-dir R --job-id J --restart N`.
+"""Begin an attempt of a run whose jobs are up: `python -m launch.jobs.begin_attempt`.
 
 Runs in the roles' Python, called by the supervisor of the job in which the controller lives, while no role of an
 earlier attempt does.  Makes clean meeting places and new keys, finds the checkpoint to go on from, and writes
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.job_records import generator_numbers
+from launch.batch.job_records import generator_numbers
 from launch.plan import plan_run
 from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
 from rlhpc.config_file import read_resolved
@@ -57,7 +57,9 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 2: nothing that another try would mend."""
-    parser = argparse.ArgumentParser(prog="python -m launch.begin_attempt", description="Begin an attempt of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.jobs.begin_attempt", description="Begin an attempt of a run."
+    )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--job-id", type=int, required=True, help="of Slurm")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 
 from launch.batch.callable_step import LEAVE_SIGNAL, LEAVES_VARIABLE, note_path
-from launch.submitit_seams import Handler, TaskEnvironment
+from launch.het.submitit_seams import Handler, TaskEnvironment
 from rlhpc.files import write_atomically
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch.job_plan import Component, Job, JobPlan, plan_jobs
-from launch.job_script import render_scripts
+from launch.jobs.job_plan import Component, Job, JobPlan, plan_jobs
+from launch.jobs.script import render_scripts
 from launch.plan import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
-from launch.site_file import Site
-from launch.site_values import slurm_time
+from launch.site.site_file import Site
+from launch.site.values import slurm_time
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 

@@ -1,7 +1,7 @@
 """What `rlhpc check` says of memory: a table, and whether the layout fits the GPUs of a site.
 
 Eats a Config, a ModelShape and a site file; makes lines, or raises ConfigError with a change that would fit.
-Everything that is said here is an estimate (memory_plan.py).
+Everything that is said here is an estimate (plan.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.memory_advice import advise
-from launch.memory_plan import ELEMENT_BYTES, GIB, RankMemory, fullest, plan_memory
-from launch.model_shape import ModelShape
-from launch.site_file import Site, load_site
+from launch.memory.advice import advise
+from launch.memory.model_shape import ModelShape
+from launch.memory.plan import ELEMENT_BYTES, GIB, RankMemory, fullest, plan_memory
+from launch.site.site_file import Site, load_site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 

@@ -12,15 +12,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.batch.job_records import JobRecord, next_elastic_name, next_replica, read_records
 from launch.batch.slurm_commands import SlurmError
-from launch.job_plan import Elastic, plan_elastic
-from launch.job_queue import JobRow, look_at_jobs
-from launch.job_records import JobRecord, next_elastic_name, next_replica, read_records
-from launch.job_report import describe_with_scripts
-from launch.site_file import load_site
-from launch.site_values import walltime_s
-from launch.stop import cancel
-from launch.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
+from launch.jobs.job_plan import Elastic, plan_elastic
+from launch.jobs.queue import JobRow, look_at_jobs
+from launch.jobs.report import describe_with_scripts
+from launch.jobs.stop import cancel
+from launch.jobs.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
+from launch.site.site_file import load_site
+from launch.site.values import walltime_s
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout

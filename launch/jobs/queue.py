@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.slurm_states import JobState, state_of
+from launch.jobs.states import JobState, state_of
 
 ANSWER_S = 12.0
 

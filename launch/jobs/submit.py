@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.batch.job_records import JobRecord, generators_of, write_record
 from launch.batch.slurm_commands import SlurmError, slurm
-from launch.job_plan import Job, JobPlan, plan_jobs
-from launch.job_records import JobRecord, generators_of, write_record
-from launch.job_report import component_documents, plan_document, shared_layout
-from launch.job_script import render_scripts
+from launch.jobs.job_plan import Job, JobPlan, plan_jobs
+from launch.jobs.report import component_documents, plan_document, shared_layout
+from launch.jobs.script import render_scripts
 from launch.preflight import Findings, preflight
 from launch.run_directory import claim_for_jobs
-from launch.site_file import GpuConfig, PrologueConfig, Site, load_site
+from launch.site.site_file import GpuConfig, PrologueConfig, Site, load_site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.files import write_atomically
@@ -38,7 +38,7 @@ def submit_run(
     """
     site, site_text, options = load_site(site_file), site_file.read_bytes(), dependency(after)
     layout = shared_layout(config, site)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": layout.root})})
+    config = _for_jobs(config, layout)
     plan = plan_jobs(config, site, layout)
     findings = preflight(config, roles_run_here=roles_run_here(site.prologue))
     refuse_small_gpus(config, findings, site, site_file)
@@ -52,6 +52,13 @@ def submit_run(
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
     return layout
+
+
+def _for_jobs(config: Config, layout: RunLayout) -> Config:
+    """The settings with what is left to the way of starting filled in: the directory's name there, and sockets."""
+    run = config.run.model_copy(update={"directory": layout.root})
+    kind = "tcp" if config.transport.kind == "auto" else config.transport.kind
+    return config.model_copy(update={"run": run, "transport": config.transport.model_copy(update={"kind": kind})})
 
 
 def dependency(after: str | None) -> list[str]:
@@ -81,7 +88,7 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
 
 def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
     """As `rlhpc check --site`, where the site file knows its GPUs.  Raises ConfigError."""
-    from launch.memory_verdict import judge_memory
+    from launch.memory.verdict import judge_memory
 
     known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
     if findings.shape is not None and known and config.trainer.device != "cpu":
@@ -94,7 +101,7 @@ def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
 
 def refuse_unfit_for_slurm(plan: JobPlan) -> None:
     """What Slurm itself knows to be illegal.  Raises ConfigError with key, value and the legal ones."""
-    from launch.slurm_check import refuse_unfit
+    from launch.doctor.slurm_check import refuse_unfit
 
     refuse_unfit(plan)
 
@@ -138,7 +145,7 @@ def describe_record(record: JobRecord) -> str:
 
 def _submit(plan: JobPlan, job: Job, options: Sequence[str]) -> JobRecord:
     script = plan.layout.scripts / f"{job.name}.sbatch"
-    from launch.het_executor import HeterogeneousSlurmExecutor  # submitit is not needed before
+    from launch.het.executor import HeterogeneousSlurmExecutor  # submitit is not needed before
 
     # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
     submitted = HeterogeneousSlurmExecutor(plan.log_directory).submit_script(script, name=job.name, options=options)

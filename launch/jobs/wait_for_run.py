@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from launch.job_queue import JobRow, look_at_jobs
-from launch.job_records import read_records
+from launch.batch.job_records import read_records
+from launch.jobs.queue import JobRow, look_at_jobs
 from launch.watch import Watch
 from rlhpc.run_layout import RunLayout
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.model_shape import ModelShape, layers_of_stage
+from launch.memory.model_shape import ModelShape, layers_of_stage
 from rlhpc.config import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 

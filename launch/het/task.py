@@ -1,4 +1,4 @@
-"""One task of a component: `python -u -m launch.het_task FOLDER`.
+"""One task of a component: `python -u -m launch.het.task FOLDER`.
 
 Eats FOLDER/JOB_submitted.pkl, makes FOLDER/JOB_RANK_result.pkl: ("success", value) or ("error", traceback).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from launch.het_environment import HeterogeneousSlurmJobEnvironment
-from launch.submitit_seams import run_task
+from launch.het.environment import HeterogeneousSlurmJobEnvironment
+from launch.het.submitit_seams import run_task
 
 
 def main() -> None:

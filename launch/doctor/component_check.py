@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.cluster_facts import ClusterFacts, NodeFacts, PartitionFacts
-from launch.job_plan import Component
-from launch.node_features import fulfils, words_of
-from launch.site_values import slurm_time
+from launch.doctor.cluster_facts import ClusterFacts, NodeFacts, PartitionFacts
+from launch.doctor.node_features import fulfils, words_of
+from launch.jobs.job_plan import Component
+from launch.site.values import slurm_time
 
 Verdict = Literal["pass", "warn", "fail"]
 

@@ -1,7 +1,7 @@
 """Which change of [trainer] would make a run fit a GPU that it does not fit.
 
 Eats a Config, its model and a limit; makes one line of advice.  Tries what one would try by hand, in the same order,
-with the same formulas (memory_plan.py), so that the advice is an estimate too.
+with the same formulas (plan.py), so that the advice is an estimate too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launch.memory_plan import GIB, fullest, plan_memory
-from launch.model_shape import ModelShape
+from launch.memory.model_shape import ModelShape
+from launch.memory.plan import GIB, fullest, plan_memory
 from rlhpc.config import Config
 from rlhpc.config_rules import RULES
 from rlhpc.errors import ConfigError

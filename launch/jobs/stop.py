@@ -11,11 +11,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from launch.batch.job_records import read_records
 from launch.batch.slurm_commands import SlurmError, slurm
-from launch.job_queue import JobRow, look_at_jobs
-from launch.job_records import read_records
+from launch.jobs.queue import JobRow, look_at_jobs
+from launch.jobs.states import Life
 from launch.run_directory import launcher_of
-from launch.slurm_states import Life
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout

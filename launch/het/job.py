@@ -13,7 +13,7 @@ from typing import TypeVar
 from submitit.slurm.slurm import SlurmJob
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.submitit_seams import Watcher, base_id, sub_jobs
+from launch.het.submitit_seams import Watcher, base_id, sub_jobs
 
 R = TypeVar("R", covariant=True)
 GONE = "GONE"  # neither squeue nor sacct knows the job

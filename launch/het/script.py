@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.submitit_seams import directives, warning_signal_name
+from launch.het.submitit_seams import directives, warning_signal_name
 from rlhpc.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -133,7 +133,7 @@ def plan_text(parts: Sequence[Part], *, python: str, has_checkpoint: Sequence[bo
     Where no component has a checkpoint, all hear the warning, and submitit's rule says whether they begin again.
     """
     any_has = any(has_checkpoint)
-    command = [*shlex.split(python), "-u", "-m", "launch.het_task"]
+    command = [*shlex.split(python), "-u", "-m", "launch.het.task"]
     components = [
         {
             "name": part.component.name,

@@ -2,7 +2,7 @@
 
 Eats Config, Site, RunLayout, makes JobPlan.  Component 0 is the controller, which runs in the batch step without srun;
 then trainer, generators, reward services.  A task is a process: a trainer rank, a replica of the engine, a service.
-Submits nothing and touches no file; job_script.py writes the scripts, job_report.py what people and programs read.
+Submits nothing and touches no file; script.py writes the scripts, report.py what people and programs read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.job_shape import Shape, generation_shape, rewards_shape, trainer_shape
-from launch.site_file import (
+from launch.jobs.shape import Shape, generation_shape, rewards_shape, trainer_shape
+from launch.site.site_file import (
     ClusterConfig,
     CommonConfig,
     GpuConfig,
@@ -22,7 +22,7 @@ from launch.site_file import (
     RewardsConfig,
     Site,
 )
-from launch.site_values import slurm_time
+from launch.site.values import slurm_time
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -269,7 +269,7 @@ def _cluster_of(site: Site) -> ClusterConfig:
 def _refuse_one_machine(config: Config) -> None:
     """Components have nodes of their own, so nothing may count on a common machine."""
     if config.transport.kind == "ipc":
-        raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'tcp'")
+        raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'")
     if config.weights.transport == "ipc":
         raise ConfigError(
             "weights.transport='ipc' needs trainer and generators on the same GPUs, and a job has them on different "

@@ -1,0 +1,1 @@
+"""Runs as Slurm jobs: planned, written as scripts, submitted, watched, stopped, resumed."""

@@ -1,0 +1,1 @@
+"""How much memory a run will need on each rank, and whether it fits."""

@@ -1,0 +1,1 @@
+"""The site file: where runs run."""
