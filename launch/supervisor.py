@@ -19,7 +19,6 @@ from launch.batch.other_jobs import end_other_jobs
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete, wants_abort, wants_stop
 from launch.batch.signals import Notices
-from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
 from rlhpc.errors import RlhpcError
@@ -83,7 +82,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict) -> 
     if verdict.cause.follows == "end" and plan.is_lead:
         try:
             end_other_jobs(plan.layout, job, log)
-        except SlurmError as error:
+        except RlhpcError as error:
             log.say("not_ended", f"other jobs of the run may be left: {error}")
     return verdict.cause.status
 

@@ -13,6 +13,7 @@ from launch.batch.plan_file import JobPart
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
 from launch.batch.verdict import Verdict
+from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
 REQUEUED_S = 120.0  # until Slurm has ended the batch step of a requeued job
@@ -40,7 +41,7 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> bool:
         options.append(f"--array={job.array_task}")
     try:
         successor = submit_again(plan.layout, job.submitted_id, *options)
-    except SlurmError as error:
+    except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
         return False
     log.say("successor", f"job {successor} goes on when this one has ended")

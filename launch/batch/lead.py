@@ -34,10 +34,10 @@ from launch.batch.run_state import (
     yield_requests,
 )
 from launch.batch.signals import Notices
-from launch.batch.slurm_commands import SlurmError
 from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
+from rlhpc.errors import RlhpcError
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
@@ -196,7 +196,7 @@ class Lead:
                     self._submit_again(other)
                 elif other.name == "trainer":
                     self._kill_attempt(Cause.COMPONENT, f"job {other.job_id}, the trainer's, was cancelled")
-        except SlurmError as error:
+        except RlhpcError as error:
             self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
 
     def _submit_again(self, other: OtherJob) -> None:

@@ -5,18 +5,14 @@ Eats jobs/ID.json and what squeue says.  Every function raises SlurmError where 
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from launch.batch.event_log import EventLog
+from launch.batch.job_records import read_records, write_record
 from launch.batch.plan_file import JobPart
-from launch.batch.slurm_commands import clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
 from launch.batch.this_job import ThisJob
-from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
@@ -41,11 +37,11 @@ class OtherJob:
 
 def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
     """Every recorded job but this one, the oldest first."""
-    numbers = [number for number in _recorded(layout) if number != job.submitted_id]
-    if not numbers:
+    records = [record for record in read_records(layout) if record.job_id != job.submitted_id]
+    if not records:
         return []
-    states = _states(numbers)
-    return [OtherJob(number, record_of(layout, number).get("name", "?"), states.get(number, "")) for number in numbers]
+    states = _states([record.job_id for record in records])
+    return [OtherJob(record.job_id, record.name, states.get(record.job_id, "")) for record in records]
 
 
 def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
@@ -64,28 +60,18 @@ def gone_jobs(plan: JobPart, job: ThisJob) -> list[OtherJob]:
 
 
 def submit_again(layout: RunLayout, job_id: int, *options: str) -> int:
-    """Submit the script of a recorded job once more and record it.  Returns the new id."""
-    record = record_of(layout, job_id)
-    script = record.get("script") or str(layout.scripts / f"{record.get('name', 'hetjob')}.sbatch")
-    out = slurm("sbatch", "--parsable", *options, script, patience_s=PATIENCE_S, environment=clean_environment())
+    """Submit the script of a recorded job once more and record it.  Returns the new id.
+
+    Raises SlurmError, also if the job was never recorded.
+    """
+    record = next((record for record in read_records(layout) if record.job_id == job_id), None)
+    if record is None:
+        raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: nobody knows its script")
+    words = ["sbatch", "--parsable", *options, record.script]
+    out = slurm(*words, patience_s=PATIENCE_S, environment=clean_environment())
     number = int(out.strip().partition(";")[0])
-    document = {**record, "job_id": number, "submitted_unix_s": time.time(), "follows": job_id}
-    write_atomically(layout.job_record(number), json.dumps(document, indent=1).encode())
+    write_record(layout, replace(record, job_id=number, submitted_unix_s=time.time(), follows=job_id))
     return number
-
-
-def record_of(layout: RunLayout, job_id: int) -> dict[str, Any]:
-    """What was recorded at submission; {} if nothing was."""
-    try:
-        document: dict[str, Any] = json.loads(layout.job_record(job_id).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document
-
-
-def _recorded(layout: RunLayout) -> list[int]:
-    stems = (Path(name).stem for name in os.listdir(layout.jobs))  # noqa: PTH208  names are enough
-    return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def _states(numbers: list[int]) -> dict[int, str]:
