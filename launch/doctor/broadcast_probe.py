@@ -8,7 +8,6 @@ in STORE_FILE, which lies on the shared filesystem.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -24,9 +23,10 @@ ROUNDS = 3
 def main(arguments: list[str]) -> int:
     """Meet the other rank, send ROUNDS buffers, tell the best."""
     file, host, rank, backend = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
-    # By name: the launcher knows no torch, and this file runs where there is one.
-    torch: Any = importlib.import_module("torch")
-    distributed: Any = importlib.import_module("torch.distributed")
+    import torch  # this file runs on a node, where there is one
+    import torch.distributed
+
+    distributed: Any = torch.distributed  # its stores come from C++ and have no stubs
     store = _store(distributed, file, host, rank)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     device = "cuda:0" if backend == "nccl" else "cpu"

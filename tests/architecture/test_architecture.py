@@ -35,7 +35,15 @@ DOORS = {
     "math_verify": {"rlhpc/rewards"},
     "transformers": {"rlhpc/training", "launch/demo"},
     "safetensors": {"rlhpc/training", "rlhpc/weights"},
-    "torch": {"rlhpc/training", "rlhpc/weights", "rlhpc/generation", "rlhpc/algorithms", "rlhpc/roles", "launch/demo"},
+    "torch": {
+        "rlhpc/training",
+        "rlhpc/weights",
+        "rlhpc/generation",
+        "rlhpc/algorithms",
+        "rlhpc/roles",
+        "launch/demo",
+        "launch/doctor",  # measures a broadcast between two nodes, in a job
+    },
     "matplotlib": {"launch/demo"},
     "psutil": {"launch", "rlhpc/generation"},  # both end processes that they started
     "submitit": {"launch"},

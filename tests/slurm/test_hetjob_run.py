@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,23 +19,37 @@ from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
 def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
-        slurm, lab, "het-whole", run={"num_steps": 10}, generation={"num_replicas": 2}, trainer={"num_ranks": 2}
+        slurm,
+        lab,
+        "het-whole",
+        run={"num_steps": 30},
+        generation={"num_replicas": 2},
+        trainer={"num_ranks": 2},
+        **LASTING,
     )
     said = run.submit()
     assert f"rlhpc status {run.layout.root}" in said
     first_step_s = run.wait_step(1)
     hosts = {role["name"]: role["host"] for role in run.status()["roles"]}
+    gpus = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in role_pids(run, "generator")]
+    assert sorted(gpus) == ["0", "1"], "each its own of the node's four"
+    assert len({environment_of(pid)["TMPDIR"] for pid in role_pids(run, "generator")}) == 2
     run.wait_complete()
-    assert_whole(run, 10)
+    assert_whole(run, 30)
     assert set(hosts) >= {"trainer-0", "generator-0", "generator-1", "reward-0"}
     assert [event["event"] for event in run.events()][-1] == "verdict"
     assert run.events("verdict")[0]["text"].startswith("complete")
     assert len(run.attempts()) == 1
     assert not slurm.job_processes()
     kind, summary = pickle.loads((run.layout.logs / "slurm" / f"{run.jobs['hetjob']}_0_result.pkl").read_bytes())
-    assert (kind, summary["steps"]) == ("success", 10)
+    assert (kind, summary["steps"]) == ("success", 30)
     print(f"submit to first step: {first_step_s:.1f} s")
 
 
