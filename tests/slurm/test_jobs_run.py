@@ -51,15 +51,18 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
     assert_whole(run, 60)
 
 
-def test_a_trainer_short_of_time_has_the_controller_save_and_comes_back(slurm: DevCluster, lab: Lab) -> None:
+def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
+    short = {"time": "0:01:00"}
     run = jobs_run(
-        slurm, lab, "jobs-trainer-time", 150, site={"trainer": {"time": "0:01:00"}}, checkpoint={"every_steps": 1000}
+        slurm, lab, "jobs-short", 200, site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
     )
     run.submit()
-    run.wait(lambda: run.events("yield"), "the trainer gives way", 90.0)
+    run.wait(lambda: run.events("yield"), "the trainer has the controller save", 90.0)
     run.wait_complete(300.0)
-    assert_whole(run, 150)
-    assert not [event for event in run.events("requeue") if "controller" in event["text"]]
+    assert_whole(run, 200)
+    controller = run.layout.job_events(str(run.jobs["controller"])).read_text()
+    assert '"requeue"' not in controller
+    assert len(run.events("requeue")) >= 2, "that of the trainer, and that of the generator"
     assert not list(run.layout.rollouts.glob("lost_attempt_*/*"))
 
 
