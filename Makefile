@@ -32,8 +32,8 @@ demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of th
 soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
-test: setup  ## all tests that this machine can run
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## all tests that this machine can run; those on Slurm beside the others (tests/conftest.py)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
 
