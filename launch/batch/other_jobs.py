@@ -17,8 +17,9 @@ from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
 PATIENCE_S = 300.0
-ALIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SIGNALING",
-         "STAGE_OUT", "STOPPED", "RESIZING", "SPECIAL_EXIT"}  # fmt: skip
+# Every other state may live, also one that a later Slurm invents: a job that lives must not be submitted a second time.
+OVER = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+        "OUT_OF_MEMORY", "REVOKED"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class OtherJob:
     @property
     def is_alive(self) -> bool:
         """True if something of it is in the queue or runs."""
-        return self.state in ALIVE
+        return bool(self.state) and self.state not in OVER
 
 
 def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
@@ -89,7 +90,7 @@ def _states(numbers: list[int]) -> dict[int, str]:
 
 
 def _rank(state: str) -> int:
-    return 0 if not state else 1 if state not in ALIVE else 2 if state == "PENDING" else 3
+    return 0 if not state else 1 if state in OVER else 2 if state == "PENDING" else 3
 
 
 def _cancel(jobs: list[OtherJob], log: EventLog) -> None:

@@ -12,12 +12,14 @@ import pytest
 
 from launch.batch.event_log import EventLog
 from launch.batch.exit_records import ExitRecord, read_records, write_record
+from launch.batch.other_jobs import OVER
 from launch.batch.plan_file import PlanFileError, read_plan
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
 from launch.batch.signals import Notices
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
 from launch.batch.this_job import ThisJob, TimeLimit, seconds_left
+from launch.jobs.states import STATES, Life
 from rlhpc.run_layout import RunLayout
 
 
@@ -177,3 +179,7 @@ def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.M
     clean = clean_environment()
     assert clean["SLURM_CONF"] == "x"
     assert not {"SLURM_HET_SIZE", "SBATCH_PARTITION", "SRUN_DEBUG", "PMIX_RANK"} & set(clean)
+
+
+def test_a_job_counts_as_gone_only_in_states_that_are_over() -> None:
+    assert {state.name for state in STATES if state.life is Life.OVER} == OVER
