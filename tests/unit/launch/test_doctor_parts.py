@@ -132,7 +132,8 @@ def test_what_runs_on_nodes_is_python_3_9_and_needs_nothing_installed(name: str)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
-    assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names
+    needed = {"torch"} if name == "broadcast_probe.py" else set()  # it is run only where there is one
+    assert {each.split(".")[0] for each in names} <= sys.stdlib_module_names | needed
 
 
 def test_a_probe_whose_directory_is_gone_ends(tmp_path: Path) -> None:

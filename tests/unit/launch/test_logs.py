@@ -166,7 +166,13 @@ def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
         f"raise SystemExit(show_logs(RunLayout(Path({str(layout.root)!r})), 'trainer-0', True))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    viewer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    viewer = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     assert viewer.stdout is not None
     assert viewer.stdout.readline() == "trainer-0 | first of trainer\n"
     viewer.send_signal(signal.SIGINT)
