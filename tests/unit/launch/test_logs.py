@@ -161,13 +161,9 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning(
 
 def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
     register_launcher(layout)
-    program = (
-        "from pathlib import Path; from launch.logs import show_logs; from rlhpc.run_layout import RunLayout; "
-        f"raise SystemExit(show_logs(RunLayout(Path({str(layout.root)!r})), 'trainer-0', True))"
-    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     viewer = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-m", "launch.cli", "logs", str(layout.root), "trainer-0", "-f"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
