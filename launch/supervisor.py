@@ -9,20 +9,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
 from launch.batch.follower import Follower
 from launch.batch.lead import Lead
-from launch.batch.other_jobs import end_other_jobs
+from launch.batch.other_jobs import PATIENCE_S, end_other_jobs
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete, wants_abort, wants_stop
 from launch.batch.signals import Notices
+from launch.batch.slurm_commands import slurm
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
 from rlhpc.errors import RlhpcError
 
+RECORDED_S, RECORD_POLL_S = 60.0, 0.5
 LIMIT_S = 5.0  # a SIGTERM so close to the time limit is the time limit's
 
 
@@ -40,25 +44,30 @@ def main() -> int:
         return 2
     log = EventLog(plan.layout.job_events(job.name), job.restart)
     notices, limit = Notices(), TimeLimit(job, os.environ)
-    verdict = _one_life(plan, job, limit, log, notices)
-    return _follow_up(plan, job, log, verdict)
+    log.say("life", _opening(plan, job, limit))
+    if not _is_recorded(plan, job, notices):
+        text = f"job {job.submitted_id} is not in {plan.layout.jobs}: whoever submitted it has given it up"
+        return _follow_up(plan, job, log, Verdict(Cause.UNRECORDED, text))
+    over = _over_before_it_began(plan)
+    if over is not None:
+        return _follow_up(plan, job, log, over)
+    successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
+    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, notices), successor)
 
 
 def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> Verdict:
-    log.say("life", _opening(plan, job, limit))
-    over = _over_before_it_began(plan)
-    if over is not None:
-        return over
-    if plan.continuation == "successor":
-        submit_successor(plan, job, log)
     kind = Lead if plan.is_lead else Follower
     supervisor: Lead | Follower = kind(plan, job, limit, log, notices)
     try:
         verdict = supervisor.run()
     except RlhpcError as error:
         verdict = Verdict(Cause.SETTINGS, str(error))
+    except OSError as error:
+        verdict = Verdict(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
     if verdict.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
         verdict.cause = Cause.TIME  # saving took longer than it ever had
+    elif verdict.cause is Cause.TIME and notices.told_to_end and limit.left_s() > LIMIT_S:
+        verdict.cause = Cause.SIGNAL  # somebody has cancelled it meanwhile, or Slurm requeues it itself
     return verdict
 
 
@@ -73,17 +82,36 @@ def _over_before_it_began(plan: JobPart) -> Verdict | None:
     return None
 
 
-def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict) -> int:
-    """Do what follows from a verdict."""
+def _is_recorded(plan: JobPart, job: ThisJob, notices: Notices) -> bool:
+    """Wait for the record of this job: sbatch's answer may still be on its way to whoever writes it.
+
+    A job whose answer was lost must not join a run that may have been submitted a second time.
+    """
+    name, deadline = plan.layout.job_record(job.submitted_id).name, time.monotonic() + RECORDED_S
+    while True:
+        # Listed, since NFS may remember for half a minute that a name was not there.
+        if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
+            return True
+        if time.monotonic() > deadline or notices.told_to_end:
+            return False
+        notices.sleep(RECORD_POLL_S)
+
+
+def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, successor: int | None = None) -> int:
+    """Do what follows from a verdict; successor: the job that begins when this one ends."""
     log.say("verdict", f"{verdict.cause.name.lower()}: {verdict.text}")
     if verdict.cause.follows == "requeue":
         return go_back_into_queue(plan, job, log)
-    write_result(plan, job, verdict)
-    if verdict.cause.follows == "end" and plan.is_lead:
+    if verdict.cause.follows == "end":
         try:
-            end_other_jobs(plan.layout, job, log)
-        except RlhpcError as error:
+            if plan.is_lead:
+                end_other_jobs(plan.layout, job, log)
+            elif successor is not None:  # it would only come to the same
+                slurm("scancel", str(successor), patience_s=PATIENCE_S)
+        except (RlhpcError, OSError) as error:
             log.say("not_ended", f"other jobs of the run may be left: {error}")
+    with suppress(OSError):  # a full disk
+        write_result(plan, job, verdict)
     return verdict.cause.status
 
 

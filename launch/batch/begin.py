@@ -11,11 +11,18 @@ from launch.batch.run_state import Attempt
 from launch.batch.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 
-BEGIN_S = 600.0  # imports from a shared filesystem that is busy take minutes
+BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
+
+
+EXIT_REFUSED, EXIT_FENCED = 2, 4  # another try would not help; a later life of the run has begun
 
 
 class BeginError(RlhpcError):
-    """No attempt could be begun."""
+    """No attempt could be begun; status: of the command, 1 where there was none."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
@@ -37,6 +44,6 @@ def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BeginError(f"{words[0]} -m launch.jobs.begin_attempt: {error}") from error
     if done.returncode != 0:
-        raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}")
+        raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
     return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])

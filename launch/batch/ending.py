@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 import time
 from typing import Any
 
@@ -25,27 +26,28 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
         log.say("successor", "this job ends; its successor goes on")
         return 0
     log.say("requeue", "back into the queue")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and must not wait for its KillWait
     try:
         job.requeue()
     except SlurmError as error:
         log.say("requeue_refused", f"{error}; a successor is submitted instead")
-        return 0 if submit_successor(plan, job, log) else 1
+        return 1 if submit_successor(plan, job, log) is None else 0
     time.sleep(REQUEUED_S)
     return 0
 
 
-def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> bool:
-    """Submit the same script again, to start when this job has ended.  False: it could not be."""
-    options = [f"--dependency=afterany:{job.job_id}"]
+def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
+    """Submit the same script again, to start when this job has ended.  Returns its id; None: it could not be."""
+    options = [f"--dependency=afterany:{job.name}"]
     if job.array_task is not None:
         options.append(f"--array={job.array_task}")
     try:
         successor = submit_again(plan.layout, job.submitted_id, *options)
     except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
-        return False
+        return None
     log.say("successor", f"job {successor} goes on when this one has ended")
-    return True
+    return successor
 
 
 def write_result(plan: JobPart, job: ThisJob, verdict: Verdict) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,8 +22,9 @@ class EventLog:
         now = time.time()
         line = {"unix_time_s": now, "restart": self._restart, "attempt": self.attempt, "event": event, "text": text}
         clock = time.strftime("%H:%M:%S", time.localtime(now))
-        sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
-        sys.stdout.flush()
+        with suppress(OSError):  # the batch log lies on the same filesystem
+            sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
+            sys.stdout.flush()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -31,4 +33,5 @@ class EventLog:
             finally:
                 os.close(descriptor)
         except OSError as error:  # a full disk must not end the run for the sake of its diary
-            sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")
+            with suppress(OSError):
+                sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")

@@ -8,6 +8,7 @@ back what they hold, and goes back into the queue.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from launch.batch.event_log import EventLog
 from launch.batch.exit_records import read_records
@@ -70,7 +71,7 @@ class Follower:
         if wants_abort(self._layout):
             return self._kill(Cause.ABORT)
         if self._notices.told_to_end:
-            return Verdict(Cause.SIGNAL, Cause.SIGNAL.words)
+            return self._make_use_of_grace() if is_running else Verdict(Cause.SIGNAL, Cause.SIGNAL.words)
         if wants_stop(self._layout):
             return self._await_end(Cause.STOP)
         if self._is_time_over():
@@ -115,9 +116,9 @@ class Follower:
 
     def _start_or_judge(self, attempt: Attempt) -> Verdict | None:
         """Start the part for this attempt, unless its end says that this is in vain."""
-        if self._step is not None and self._attempt == attempt:
-            verdict = self._judge_end(attempt)
-            if verdict is not None or self._follows_attempts:
+        if self._step is not None and self._attempt is not None:
+            verdict = self._judge_end(self._attempt)
+            if verdict is not None or (self._follows_attempts and self._attempt == attempt):
                 return verdict  # a trainer waits for the next attempt, which the controller begins
         progress = read_progress(self._layout)
         step = progress.step if progress is not None else -1
@@ -152,11 +153,22 @@ class Follower:
     def _give_way(self) -> Verdict:
         """Have the controller save, where it needs us; then this job goes back into the queue."""
         if self._follows_attempts and self._step is not None and self._step.status() is None:
-            self._log.say("yield", f"{self._limit.left_s():.0f} s are left: the controller is asked to save")
-            self._yield.parent.mkdir(parents=True, exist_ok=True)
-            self._yield.touch()
+            self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
             self._wait_for_end(max(0.0, self._limit.left_s() - 2.0))
         return Verdict(Cause.TIME, Cause.TIME.words)
+
+    def _make_use_of_grace(self) -> Verdict:
+        """Slurm ends this job, within its KillWait: the controller may be quick enough to save."""
+        if self._follows_attempts:
+            self._ask_to_save("Slurm ends this job")
+            self._wait_for_end(LEAVE_S)
+        return Verdict(Cause.SIGNAL, Cause.SIGNAL.words)
+
+    def _ask_to_save(self, why: str) -> None:
+        self._log.say("yield", f"{why}: the controller is asked to save")
+        with suppress(OSError):
+            self._yield.parent.mkdir(parents=True, exist_ok=True)
+            self._yield.touch()
 
     def _await_end(self, cause: Cause) -> Verdict:
         """The run is ending: a trainer is told by the controller, the others by us."""

@@ -13,6 +13,7 @@ from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
 from launch.batch.verdict import Cause, Verdict
 
+_FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status
 _ROLES = {"generation": "generator", "rewards": "reward"}  # of parts that are not called like their role
 
 
@@ -32,7 +33,7 @@ class Judge:
             return (
                 Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
             )
-        if asked in (Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP):
+        if asked in _FINAL:
             return Verdict(asked, why)
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]
@@ -40,7 +41,7 @@ class Judge:
             return Verdict(Cause.SETTINGS, settings[0].cause if settings else "the controller refuses the settings")
         if status == EXIT_ALONE:
             return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
-        if status == 0 and asked is not None and asked is not Cause.FAILED:
+        if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
             return Verdict(asked, why)
         return self._failure(status, records, asked, told_to_end)
 
@@ -55,12 +56,12 @@ class Judge:
         # The trainer first: when it fails, the controller does, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
         text = failed[0].cause if failed else f"the controller ended with status {status}"
+        if told_to_end:  # before components are looked at: Slurm may be requeueing all of them
+            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
         if self._component_is_gone("trainer"):
             return Verdict(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
         if asked is Cause.FAILED and self._component_is_gone("generation"):
             return Verdict(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
-        if told_to_end:
-            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
         return Verdict(Cause.FAILED, text)
 
     def _unclean_ranks(self, attempt: Attempt) -> str:
@@ -78,7 +79,7 @@ class Judge:
         return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
 
     def _component_is_gone(self, name: str) -> bool:
-        """True if Slurm runs this component of the job no longer: scancel of one component, its own time limit."""
+        """True if Slurm runs this component of the job no longer, and will not: scancel of one, its own time limit."""
         names = [part.name for part in self._plan.parts]
         if not self._job.is_heterogeneous or name not in names:
             return False
@@ -86,4 +87,4 @@ class Judge:
             states = self._job.component_states()
         except SlurmError:
             return False
-        return states.get(names.index(name), "RUNNING") not in ("RUNNING", "COMPLETING", "SUSPENDED")
+        return states.get(names.index(name), "RUNNING") in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE")

@@ -16,10 +16,10 @@ import signal
 import time
 from dataclasses import dataclass
 
-from launch.batch.begin import begin_attempt
+from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
+from launch.batch.job_keeper import JobKeeper
 from launch.batch.judge import Judge
-from launch.batch.other_jobs import OtherJob, gone_jobs, submit_again
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import (
@@ -37,12 +37,12 @@ from launch.batch.signals import Notices
 from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
-from rlhpc.errors import RlhpcError
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
-SAVE_GRACE_S = 1800.0  # after a failure: the controller outlasts a checkpoint that is being written
-LOOK_FOR_JOBS_S = 10.0  # where a role is missing
+SAVE_GRACE_S = 1800.0  # for the step that is on and its checkpoint
+LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
+LIMIT_MARGIN_S = 5.0
 MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
 
 
@@ -57,9 +57,10 @@ class Lead:
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # of each, in this life
-        self._next_look = time.monotonic() + LOOK_FOR_JOBS_S  # for jobs that have ended
+        self._keeper = JobKeeper(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to stop
         self._why = ""  # the same, in words
+        self._asked_at = 0.0
 
     def run(self) -> Verdict:
         """Attempt after attempt, until there is a verdict that this life cannot change."""
@@ -71,18 +72,47 @@ class Lead:
                 if pause_s is None:
                     return verdict
                 self._log.say("retry", f"{verdict.text}; another attempt in {pause_s:.0f} s")
-                self._notices.sleep(pause_s)
+                self._pause(pause_s)
         finally:
             self._end_everything()
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
-    def _attempt(self) -> Verdict:
+    def _pause(self, pause_s: float) -> None:
+        """Wait before another attempt, unless there is to be none."""
+        deadline = time.monotonic() + pause_s
+        while time.monotonic() < deadline and self._asked_not_to_begin() is None:
+            self._notices.sleep(POLL_S)
+
+    def _asked_not_to_begin(self) -> Verdict | None:
         if self._notices.told_to_end:
             return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
+        if wants_abort(self._layout):
+            return Verdict(Cause.ABORT, f"{self._layout.abort_request} is there")
+        if wants_stop(self._layout):
+            return Verdict(Cause.STOP, f"{self._layout.stop_request} is there")
+        return None
+
+    def _begin(self) -> Attempt | Verdict:
+        """Begin an attempt, or say why not."""
+        asked = self._asked_not_to_begin()
+        if asked is not None:
+            return asked
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
-        attempt = begin_attempt(self._plan, self._job)
+        try:
+            attempt = begin_attempt(self._plan, self._job)
+        except BeginError as error:
+            if self._notices.told_to_end:  # the signal ended that command too
+                return Verdict(Cause.SIGNAL, str(error))
+            causes = {EXIT_REFUSED: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
+            return Verdict(causes.get(error.status, Cause.FAILED), str(error))
+        return self._asked_not_to_begin() or attempt
+
+    def _attempt(self) -> Verdict:
+        attempt = self._begin()
+        if isinstance(attempt, Verdict):
+            return attempt
         self._cause, self._log.attempt = None, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
@@ -132,13 +162,20 @@ class Lead:
         if wants_abort(self._layout):
             self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} is there")
             return
-        newer = read_attempt(self._layout)
-        if newer is not None and newer.index > attempt.index:
-            self._kill_attempt(Cause.FENCED, f"attempt {newer.index} has begun in job {newer.job_id}")
+        if self._cause is not None:
+            self._end_if_late()
+            return
+        latest = read_attempt(self._layout)
+        if latest is not None and latest.owner > attempt.owner:
+            self._kill_attempt(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
+            return
+        if latest is not None and latest.index > attempt.index:  # a ghost of an earlier life has taken the run's keys
+            self._kill_attempt(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
             return
         progress = read_progress(self._layout)
-        if self._cause is None:
-            self._bring_back_jobs(progress)
+        missing = self._keeper.look(progress)
+        if missing is not None:
+            self._kill_attempt(missing.cause, missing.text)
         if self._cause is None:
             self._stop_if_asked(progress)
         if self._cause is None:
@@ -167,51 +204,37 @@ class Lead:
             self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
-        self._cause, self._why = cause, why
+        self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()
 
+    def _end_if_late(self) -> None:
+        """The controller was asked to end: kill it when it takes too long, or when there is no time to wait for it."""
+        waited_s = time.monotonic() - self._asked_at
+        last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
+        if self._controller is None or (waited_s < SAVE_GRACE_S and self._limit.left_s() > last_moment_s):
+            return
+        self._log.say("kill", f"the controller has not ended {waited_s:.0f} s after it was asked to")
+        self._controller.kill()
+
     def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
         """End an attempt without progress.  It is begun again only if it had made some."""
         step = progress.step if progress is not None else -1
+        is_training = progress is not None and progress.phase == "training"
+        # Before, roles may be waiting for each other, each within a limit of its own.
+        stall_s = self._plan.limits.stall_s + (0.0 if is_training else 2 * self._plan.limits.meet_s)
         now = time.monotonic()
         if step != watch.step:
             watch.step, watch.since, watch.has_moved = step, now, watch.has_moved or watch.step >= 0
-        elif now - watch.since > self._plan.limits.stall_s:
+        elif now - watch.since > stall_s:
             waits = progress.waits() if progress is not None else "the controller has written no status"
             cause = Cause.FAILED if watch.has_moved else Cause.STALLED
-            self._kill_attempt(cause, f"no step for {self._plan.limits.stall_s:.0f} s: {waits}")
-
-    def _bring_back_jobs(self, progress: Progress | None) -> None:
-        """Where a role is missing, submit jobs again that have ended while the run goes on: as often as it may fail."""
-        if not self._plan.other_jobs or time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + LOOK_FOR_JOBS_S
-        if progress is not None and progress.has_trainer and progress.generators():
-            return
-        try:
-            for other in gone_jobs(self._plan, self._job):
-                if other.state != "CANCELLED":
-                    self._submit_again(other)
-                elif other.name == "trainer":
-                    self._kill_attempt(Cause.COMPONENT, f"job {other.job_id}, the trainer's, was cancelled")
-        except RlhpcError as error:
-            self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
-
-    def _submit_again(self, other: OtherJob) -> None:
-        pause_s = self._budget.take(saved_step(self._layout))
-        if pause_s is None:
-            self._kill_attempt(Cause.GIVEN_UP, f"job {other.job_id} ({other.name}) has ended too often: {other.state}")
-            return
-        number = submit_again(self._layout, other.job_id)
-        was = f"job {other.job_id} ({other.name}) is gone ({other.state.lower() or 'forgotten'})"
-        self._log.say("submit", f"{was}: job {number} takes its place")
-        self._next_look = time.monotonic() + max(LOOK_FOR_JOBS_S, pause_s)
+            self._kill_attempt(cause, f"no step for {stall_s:.0f} s: {waits}")
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
         """End controller and trainer now; what outlasts attempts stays."""
-        self._cause, self._why = cause, why
+        self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._log.say("kill", why)
         if self._controller is not None:
             self._controller.kill()
@@ -239,10 +262,12 @@ class Lead:
     def _wind_up(self, attempt: Attempt) -> Verdict:
         """The controller has ended: end what belongs to its attempt, and say what it comes to."""
         status = self._controller.status() if self._controller is not None else 1
+        if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
+            self._ask_all_to_leave()  # at once: there may be little time
         trainer = self._steps.get("trainer")
         if trainer is not None:
             trainer.asked = True
-            if not trainer.wait(FINISH_GRACE_S if status == 0 else POLL_S):
+            if not trainer.wait(self._grace_s() if status == 0 else POLL_S):
                 trainer.kill()
         told_to_end = self._notices.told_to_end
         verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)
@@ -278,14 +303,24 @@ class Lead:
         """End every process of this job; generators hand back what they have."""
         if self._controller is not None:
             self._controller.kill()
-        left = [step for step in self._steps.values() if step.status() is None]
-        for step in left:
-            step.ask_to_leave()
-        deadline = time.monotonic() + FINISH_GRACE_S
+        left = self._ask_all_to_leave()
+        deadline = time.monotonic() + self._grace_s()
         for step in left:
             if not step.wait(max(0.0, deadline - time.monotonic())):
                 self._log.say("kill", f"{step.name} does not leave")
                 step.kill()
+
+    def _ask_all_to_leave(self) -> list[Step]:
+        """Ask every part that runs; returns them."""
+        left = [step for step in self._steps.values() if step.status() is None]
+        for step in left:
+            if not step.asked:
+                step.ask_to_leave()
+        return left
+
+    def _grace_s(self) -> float:
+        """Seconds that the others may take to end: never so long that nobody could requeue any more."""
+        return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
 
 
 @dataclass

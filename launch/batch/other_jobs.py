@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from launch.batch.event_log import EventLog
 from launch.batch.job_records import read_records, write_record
 from launch.batch.plan_file import JobPart
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.sbatch import submit_script
+from launch.batch.slurm_commands import SlurmError, slurm
 from launch.batch.this_job import ThisJob
 from rlhpc.run_layout import RunLayout
 
@@ -63,16 +65,18 @@ def gone_jobs(plan: JobPart, job: ThisJob) -> list[OtherJob]:
 def submit_again(layout: RunLayout, job_id: int, *options: str) -> int:
     """Submit the script of a recorded job once more and record it.  Returns the new id.
 
-    Raises SlurmError, also if the job was never recorded.
+    Raises SlurmError, also if the job was never recorded; MayBeQueued: it is not known whether a job was submitted,
+    which then ends by itself, since nobody has recorded it.
     """
     record = next((record for record in read_records(layout) if record.job_id == job_id), None)
     if record is None:
         raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: nobody knows its script")
-    words = ["sbatch", "--parsable", *options, record.script]
-    out = slurm(*words, patience_s=PATIENCE_S, environment=clean_environment())
-    number = int(out.strip().partition(";")[0])
-    write_record(layout, replace(record, job_id=number, submitted_unix_s=time.time(), follows=job_id))
-    return number
+    old = record
+
+    def note(number: int) -> None:
+        write_record(layout, replace(old, job_id=number, submitted_unix_s=time.time(), follows=job_id))
+
+    return submit_script(Path(record.script), options, record=note, patience_s=PATIENCE_S)
 
 
 def _states(numbers: list[int]) -> dict[int, str]:

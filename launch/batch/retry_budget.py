@@ -6,6 +6,7 @@ Kept in the run directory, so that it outlasts requeues.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -27,13 +28,14 @@ class RetryBudget:
     def take(self, saved_step: int) -> float | None:
         """Use up one retry.  Returns the seconds to pause before it; None: there is none left.
 
-        saved_step: of the newest complete checkpoint.  Raises OSError.
+        saved_step: of the newest complete checkpoint.  Where the disk is full this life alone remembers.
         """
         if saved_step > self._step:
             self.failures = 0
         self.failures, self._step = self.failures + 1, saved_step
         document = {"failures": self.failures, "saved_step": saved_step}
-        write_atomically(self._path, json.dumps(document).encode())
+        with suppress(OSError):
+            write_atomically(self._path, json.dumps(document).encode())
         if self.failures > self._max_retries:
             return None
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))

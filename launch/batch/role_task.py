@@ -32,6 +32,7 @@ from rlhpc.errors import RlhpcError
 
 EXIT_CONFIG, EXIT_ALONE = 2, 5  # of a role: its settings are at fault; nobody came to work with it
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
+STARTS_OF_A_STEP = 100_000  # more than there will be: every start of a later step is later in order
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
@@ -101,7 +102,11 @@ class _Task:
         is_expendable = self._options.role in ("generator", "reward")
         fruitless, step = 0, self._step()
         while True:
-            status = self._once()
+            try:
+                status = self._once()
+            except TaskError as error:
+                self._write_down(EXIT_CONFIG, str(error))
+                raise
             self._write_down(status)
             fruitless = 1 if self._step() > step else fruitless + 1
             step = self._step()
@@ -114,8 +119,7 @@ class _Task:
         environment = {**self._part.defaults, **os.environ}
         _choose_gpus(environment, self._part, self._is_step)
         environment.update(self._part.environment)
-        base = _base_directory(self._job.job_id)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
+        base, temporary = self._temporary_directory()
         environment["TMPDIR"] = str(temporary)
         for variable, name in _CACHES.items():
             environment.setdefault(variable, str(base / "cache" / name))
@@ -135,9 +139,20 @@ class _Task:
             raise TaskError(f"{self._command()[0]}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not [path for path in base.iterdir() if path.name != "cache"]:
-                shutil.rmtree(base, ignore_errors=True)  # the last of the job on this node
+            with contextlib.suppress(OSError):  # another task of this node may be doing the same
+                if not [path for path in base.iterdir() if path.name != "cache"]:
+                    shutil.rmtree(base, ignore_errors=True)  # the last of the job on this node
         return status if status >= 0 else 128 - status
+
+    def _temporary_directory(self) -> tuple[Path, Path]:
+        """The job's place on this node, and this process's within it."""
+        prefix = f"{self._options.role[:1]}{self._replica}-"
+        try:
+            base = _base_directory(self._job.job_id)
+            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        except FileNotFoundError:  # the last task of an earlier step has removed it between the two lines
+            base = _base_directory(self._job.job_id)
+            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
 
     def _command(self) -> list[str]:
         options, plan = self._options, self._plan
@@ -147,7 +162,7 @@ class _Task:
             words += ["--num-ranks", str(self._share.num_processes)]
         if options.resume_step is not None:
             words += ["--resume-step", str(options.resume_step)]
-        start = options.start * MAX_STARTS + self._starts
+        start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start), "--supervised"]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
 
@@ -155,10 +170,11 @@ class _Task:
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
-    def _write_down(self, status: int) -> None:
-        with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-            words = last_words(log.read())
+    def _write_down(self, status: int, words: str = "") -> None:
+        if not words:
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                words = last_words(log.read())
         record = ExitRecord(
             name=f"{self._options.role}-{self._replica}",
             status=status,

@@ -26,6 +26,11 @@ class Attempt:
     job_id: int
     restart: int
 
+    @property
+    def owner(self) -> tuple[int, int]:
+        """Life of the job that began it; a later one is greater."""
+        return self.job_id, self.restart
+
 
 def read_attempt(layout: RunLayout) -> Attempt | None:
     """Read attempt.json."""
@@ -83,6 +88,11 @@ class Progress:
     def has_trainer(self) -> bool:
         """True if its lead rank is there."""
         return any(role["name"] == "trainer-0" for role in self.roles)
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if a reward service is there."""
+        return any(role["name"].startswith("reward-") for role in self.roles)
 
     def generators(self) -> list[str]:
         """Names of the generators that are there."""

@@ -62,7 +62,8 @@ class ThisJob:
         Call it when no srun is alive: Slurm 25.11 and later turns the requeue of a job whose first component has a live
         step into its cancellation.  Raises SlurmError where the site forbids it.
         """
-        slurm("scontrol", "requeue", str(self.job_id), patience_s=PATIENCE_S)
+        # By its name: the id of an array's last task is that of the whole array, and would requeue all of it.
+        slurm("scontrol", "requeue", self.name, patience_s=PATIENCE_S)
 
     def component_states(self) -> dict[int, str]:
         """Slurm's state of every component of a heterogeneous job; of another job that of component 0.
@@ -85,7 +86,7 @@ class TimeLimit:
     def ask(self) -> float | None:
         """Unix time of the end, s, as Slurm sees it now; None: no limit, or no answer."""
         try:
-            out = slurm("squeue", "--noheader", f"--jobs={self._job.job_id}", "--format=%L", timeout_s=30.0)
+            out = slurm("squeue", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
         except SlurmError:
             return getattr(self, "end", None)
         left = [seconds_left(line.strip()) for line in out.splitlines() if line.strip()]

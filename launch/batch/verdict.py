@@ -23,6 +23,7 @@ class Cause(enum.Enum):
     ALONE = "another role never came", "end", 5
     SETTINGS = "the settings are at fault", "end", 2
     COMPONENT = "a component was cancelled", "end", 1
+    UNRECORDED = "nobody has recorded this job: its submission was given up", "leave", 1
 
     def __init__(self, words: str, follows: str, status: int) -> None:
         """follows: "end": of all jobs of the run; "requeue": another life; "again": an attempt in this one; "leave"."""

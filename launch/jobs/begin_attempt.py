@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.batch.job_records import generator_numbers
+from launch.batch.run_state import read_attempt
 from launch.plan import plan_run
 from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
 from rlhpc.config_file import read_resolved
@@ -25,18 +26,28 @@ from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
 
-EXIT_USER = 2
+EXIT_USER, EXIT_FAULT, EXIT_FENCED = 2, 3, 4
+
+
+class FencedError(RlhpcError):
+    """A later life of the run has begun an attempt: this one is a ghost."""
 
 
 def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
 
-    Raises RunDirectoryError: no run directory, or the run is complete; ConfigError: config.json was altered.
+    Raises RunDirectoryError: no run directory, or the run is complete; ConfigError: config.json was altered;
+    FencedError: a later job, or a later life of this one, owns the run.
     """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
     if layout.summary.exists():
         raise RunDirectoryError(f"{layout.root}: the run is complete")
+    known = read_attempt(layout)
+    if known is not None and known.owner > (job_id, restart):
+        raise FencedError(
+            f"{layout.attempt}: attempt {known.index} is of job {known.job_id}, life {known.restart}: later than this"
+        )
     config, _ = read_resolved(layout)
     found = latest_complete(layout.checkpoints)
     attempt = Attempt(num_attempts(layout), found[0] if found else None)
@@ -56,7 +67,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 2: nothing that another try would mend."""
+    """Exit status 2: another try would not help.  3: it might.  4: a later life of the run has begun."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.jobs.begin_attempt", description="Begin an attempt of a run."
     )
@@ -66,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         document = begin_attempt(RunLayout(options.run_dir), job_id=options.job_id, restart=options.restart)
-    except RlhpcError as error:
+    except (RlhpcError, OSError) as error:
         sys.stderr.write(f"rlhpc: {error}\n")
-        return EXIT_USER
+        if isinstance(error, OSError):
+            return EXIT_FAULT
+        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_USER
     print(json.dumps(document))
     return 0
 

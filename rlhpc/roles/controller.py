@@ -53,7 +53,7 @@ def run(context: RoleContext) -> None:
 
 
 async def _control(context: RoleContext) -> None:
-    stop = StopRequest()
+    stop = StopRequest(is_supervised=context.is_supervised)
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
@@ -145,9 +145,8 @@ class Controller:
             await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
             self._granting.is_open = False
             await self._publication.stop_waiting()
-            if not training.done():  # it ends by itself at the next step boundary, having saved
-                is_training = self._board.figures.phase == "training"
-                await asyncio.wait((training,), timeout=stop.patience_s if is_training else 0.0)
+            if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
+                await stop.wait_for(training)
             for task in (*loops, stopped, training):
                 task.cancel()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -31,7 +30,7 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
-from rlhpc.roles.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.roles.presence import beat, hello
 from rlhpc.roles.visits import Visit, follow_services, visit_controllers
 from rlhpc.topology import CONTROL, LEASES, REWARDS
@@ -42,7 +41,6 @@ from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, Sc
 log = logging.getLogger("rlhpc.generator")
 JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue is no reason to ask twice
 DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
 
 
 def run(context: RoleContext) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ EXIT_CONFIG, EXIT_FAULT, EXIT_ALONE, EXIT_BUG = 2, 3, 5, 70
 MEET_TIMEOUT_S = 120.0  # where no supervisor says how long: all processes are started together
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
+LOOK_S = 0.2  # for a signal that shortens the patience
 
 
 class Caller(TypedDict):
@@ -179,18 +182,27 @@ def stop_event(*notices: signal.Signals) -> asyncio.Event:
 
 
 class StopRequest:
-    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to be gone within seconds."""
+    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to be gone within seconds.
 
-    def __init__(self) -> None:
+    Under a supervisor SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
+    """
+
+    def __init__(self, *, is_supervised: bool = False) -> None:
         """Listen for both signals; call it inside the running loop."""
         self.event = asyncio.Event()
-        self.patience_s = 0.0
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._request, STOP_PATIENCE_S)
-        loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
+        self._patience_s = math.inf if is_supervised else STOP_PATIENCE_S
+        self._loop = asyncio.get_running_loop()
+        self._deadline = math.inf
+        self._loop.add_signal_handler(signal.SIGTERM, self._request, self._patience_s)
+        self._loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
+
+    async def wait_for(self, work: asyncio.Task[None]) -> None:
+        """Wait for the end of `work` for as long as the signals allow; one that comes meanwhile may shorten it."""
+        while not work.done() and (left_s := self._deadline - self._loop.time()) > 0:
+            await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
 
     def _request(self, patience_s: float) -> None:
-        self.patience_s = patience_s
+        self._deadline = min(self._deadline, self._loop.time() + patience_s)
         self.event.set()
 
 

@@ -14,7 +14,7 @@ from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.roles.presence import beat, hello
 from rlhpc.roles.visits import Visit, visit_controllers
 from rlhpc.topology import CONTROL, REWARDS
@@ -27,7 +27,7 @@ def run(context: RoleContext) -> None:
 
 
 async def _serve(context: RoleContext) -> None:
-    stop = stop_event()
+    stop = stop_event(*(NOTICES if context.is_supervised else ()))
     rewards = context.config.rewards
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
     await pool.start()

@@ -54,12 +54,12 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
     short = {"time": "0:01:00"}
     run = jobs_run(
-        slurm, lab, "jobs-short", 200, site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
+        slurm, lab, "jobs-short", 320, site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
     )
     run.submit()
     run.wait(lambda: run.events("yield"), "the trainer has the controller save", 90.0)
     run.wait_complete(300.0)
-    assert_whole(run, 200)
+    assert_whole(run, 320)
     controller = run.layout.job_events(str(run.jobs["controller"])).read_text()
     assert '"requeue"' not in controller
     assert len(run.events("requeue")) >= 2, "that of the trainer, and that of the generator"
@@ -86,12 +86,12 @@ def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm:
     run.wait(lambda: len(role_pids(run, "generator")) == 2, "the second generator")
     run.wait(lambda: "generator-1" in {role["name"] for role in run.status()["roles"]}, "its hello")
     elastic = run.jobs["generation-1"]
-    node = slurm.run("squeue", "--noheader", "--states=R", f"--jobs={elastic}", "--format=%N").strip()
+    node = node_of(slurm, elastic)
     partition = "gen" if node.startswith("g") else "train"
     with_both = steps_per_second(run, 6.0)
-    planned = slurm.run("squeue", "--noheader", "--states=R", f"--jobs={run.jobs['generation']}", "--format=%N").strip()
-    wanted = 3 if planned == node else 4  # of 4 GPUs: more than are free beside it
-    preemptor = submit(slurm, "sleep 8", f"--partition={partition}", f"--nodelist={node}", f"--gres=gpu:{wanted}")
+    beside = [job for job in (run.jobs["generation"], run.jobs["trainer"]) if node_of(slurm, job) == node]
+    wanted = 16 - 4 * len(beside) - 2  # of 16 cores: more than are free while it runs there with its four
+    preemptor = submit(slurm, "sleep 8", f"--partition={partition}", f"--nodelist={node}", f"--cpus-per-task={wanted}")
     wait_state(slurm, preemptor, "RUNNING")
     assert len(role_pids(run, "generator")) == 1, "it has left"
     with_one = steps_per_second(run, 6.0)
@@ -107,6 +107,10 @@ def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm:
     assert len(run.attempts()) == 1
     # What it had sampled came back as prefixes; one lease may have been on its way to it, without a token.
     assert summary_of(run.layout)["leases_regranted"] <= 1
+
+
+def node_of(slurm: DevCluster, job: int) -> str:
+    return slurm.run("squeue", "--noheader", "--states=R", f"--jobs={job}", "--format=%N").strip()
 
 
 def steps_per_second(run: SlurmRun, seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.packages import SlurmMissing, obtain
+from launch.dev_cluster.shape import default_shape
 from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.slurm_check import find_unfit, refuse_unfit, try_components
 from launch.jobs.job_plan import JobPlan
@@ -52,6 +55,36 @@ def test_an_unknown_account_is_refused_with_ones_own(slurm_accounts: DevCluster,
     assert "lab" in lines[0].partition("legal: ")[2].replace(",", "").split()
     with turned_to(slurm_accounts):
         refuse_unfit(plan_of(tmp_path, common={"account": "lab"}))
+
+
+def test_an_account_that_the_partition_does_not_name_is_a_warning_where_sbatch_takes_it(
+    slurm_accounts: DevCluster, tmp_path: Path
+) -> None:
+    """Slurm 22.05 takes such a job unless it enforces limits; a newer one takes accounts below the named one."""
+    plan = plan_of(tmp_path, common={"account": "lab"})
+    slurm_accounts.run("scontrol", "update", "PartitionName=train", "AllowAccounts=university")
+    try:
+        with turned_to(slurm_accounts):
+            refuse_unfit(plan)
+            warned = [finding for finding in find_unfit(plan) if finding.key == "trainer.account"]
+    finally:
+        slurm_accounts.run("scontrol", "update", "PartitionName=train", "AllowAccounts=ALL")
+    assert [finding.verdict for finding in warned] == ["warn"]
+    assert warned[0].text == "partition 'train' does not take this account by its name, but sbatch takes it"
+
+
+def test_an_account_that_sbatch_refuses_too_is_refused_in_our_words(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    try:
+        installation = obtain(has_accounting=True)
+    except SlurmMissing as error:
+        pytest.skip(str(error))
+    shape = replace(default_shape(1, 1, 1, gpus=2), has_accounting=True, enforces_limits=True)
+    cluster = make_cluster(shape, installation)
+    cluster.run("scontrol", "update", "PartitionName=train", "AllowAccounts=university")
+    lines = refusal(cluster, plan_of(tmp_path, common={"account": "lab"}))
+    assert lines == [
+        "trainer.account='lab': partition 'train' does not take this account by its name; legal: university"
+    ]
 
 
 def test_a_time_above_the_partitions_is_refused_although_slurm_would_take_it(slurm: DevCluster, tmp_path: Path) -> None:

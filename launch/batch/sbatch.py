@@ -1,0 +1,171 @@
+"""Submit a script so that no job is lost: one whose number never arrived is looked for by the tag that it bears.
+
+Eats a script and options of sbatch, makes a job id.  Promises: sbatch is repeated only where nothing was submitted;
+Ctrl-C does not reach it, and what it has submitted meanwhile is cancelled; what cannot be known is said.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from launch.batch.slurm_commands import NoAnswer, SlurmError, clean_environment, is_away, slurm
+
+ANSWER_S = 50.0  # of sbatch; a job that begins at once may stay unrecorded for RECORDED_S (supervisor.py)
+LOOK_AGAIN_S = 4.0  # slurmctld may take in late what it has not answered
+LOOK_PATIENCE_S = 20.0
+# What sbatch says when its request was sent and the answer lost; slurmctld may have taken the job.
+_LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
+         "Connection reset", "Broken pipe", "Unexpected message", "authentication error")  # fmt: skip
+_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--comment\b", re.MULTILINE)
+_NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", re.MULTILINE)
+
+
+class MayBeQueued(SlurmError):
+    """sbatch's answer was lost and squeue does not answer either; the message says how to look."""
+
+
+def submit_script(
+    script: Path,
+    options: Sequence[str] = (),
+    *,
+    record: Callable[[int], object],
+    environment: Mapping[str, str] | None = None,
+    patience_s: float = 0.0,
+) -> int:
+    """Submit a script, have the job recorded, and return its id; of an array, of a heterogeneous job the first one.
+
+    options: before the script.  record: called with the id; if it raises, the job is cancelled.  environment: None is
+    this process's without what belongs to another job.  patience_s: so long a slurmctld that is away is tried again.
+    Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what became of it.
+    """
+    known = clean_environment() if environment is None else environment
+    tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", time.monotonic() + patience_s
+    with _HeldCtrlC(tag) as ctrl_c:
+        while True:
+            try:
+                job_id = _once(script, options, tag, known)
+                break
+            except SlurmError as error:
+                if ctrl_c.has_come:
+                    raise KeyboardInterrupt(str(error)) from error
+                if isinstance(error, MayBeQueued) or not is_away(error) or time.monotonic() >= deadline:
+                    raise
+            time.sleep(min(5.0, max(0.1, deadline - time.monotonic())))
+        if not ctrl_c.has_come:
+            try:
+                record(job_id)
+            except BaseException:  # survived: nothing; whatever it was, a job that nobody knows must not stay
+                _cancel(job_id)
+                raise
+        if ctrl_c.has_come:
+            raise KeyboardInterrupt(_cancel(job_id))
+    return job_id
+
+
+def how_to_look(tag: str) -> str:
+    """A command that shows the job of a submission, if there is one."""
+    return f"`squeue --me --format='%i %j %k %o' | grep {tag}`"
+
+
+def _once(script: Path, options: Sequence[str], tag: str, environment: Mapping[str, str]) -> int:
+    with _tagged(script, options, tag) as words:
+        try:
+            said = slurm(*words, timeout_s=ANSWER_S, environment=environment, hears_ctrl_c=False)
+        except SlurmError as error:
+            if not isinstance(error, NoAnswer) and not any(saying in str(error) for saying in _LOST):
+                raise
+            trouble = str(error)
+        else:
+            numbers = _NUMBER.findall(said)
+            if numbers:
+                return int(numbers[-1])  # a site's own sbatch may print more before it
+            trouble = f"sbatch: no job id in {said.strip()!r}"
+    found = _look_for(tag, trouble, environment)
+    if found is None:
+        raise SlurmError(f"{trouble}; no job of this submission is in the queue")
+    return found
+
+
+@contextmanager
+def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str]]:
+    """The command whose job squeue shows with `tag`.
+
+    In the comment; where that is the site's (some charge by it), in the name of a directory with a link to the script.
+    """
+    words = ["sbatch", "--parsable", *options]
+    try:
+        has_comment = _OWN_COMMENT.search(script.read_text(encoding="utf-8", errors="replace")) is not None
+    except OSError:
+        has_comment = False  # sbatch says what is wrong with the script
+    if not has_comment and not any(word.startswith("--comment") for word in options):
+        yield [*words, f"--comment={tag}", str(script)]
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        link = Path(scratch, tag, script.name)
+        link.parent.mkdir()
+        link.symlink_to(script.absolute())
+        yield [*words, str(link)]
+
+
+def _look_for(tag: str, trouble: str, environment: Mapping[str, str]) -> int | None:
+    """The job that bears the tag; None: there is none, by two answers.  Raises MayBeQueued: no answer."""
+    asking = {key: value for key, value in environment.items() if not key.startswith("SQUEUE_")}
+    words = ("squeue", "--me", "--noheader", "--states=all", "--format=%i|%k|%o")
+    for pause_s in (0.0, LOOK_AGAIN_S):
+        time.sleep(pause_s)
+        try:
+            out = slurm(*words, timeout_s=30.0, patience_s=LOOK_PATIENCE_S, environment=asking)
+        except SlurmError as error:
+            text = f"{trouble}; a job may be queued all the same, {how_to_look(tag)} shows it: {error}"
+            raise MayBeQueued(text) from error
+        for line in out.splitlines():
+            number = re.match(r"\s*(\d+)", line)
+            if tag in line and number is not None:
+                return int(number[1])
+    return None
+
+
+def _cancel(job_id: int) -> str:
+    """Returns what is to be said of it."""
+    try:
+        slurm("scancel", str(job_id), patience_s=LOOK_PATIENCE_S, environment=clean_environment())
+    except SlurmError as error:
+        return f"job {job_id} was submitted; CANCEL BY HAND, `scancel {job_id}`: {error}"
+    return f"job {job_id} was submitted and is cancelled again"
+
+
+class _HeldCtrlC:
+    """Keeps Ctrl-C from tearing a submission in two; a second one is not held."""
+
+    def __init__(self, tag: str) -> None:
+        self.has_come = False
+        self._tag, self._is_held = tag, False
+
+    def __enter__(self) -> _HeldCtrlC:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._is_held = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_held:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.has_come:
+            raise KeyboardInterrupt(f"a job may be queued: {how_to_look(self._tag)} shows it")
+        self.has_come = True
+        sys.stderr.write("rlhpc: waits for sbatch, to cancel what it submits; Ctrl-C again does not wait\n")
