@@ -16,7 +16,6 @@ from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
-_GRES = re.compile(r"(?P<name>[^:,(]+)(?::(?P<type>[^:,(]*[^\d:,(][^:,(]*))?(?::(?P<count>\d+)(?P<unit>[KMG]?))?")
 _AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE")
 
 
@@ -238,12 +237,15 @@ def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
 
 
 def parse_gpus(text: str) -> dict[str, int]:
-    """GPUs of "gpu:h100:8(S:0-1),shard:32" by type: {"h100": 8}."""
+    """GPUs of "gpu:h100:8(S:0-1),shard:32" by type: {"h100": 8}.  A number at the end is the count, as to Slurm."""
     found: dict[str, int] = {}
-    for match in _GRES.finditer(re.sub(r"\([^)]*\)", "", text)):
-        if match["name"] == "gpu":
-            kind = match["type"] or ""
-            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):  # which sockets, and (null)
+        name, *words = item.strip().split(":")
+        words = [word for word in words if word != "no_consume"]
+        if name == "gpu":
+            count = int(words.pop()) if words and words[-1].isdecimal() else 1
+            kind = ":".join(words)
+            found[kind] = found.get(kind, 0) + count
     return found
 
 

@@ -19,7 +19,7 @@ from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.component_check import Finding
 from launch.doctor.job_checks import probe_nodes
 from launch.doctor.shared_directory import KEY, check_directory
-from launch.doctor.slurm_check import check_plan, try_components
+from launch.doctor.slurm_check import ask_sbatch, check_plan
 from launch.doctor.space import check_space, forecast
 from launch.doctor.table import exit_status, render
 from launch.doctor.verdicts import judge
@@ -75,9 +75,7 @@ def _ask_slurm(plan: JobPlan) -> list[Finding]:
     try:
         facts = ask_cluster()
         findings = [*login_checks.check_version(plan, facts), login_checks.check_clock(facts, asked)]
-        findings += check_plan(plan, facts)
-        blamed = {finding.key.split(".")[0] for finding in findings if finding.verdict == "fail"}
-        return [*findings, *try_components(plan, skip=blamed)]
+        return [*findings, *ask_sbatch(plan, check_plan(plan, facts))]
     except SlurmError as error:
         return [Finding("slurm", "", "fail", str(error), "give the command where sbatch works")]
 

@@ -28,6 +28,12 @@ class Finding:
     verdict: Verdict
     text: str
     remedy: str = ""  # what to do; of a failure "legal: …"
+    sbatch_decides: bool = False  # a failure that is a warning where sbatch takes the component
+
+    @property
+    def component(self) -> str:
+        """Section of the site file that the key belongs to."""
+        return self.key.partition(".")[0]
 
     @property
     def line(self) -> str:
@@ -108,9 +114,10 @@ def _qos(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
     # Without `qos` in AccountingStorageEnforce Slurm takes any name, and the job has no QOS.
     verdict: Verdict = "fail" if "qos" in facts.enforced else "warn"
     if known and name not in known:
-        yield Finding(key, name, verdict, "no such QOS", _legal(name, allowed))
+        yield Finding(key, name, verdict, "no such QOS", _legal(name, allowed), sbatch_decides=True)
     elif name not in allowed:
-        yield Finding(key, name, verdict, f"account {account!r} may not use it", _legal(name, allowed))
+        text = f"account {account!r} may not use it"
+        yield Finding(key, name, verdict, text, _legal(name, allowed), sbatch_decides=True)
     elif (limit := known[name].max_wall_s if name in known else None) and component.allocation.time_s > limit:
         text = f"QOS {name!r} gives {slurm_time(limit)}"
         is_held = "limits" in facts.enforced
@@ -121,9 +128,8 @@ def _reservation(component: Component, facts: ClusterFacts) -> Iterator[Finding]
     name = component.allocation.reservation
     for each in (name or "").split(","):
         if each and each not in facts.reservations:
-            yield Finding(
-                f"{component.name}.reservation", each, "fail", "no such reservation", _legal(each, facts.reservations)
-            )
+            key, legal = f"{component.name}.reservation", _legal(each, facts.reservations)
+            yield Finding(key, each, "fail", "no such reservation", legal, sbatch_decides=True)
 
 
 def _legal(value: str, names: Iterable[str]) -> str:
@@ -139,15 +145,20 @@ def _in_partition(component: Component, partition: PartitionFacts, facts: Cluste
     yield from _door(component, partition, facts)
     yield from _who(component, partition, facts)
     limit = partition.max_time_s
-    if limit is not None and component.allocation.time_s > limit:
-        over = any(
-            qos.name == component.allocation.qos and "PartitionTimeLimit" in qos.flags for qos in facts.qos
-        )  # such a QOS goes beyond the partition
-        if not over:
-            yield _time(component, "fail", f"partition {partition.name!r} gives {slurm_time(limit)}", limit)
+    if (
+        limit is not None
+        and component.allocation.time_s > limit
+        and "PartitionTimeLimit" not in _flags(component, facts)
+    ):
+        yield _time(component, "fail", f"partition {partition.name!r} gives {slurm_time(limit)}", limit)
     nodes = facts.nodes_of(partition.name)
     if nodes:  # else the site hides them
-        yield from _size(component, partition, nodes)
+        yield from _size(component, partition, nodes, _flags(component, facts))
+
+
+def _flags(component: Component, facts: ClusterFacts) -> str:
+    """Of its QOS, which may go beyond a partition's limits."""
+    return next((qos.flags for qos in facts.qos if qos.name == component.allocation.qos), "")
 
 
 def _time(component: Component, verdict: Verdict, text: str, limit_s: int) -> Finding:
@@ -174,9 +185,10 @@ def _who(component: Component, partition: PartitionFacts, facts: ClusterFacts) -
     mine = sorted({each.account for each in facts.associations or ()})
     fits = [a for a in mine if _is_allowed(a, partition.allowed_accounts, partition.denied_accounts)]
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
-        text = f"partition {partition.name!r} does not take this account"
+        text = f"partition {partition.name!r} does not take this account by its name"
         legal = f"legal: {', '.join(fits or partition.allowed_accounts or ()) or 'none of yours'}"
-        yield Finding(f"{component.name}.account", account, "fail", text, legal)
+        # Newer Slurm means an account's children too; an older one takes the job, and lets it wait for ever.
+        yield Finding(f"{component.name}.account", account, "fail", text, legal, sbatch_decides=True)
     qos = component.allocation.qos
     is_known = any(each.name == qos for each in facts.qos) or not facts.qos  # one that is not has been told
     if qos and is_known and not _is_allowed(qos, partition.allowed_qos, partition.denied_qos):
@@ -192,12 +204,14 @@ def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, .
 # --------------------------------------------------------------------------------------------------------------- nodes
 
 
-def _size(component: Component, partition: PartitionFacts, nodes: tuple[NodeFacts, ...]) -> Iterator[Finding]:
-    key, name = f"{component.name}.nodes", partition.name
-    if partition.max_nodes is not None and component.nodes > partition.max_nodes:
-        text = f"partition {name!r} gives one job {partition.max_nodes}"
-        yield Finding(key, str(component.nodes), "fail", text, f"legal: at most {partition.max_nodes}")
-    if component.nodes < partition.min_nodes:
+def _size(
+    component: Component, partition: PartitionFacts, nodes: tuple[NodeFacts, ...], flags: str
+) -> Iterator[Finding]:
+    key, name, most = f"{component.name}.nodes", partition.name, partition.max_nodes
+    if most is not None and component.nodes > most and "PartitionMaxNodes" not in flags:
+        text = f"partition {name!r} gives one job {most}"
+        yield Finding(key, str(component.nodes), "fail", text, f"legal: at most {most}")
+    if component.nodes < partition.min_nodes and "PartitionMinNodes" not in flags:
         text = f"partition {name!r} wants {partition.min_nodes} at least"
         yield Finding(key, str(component.nodes), "fail", text, f"legal: {partition.min_nodes} or more")
     misfits = list(_misfits(component, partition, nodes))
@@ -207,10 +221,11 @@ def _size(component: Component, partition: PartitionFacts, nodes: tuple[NodeFact
     fit = [node for node in nodes if all(is_fit(node) for is_fit in _demands(component))]
     if not fit:
         text = f"no node of partition {name!r} has GPUs, CPUs, memory and features all together"
-        yield Finding(f"{component.name}.partition", name, "fail", text, "legal: less of one of them")
+        key, legal = f"{component.name}.partition", "legal: less of one of them"
+        yield Finding(key, name, "fail", text, legal, sbatch_decides=True)
     elif component.nodes > len(fit):
         text = f"partition {name!r} has {len(fit)} such nodes"
-        yield Finding(key, str(component.nodes), "fail", text, f"legal: at most {len(fit)}")
+        yield Finding(key, str(component.nodes), "fail", text, f"legal: at most {len(fit)}", sbatch_decides=True)
     elif component.nodes > sum(node.is_up for node in fit):
         text = f"{sum(node.is_up for node in fit)} of {len(fit)} such nodes of partition {name!r} are up now"
         yield Finding(key, str(component.nodes), "warn", text, "it waits until more are")
@@ -228,20 +243,21 @@ def _misfits(component: Component, partition: PartitionFacts, nodes: tuple[NodeF
         text = (
             f"{component.tasks_per_node} tasks of {component.cpus_per_task} cores on a node, which has {most} at most"
         )
-        yield Finding(key, str(component.cpus_per_task), "fail", f"partition {name}: {text}", f"legal: {most} a node")
+        text, legal = f"partition {name}: {text}", f"legal: {most} a node"
+        yield Finding(key, str(component.cpus_per_task), "fail", text, legal, sbatch_decides=True)
     memory, there = _memory_mib(component), max(node.memory_mib for node in nodes)
     if memory > there:
         per = "memory_gib_per_gpu" if section in ("trainer", "generation") else "memory_gib_per_task"
         text = f"{memory // 1024} GiB on a node, and nodes of partition {name} have {there // 1024} at most"
         legal = f"legal: {there // 1024} a node, {there // 1024 // component.tasks_per_node} a task"
-        yield Finding(f"{section}.{per}", str(component.memory_gib_per_task), "fail", text, legal)
+        yield Finding(f"{section}.{per}", str(component.memory_gib_per_task), "fail", text, legal, sbatch_decides=True)
     constraint = component.allocation.constraint
     if constraint is not None and not any(fulfils(constraint, node.features) for node in nodes):
         features = sorted({word for node in nodes for word in node.features})
         unknown = [word for word in words_of(constraint) if word not in features]
         text = f"no node of partition {name} has these features"
         legal = _legal(unknown[0], features) if unknown else f"legal: features of one node, of {', '.join(features)}"
-        yield Finding(f"{section}.constraint", constraint, "fail", text, legal)
+        yield Finding(f"{section}.constraint", constraint, "fail", text, legal, sbatch_decides=True)
 
 
 def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...]) -> Finding:

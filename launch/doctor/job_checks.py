@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def probe_script(plan: JobPlan, component: Component, directory: Path) -> str:
     words = [*step, *role_command(plan, component), str(directory / "probe.py"), str(directory), component.name]
     lines = [body[0], *(f"#SBATCH {directive}" for directive in directives)]
     lines += [line for line in body[1:] if not line.startswith("#SBATCH")]
-    return "\n".join([*lines, "exec " + " ".join(f"'{word}'" for word in words), ""])
+    return "\n".join([*lines, "exec " + shlex.join(words), ""])
 
 
 def _prepare(directory: Path) -> str:

@@ -7,11 +7,12 @@ stays there.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -21,11 +22,15 @@ from launch.doctor.shared_directory import SHARED_TYPES, filesystem_type
 from launch.jobs.job_plan import JobPlan
 from launch.site.site_file import PrologueConfig
 
-OLDEST, OLDEST_TRIED, NEWEST_TRIED = (20, 11), (22, 5), (25, 11)
+OLDEST, TRIED, NEWEST_KNOWN = (20, 11), (22, 5), (25, 11)  # designed for all up to the last, run on the second
 HET_DEFECT = (25, 11)
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 _RENAMES = 200
-_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+# launch/batch/role_task.py sets each that nobody has set, to a directory of the job on the node.
+CACHES = (
+    "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR",
+)  # fmt: skip
 
 
 def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
@@ -34,14 +39,21 @@ def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if version < OLDEST:
         text = "too old: --het-group and --gpus-per-task are as we use them since 20.11"
         yield Finding(key, facts.release, "fail", text, "a newer Slurm")
-    elif not OLDEST_TRIED <= version <= NEWEST_TRIED:
-        tried = " to ".join(f"{major}.{minor:02}" for major, minor in (OLDEST_TRIED, NEWEST_TRIED))
-        yield Finding(key, facts.release, "warn", f"never tried; {tried} have been", "tell us how it went")
-    else:
+    elif version == TRIED:
         yield Finding(key, facts.release, "pass", "has been tried")
+    elif TRIED < version <= NEWEST_KNOWN:
+        text = f"rlhpc is made for it, but has been tried on {_release(TRIED)} alone"
+        yield Finding(key, facts.release, "pass", text)
+    else:
+        text = f"never tried; rlhpc is made for {_release(TRIED)} to {_release(NEWEST_KNOWN)}"
+        yield Finding(key, facts.release, "warn", text, "tell us how it went")
     if version >= HET_DEFECT and plan.placement == "hetjob":
         text = "a requeue cancels a heterogeneous job whose component 0 has a step; ours has none, so it works"
         yield Finding("slurm: requeue", "", "pass", text)
+
+
+def _release(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]:02}"
 
 
 def check_clock(facts: ClusterFacts, asked: float) -> Finding:
@@ -107,19 +119,34 @@ def _replace_often(path: Path, contents: list[bytes]) -> float:
     return 1000 * (time.monotonic() - began) / _RENAMES
 
 
-def check_caches(plan: JobPlan) -> Iterator[Finding]:
-    """Compiled kernels in a home directory on the network go stale, and fill small quotas."""
-    home = Path.home()
-    kind = filesystem_type(home)
-    if kind.removeprefix("fuse.") not in SHARED_TYPES:
-        yield Finding("home: caches", "", "pass", f"home lies on {kind}")
-        return
-    missing = [name for name in _CACHES if name not in plan.prologue.environment]
-    if missing and "XDG_CACHE_HOME" not in plan.prologue.environment:
-        text = f"home lies on {kind}; compiled kernels would go there: {', '.join(missing)} not set"
-        yield Finding("home: caches", "", "warn", text, "set them in [prologue.environment], as example.toml does")
-    else:
-        yield Finding("home: caches", "", "pass", "kept out of the home directory")
+def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: str | None = None) -> Iterator[Finding]:
+    """Compiled kernels lie on the node in a directory of the job, unless site file or shell say something else.
+
+    shell: the environment that a job inherits.  mounts: in the place of /proc/mounts.
+    """
+    findings = []
+    for name in CACHES:
+        is_ours = name in plan.prologue.environment
+        given = plan.prologue.environment[name] if is_ours else shell.get(name)
+        trouble = None if given is None else _cache_trouble(given, mounts)
+        if trouble is not None:
+            key, where = (f"prologue.environment.{name}", "there") if is_ours else (f"shell: {name}", "of your shell")
+            remedy = f"take it out {where}: a job has its own on each node"
+            findings.append(Finding(key, str(given), "warn", trouble, remedy))
+    yield from findings or [Finding("caches: kernels", "", "pass", "on the nodes, in a directory of each job")]
+
+
+def _cache_trouble(given: str, mounts: str | None) -> str | None:
+    """What is wrong with a place for caches, as far as this node can tell."""
+    if re.match(r"\$\{?TMPDIR\b(?!:?-)", given):
+        return "Slurm does not set TMPDIR by itself: without it this is a directory at the root"
+    path = Path(os.path.expandvars(given))
+    while path.is_absolute() and not path.exists():
+        path = path.parent
+    kind = filesystem_type(path, mounts) if path.is_absolute() else ""
+    if kind.removeprefix("fuse.") in SHARED_TYPES:
+        return f"{given} lies on {kind}: compiled kernels go stale there, and fill quotas"
+    return None
 
 
 def check_software(prologue: PrologueConfig) -> Iterator[Finding]:

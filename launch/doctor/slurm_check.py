@@ -1,14 +1,15 @@
 """Refuse before submission what the cluster would refuse, or let wait for ever.
 
-Eats JobPlan and ClusterFacts, makes Findings.  `check_plan` is pure; `try_components` asks sbatch itself as the last
-word; `refuse_unfit` does all of it and raises.  What is checked of one component alone stands in component_check.py.
+Eats JobPlan and ClusterFacts, makes Findings.  `check_plan` is pure; `ask_sbatch` has sbatch itself try each component;
+`refuse_unfit` does all of it and raises.  What is checked of one component alone stands in component_check.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
@@ -35,19 +36,46 @@ def refuse_unfit(plan: JobPlan) -> None:
 
 def find_unfit(plan: JobPlan) -> list[Finding]:
     """All findings, those that pass too.  Raises SlurmError: slurmctld does not answer, or Slurm is not here."""
-    findings = [*check_directory(plan.cluster.shared_directory), *check_plan(plan, ask_cluster())]
-    # sbatch says less than the lines above, and would say it a second time.
-    blamed = {finding.key.split(".")[0] for finding in findings if finding.verdict == "fail"}
-    return [*findings, *try_components(plan, skip=blamed)]
+    return [*check_directory(plan.cluster.shared_directory), *ask_sbatch(plan, check_plan(plan, ask_cluster()))]
 
 
 def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     """Hold a plan against a cluster."""
     findings = [finding for job in plan.jobs for part in job.components for finding in check_component(part, facts)]
-    if not any(finding.verdict == "fail" for finding in findings):  # sums of what does not exist mean nothing
+    # Sums of what does not exist mean nothing.
+    if not any(finding.verdict == "fail" and not finding.sbatch_decides for finding in findings):
         findings += _sums(plan, facts)
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
     return findings
+
+
+def ask_sbatch(plan: JobPlan, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings of check_plan, and sbatch's word on the components, as `settle` weighs them.
+
+    Not asked about a component whose failures are all such as sbatch takes without a word: times, sums, numbers of
+    nodes, GPUs; nor about one whose partition or account does not exist.
+    """
+    failures = [finding for finding in findings if finding.verdict == "fail"]
+    blamed = {finding.component for finding in failures}
+    open_still = {finding.component for finding in failures if finding.sbatch_decides}
+    return settle(findings, try_components(plan, skip=blamed - open_still))
+
+
+def settle(findings: Sequence[Finding], tried: Sequence[Finding]) -> list[Finding]:
+    """What sbatch decides is a warning where sbatch takes the component; of one that fails our own words are enough.
+
+    tried: from try_components.
+    """
+    taken = {finding.key for finding in tried if finding.verdict == "pass"}
+    settled = [
+        replace(finding, verdict="warn", text=f"{finding.text}, but sbatch takes it")
+        if finding.verdict == "fail" and finding.sbatch_decides and finding.component in taken
+        else finding
+        for finding in findings
+    ]
+    # sbatch says less than our lines, and would say it a second time.
+    blamed = {finding.component for finding in settled if finding.verdict == "fail"}
+    return [*settled, *(finding for finding in tried if finding.key not in blamed)]
 
 
 def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]:
@@ -163,7 +191,15 @@ def _requeue(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 def _arrays(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     limit = facts.config.get("MaxArraySize", "")
     for job in plan.jobs:
-        if job.array_size is not None and limit.isdigit() and job.array_size > int(limit):
+        if job.array_size is None or not limit.isdigit() or job.array_size <= int(limit):
+            continue
+        if int(limit) == 0:
+            text = "this cluster takes no job arrays (MaxArraySize=0), and generators of their own are one"
+            legal = "legal: 'hetjob'; `rlhpc scale` cannot be used here"
+            if plan.is_elastic:  # its placement is the run's, and not to blame
+                legal = "legal: the generators that the run was submitted with; `rlhpc scale` cannot be used here"
+            yield Finding("cluster.placement", plan.placement, "fail", text, legal)
+        else:
             key, text = f"{job.name}.nodes", f"an array of {job.array_size} tasks, and MaxArraySize={limit} here"
             yield Finding(key, str(job.array_size), "fail", text, f"legal: up to {limit} generators, or whole nodes")
 

@@ -6,6 +6,7 @@ Each type refuses what would break a script, or mean something else to Slurm tha
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
@@ -37,6 +38,8 @@ OWN_DIRECTIVES = {
     "G": "gpus_per_node and gpu_request",
     "gpus-per-node": "gpus_per_node and gpu_request",
     "gpus-per-task": "gpus_per_node and gpu_request",
+    "gpus-per-socket": "gpus_per_node and gpu_request",
+    "cpus-per-gpu": "cpus_per_gpu",
     "cpus-per-task": "cpus_per_task or cpus_per_gpu",
     "c": "cpus_per_task or cpus_per_gpu",
     "mem": "memory_gib_per_task or memory_gib_per_gpu",
@@ -46,10 +49,14 @@ OWN_DIRECTIVES = {
 }
 # Directives that would take the plan apart; no key says them.
 FOREIGN_DIRECTIVES = {
-    "ntasks", "n", "ntasks-per-node", "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J",
-    "requeue", "no-requeue", "dependency", "d", "chdir", "D", "no-kill", "k", "wrap", "hold", "H", "mem-per-cpu",
-    "mem-per-gpu", "export",
+    "ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "tres-per-task",
+    "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J", "requeue", "no-requeue", "dependency", "d",
+    "chdir", "D", "no-kill", "k", "wrap", "hold", "H", "mem-per-cpu", "mem-per-gpu", "export", "export-file", "wait",
+    "W", "test-only", "clusters", "cluster", "M", "parsable", "hetjob", "het-group", "uid", "gid", "quiet", "Q", "help",
+    "h", "usage", "u", "version", "V", "comment",
 }  # fmt: skip
+_REASONS = {"comment": "rlhpc marks its jobs with a comment of its own"}
+_NO_VALUE = "HkOsQvWhuV"  # short options that others may follow in one word
 
 
 def walltime_s(value: object) -> int:
@@ -85,20 +92,48 @@ def slurm_time(seconds: int) -> str:
 
 def _directive(value: str) -> str:
     """One directive without the "#SBATCH ", as it will stand in the script."""
-    match = re.fullmatch(r"(?:--(?P<long>[a-z][a-z0-9-]*)(?:[= ].*)?|-(?P<short>[A-Za-z]).*)", value)
-    if match is None or not value.isprintable():
-        raise ValueError('not a directive; legal: what stands behind #SBATCH, such as "--licenses=matlab:1"')
-    name = match["long"] or match["short"]
-    if name in OWN_DIRECTIVES:
-        raise ValueError(f"written from a key of its own; legal: {OWN_DIRECTIVES[name]}")
-    if name in FOREIGN_DIRECTIVES:
-        raise ValueError("the plan counts on its own value of this directive")
+    wrong = ValueError('not a directive; legal: what stands behind #SBATCH, such as "--licenses=matlab:1"')
+    if not re.fullmatch(r"--[a-z][a-z0-9-]*([= ].*)?|-[A-Za-z].*", value) or not value.isprintable():
+        raise wrong
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        raise wrong from None
+    for word in words:  # sbatch reads several options of one line
+        for name in _options_of(word):
+            _refuse_option(name)
     return value
+
+
+def _options_of(word: str) -> list[str]:
+    """Names in one word: "--time=1", "-t1", "-Wt1" (W takes no value); none in a value that stands by itself."""
+    if word.startswith("--"):
+        return [word[2:].partition("=")[0]]
+    letters = word[1:] if word.startswith("-") else ""
+    bare = len(letters) - len(letters.lstrip(_NO_VALUE))
+    return list(letters[: bare + 1])
+
+
+def _refuse_option(name: str) -> None:
+    known = name in OWN_DIRECTIVES or name in FOREIGN_DIRECTIVES
+    # sbatch takes abbreviations.  No option of its own is the beginning of one of these without being one of these.
+    full = name if known or len(name) < 2 else next((o for o in _long_options() if o.startswith(name)), name)
+    said = "" if full == name else f"sbatch may read it as --{full}: "
+    if full in OWN_DIRECTIVES:
+        raise ValueError(f"{said}written from a key of its own; legal: {OWN_DIRECTIVES[full]}")
+    if full in FOREIGN_DIRECTIVES:
+        raise ValueError(said + _REASONS.get(full, "the plan counts on its own value of this directive"))
+
+
+def _long_options() -> list[str]:
+    return sorted(name for name in {*OWN_DIRECTIVES, *FOREIGN_DIRECTIVES} if len(name) > 1)
 
 
 def _shell_line(value: str) -> str:
     if not value.strip() or "\n" in value:
         raise ValueError("not one line of shell")
+    if value.endswith("\\"):
+        raise ValueError("a line that ends in a backslash swallows the one below it, which looks at its status")
     return value
 
 

@@ -31,7 +31,7 @@ def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevClust
         "het-whole",
         run={"num_steps": 30},
         generation={"num_replicas": 2},
-        trainer={"num_ranks": 2},
+        trainer={"num_ranks": 2, "device": "auto"},
         **LASTING,
     )
     said = run.submit()

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from launch.batch import role_task
 from launch.doctor import login_checks, probe
+from launch.doctor.cluster_facts import parse_gpus
 from launch.doctor.commands import plan_of as made_up_plan
 from launch.doctor.component_check import Finding
 from launch.doctor.job_checks import Reports, probe_component, probe_script
@@ -79,6 +82,61 @@ def test_releases_of_slurm_are_known_as_tried_or_not() -> None:
         findings = list(login_checks.check_version(plan, facts))
         assert findings[0].verdict == verdict
         assert len(findings) == 1 + (version >= (25, 11))
+        assert (findings[0].text == "has been tried") is (version == (22, 5))  # the one that tests/slurm runs on
+
+
+def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_of_and_none_is_needed() -> None:
+    mounts = "srv:/ / nfs4 rw 0 0\n/dev/sda /tmp ext4 rw 0 0\n"
+
+    def wrong(shell: dict[str, str], **environment: str) -> list[str]:
+        found = login_checks.check_caches(plan_of(prologue={"environment": environment}), shell, mounts)
+        return [finding.line for finding in found if finding.verdict != "pass"]
+
+    local = {"TRITON_CACHE_DIR": "${SLURM_TMPDIR:-/tmp}/$USER/triton", "NUMBA_CACHE_DIR": "/tmp/$USER"}
+    assert not wrong({})
+    assert not wrong({}, **local)
+    assert "Slurm does not set TMPDIR by itself" in wrong({}, TRITON_CACHE_DIR="$TMPDIR/triton")[0]
+    lines = wrong({"VLLM_CACHE_ROOT": "/nowhere/vllm"}, TRITON_CACHE_DIR="/nowhere/$USER/triton")
+    assert [line.split("=")[0] for line in lines] == ["prologue.environment.TRITON_CACHE_DIR", "shell: VLLM_CACHE_ROOT"]
+
+
+def test_the_caches_that_are_looked_at_are_those_that_a_task_gets_by_itself() -> None:
+    assert set(login_checks.CACHES) == set(role_task._CACHES)
+
+
+@pytest.mark.parametrize("name", ["example", "apptainer", "conda-lustre", "module-venv"])
+def test_no_site_file_of_ours_sets_what_a_task_gets_by_itself(name: str) -> None:
+    given = load_site(ROOT / "slurm" / "sites" / f"{name}.toml").prologue.environment
+    assert not {"TMPDIR", *login_checks.CACHES} & set(given)
+    assert not [value for value in given.values() if "TMPDIR" in value]
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("gpu", {"": 1}),
+        ("gpu:4", {"": 4}),
+        ("gpu:4(S:0-1)", {"": 4}),
+        ("gpu:tesla", {"tesla": 1}),
+        ("gpu:3090:4", {"3090": 4}),
+        ("gpu:4090:8(S:0-1)", {"4090": 8}),
+        ("gpu:2080ti:10(S:0,2-3)", {"2080ti": 10}),
+        ("gpu:a100:no_consume:4", {"a100": 4}),
+        ("gpu:no_consume:2", {"": 2}),
+        ("gpu:a100:4(S:0-1),gpu:v100:2", {"a100": 4, "v100": 2}),
+        ("gpu:a100:2(S:0),gpu:a100:2(S:1)", {"a100": 4}),
+        ("gpu:nvidia_a100_80gb_pcie_1g.10gb:7", {"nvidia_a100_80gb_pcie_1g.10gb": 7}),
+        ("gpu:a100:4(S:0-1),gpu:1g.10gb:7,shard:8,craynetwork:4", {"a100": 4, "1g.10gb": 7}),
+        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:nvidia_h100_80gb_hbm3:32(S:0-1)", {"nvidia_h100_80gb_hbm3": 8}),
+        ("craynetwork:4,gpu:mi250:8", {"mi250": 8}),
+        ("lscratch:760,gpu:rtx-6000:4", {"rtx-6000": 4}),
+        ("mps:400", {}),
+        ("(null)", {}),
+        ("", {}),
+    ],
+)
+def test_gpus_of_a_node_are_read_in_every_form_that_sites_have(text: str, gpus: dict[str, int]) -> None:
+    assert parse_gpus(text) == gpus
 
 
 def test_what_the_prologue_names_and_is_not_here_fails(tmp_path: Path) -> None:
@@ -159,9 +217,18 @@ def test_a_probe_asks_for_the_partitions_gpus_and_accounts_of_its_component(requ
     wanted = ["partition=gpu", "account=lab", "qos=long", "constraint=ib", "time=0:02:00", "nodes=2"]
     wanted.append("gres=gpu:8" if request_form == "gres" else "gpus-per-task=1")
     assert set(wanted) <= set(directives)
-    assert text.rstrip().splitlines()[-1].startswith("exec 'srun' ")
+    assert text.rstrip().splitlines()[-1].startswith("exec srun ")
     assert "launch.supervisor" not in text
     assert "requeue" not in [line for line in directives if line != "no-requeue"]
+
+
+def test_a_quote_in_a_path_stays_one_word_of_the_probes_command() -> None:
+    image = "/shared/bob's images/rlhpc.sif"
+    plan = plan_of(prologue={"image": image, "code": "/shared/code"})
+    text = probe_script(plan, probe_component(component_of(plan, "trainer")), Path("/shared/x"))
+    words = shlex.split(text.rstrip().splitlines()[-1])
+    assert image in words
+    assert words[-2:] == ["/shared/x", "trainer"]
 
 
 @pytest.mark.parametrize("name", ["example", "apptainer", "conda-lustre", "module-venv"])

@@ -128,6 +128,9 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('[common]\nextra = ["--mem=4G"]', ["common.extra.0='--mem=4G'", "legal: memory_gib_per_task or memory_gib_"]),
         ('[common]\nextra = ["-p gpu"]', ["common.extra.0='-p gpu'", "legal: partition"]),
         ('[common]\nextra = ["--array=0-3"]', ["common.extra.0='--array=0-3'", "the plan counts on its own"]),
+        ('[common]\nextra = ["--comment=mine"]', ["common.extra.0='--comment=mine'", "marks its jobs with a comment"]),
+        ('[common]\nextra = ["--cpus-per-gpu=4"]', ["common.extra.0='--cpus-per-gpu=4'", "legal: cpus_per_gpu"]),
+        ('[common]\nextra = ["--licenses=\'a"]', ["common.extra.0=", "legal: what stands behind #SBATCH"]),
         ('[common]\nextra = ["licenses"]', ["common.extra.0='licenses'", "legal: what stands behind #SBATCH"]),
         ('[common]\nextra = ["--a=b\\nrm -r x"]', ["common.extra.0=", "legal: what stands behind #SBATCH"]),
         ('[common]\nextra = "--licenses=a"', ["common.extra='--licenses=a'", "tuple"]),
@@ -138,6 +141,7 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('[prologue]\nenvironment = {"A B" = "c"}', ["prologue.environment.A B"]),
         ("[prologue]\nenvironment = {A = 1}", ["prologue.environment.A=1", "valid string"]),
         ('[prologue]\ncommands = ["a\\nb"]', ["prologue.commands.0='a\\nb'", "one line"]),
+        ('[prologue]\ncommands = ["ulimit -n 65536 \\\\"]', ["prologue.commands.0=", "ends in a backslash"]),
         ('[prologue]\nvenv = "/a"\nimage = "/b"\ncode = "/c"', ["prologue.image='/b': together with venv"]),
         ('[prologue]\nimage = "/b"', ["prologue.code: missing"]),
         ('[prologue]\nconda_environment = "x"', ["prologue.conda_environment='x': needs conda"]),
@@ -149,6 +153,42 @@ def test_a_fault_is_said_with_key_value_and_what_is_legal(tmp_path: Path, text: 
     said = refusal(tmp_path, text)
     for word in words:
         assert word in said
+
+
+@pytest.mark.parametrize(
+    "directive",
+    ["--wait", "-W", "--test-only", "--clusters=all", "-M all", "--cluster=all", "--parsable", "--hetjob",
+     "--het-group=1", "--cpus-per-gpu=4", "--ntasks-per-gpu=1", "--ntasks-per-socket=1", "--ntasks-per-core=1",
+     "--tres-per-task=cpu:2", "--gpus-per-socket=1", "--uid=0", "--gid=0", "--quiet", "-Q", "--help", "--usage", "-V",
+     "--export-file=x", "--licenses=a:1 --array=0-3", "-sW", "-Ot1"],
+)  # fmt: skip
+def test_a_directive_that_wrecks_a_submission_is_refused(tmp_path: Path, directive: str) -> None:
+    assert f"common.extra.0={directive!r}: " in refusal(tmp_path, f'[common]\nextra = ["{directive}"]')
+
+
+@pytest.mark.parametrize(
+    ("directive", "said"),
+    [
+        ("--parti=gpu", "sbatch may read it as --partition: written from a key of its own; legal: partition"),
+        ("--wra=x", "sbatch may read it as --wrap: the plan counts on its own value"),
+        ("--exclusiv", "sbatch may read it as --exclusive"),
+        ("--arr=0-3", "sbatch may read it as --array"),
+        ("--ntasks-per-n=2", "sbatch may read it as --ntasks-per-node"),
+    ],
+)
+def test_an_abbreviation_hides_no_directive_of_ours(tmp_path: Path, directive: str, said: str) -> None:
+    assert said in refusal(tmp_path, f'[common]\nextra = ["{directive}"]')
+
+
+@pytest.mark.parametrize(
+    "directive",
+    ["--licenses=a:1", "-L a:1", "--exclude=a1", "-x a1", "--nodelist=a[1-3]", "--begin=now+1hour", "--nice=-100",
+     "--gres-flags=enforce-binding", "--wait-all-nodes=1", "--time-min=10", "--tmp=100G", "--mem-bind=local",
+     "--cluster-constraint=x", "--gpu-bind=none", "--tres-bind=gres/gpu:none", "--use-min-nodes", "--deadline=now+1day",
+     "--switches=1@10", "--kill-on-invalid-dep=yes", "--wckey=x", "--prefer=ib", "-vv"],
+)  # fmt: skip
+def test_other_directives_are_taken_as_they_stand(tmp_path: Path, directive: str) -> None:
+    assert load(tmp_path, f'[common]\nextra = ["{directive}"]').common.extra == (directive,)
 
 
 def test_a_request_for_gpus_has_three_forms(tmp_path: Path) -> None:

@@ -15,15 +15,14 @@ from launch.doctor.cluster_facts import (
     duration_s,
     parse_associations,
     parse_config,
-    parse_gpus,
     parse_nodes,
     parse_partitions,
     parse_qos,
 )
-from launch.doctor.component_check import Finding
+from launch.doctor.component_check import Finding, Verdict
 from launch.doctor.node_features import fulfils
 from launch.doctor.shared_directory import check_directory, filesystem_type
-from launch.doctor.slurm_check import check_plan
+from launch.doctor.slurm_check import check_plan, settle
 from tests.unit.launch.site_kit import plan_of
 
 # As scontrol --oneliner prints them, shortened.
@@ -139,11 +138,67 @@ def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
 
 def test_an_account_that_the_partition_does_not_take_is_told() -> None:
     assert only(said(trainer={"account": "guests"})) == (
-        "fail trainer.account='guests': partition 'gpu' does not take this account; legal: lab"
+        "fail trainer.account='guests': partition 'gpu' does not take this account by its name; legal: lab"
     )
     guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", (), None),))
     lines = said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})
-    assert lines[0] == "fail trainer.account='guests': partition 'lab' does not take this account; legal: lab"
+    assert lines[0] == (
+        "fail trainer.account='guests': partition 'lab' does not take this account by its name; legal: lab"
+    )
+
+
+def settled(verdict: Verdict, *overrides: str, **sections: dict[str, Any]) -> list[str]:
+    """What is wrong after sbatch has been asked about the trainer, with this outcome."""
+    tried = [Finding("trainer", "sbatch --test-only", verdict, "said")]
+    findings = settle(check_plan(plan_of(*overrides, **sections), FACTS), tried)
+    return [f"{finding.verdict} {finding.line}" for finding in findings if finding.verdict != "pass"]
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [{"account": "guests"}, {"qos": "lng"}, {"reservation": "curse"}, {"constraint": "h200"},
+     {"memory_gib_per_gpu": 500}, {"cpus_per_gpu": 90}],
+    ids=lambda keys: next(iter(keys)),
+)  # fmt: skip
+def test_what_sbatch_knows_better_is_a_refusal_only_where_sbatch_refuses_too(trainer: dict[str, Any]) -> None:
+    """AllowAccounts means the accounts below one too, since some release; and what we read may be read wrong."""
+    line = only(settled("pass", trainer=trainer))
+    assert line.startswith(f"warn trainer.{next(iter(trainer))}=")
+    assert ", but sbatch takes it; legal: " in line
+    for verdict in ("fail", "warn"):  # warn: "not available", which Slurm says of nodes that are away too
+        line = only(settled(verdict, trainer=trainer))
+        assert line.startswith(f"fail trainer.{next(iter(trainer))}=")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"trainer": {"partition": "gpuu"}}, {"trainer": {"account": "labb"}}, {"trainer": {"gres_type": "a100"}},
+     {"trainer": {"partition": "gpu,gpuu"}}],
+    ids=str,
+)  # fmt: skip
+def test_what_sbatch_takes_without_a_word_and_what_does_not_exist_is_a_refusal_whatever_it_says(
+    sections: dict[str, Any],
+) -> None:
+    assert only(settled("pass", **sections)).startswith("fail trainer.")
+
+
+def test_sums_are_reckoned_although_sbatch_is_to_decide_about_an_account() -> None:
+    lines = said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", trainer={"account": "guests"})
+    assert len(lines) == 2
+    assert "components of one job lie on different nodes" in lines[1]
+
+
+def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None:
+    line = only(said(with_config(MaxArraySize="0"), cluster={"placement": "jobs"}))
+    assert line == (
+        "fail cluster.placement='jobs': this cluster takes no job arrays (MaxArraySize=0), and generators of their own "
+        "are one; legal: 'hetjob'; `rlhpc scale` cannot be used here"
+    )
+    assert not said(with_config(MaxArraySize="0"))
+    elastic = replace(plan_of(cluster={"placement": "jobs"}), is_elastic=True)
+    told = [each for each in check_plan(elastic, with_config(MaxArraySize="0")) if each.verdict == "fail"]
+    assert ["'hetjob'" in each.line for each in told] == [False]
+    assert "`rlhpc scale` cannot be used here" in told[0].line
 
 
 def test_a_qos_that_does_not_exist_or_may_not_be_used_is_told() -> None:
@@ -196,6 +251,10 @@ def test_more_nodes_than_the_partition_has_or_gives_are_told() -> None:
     lines = said(FACTS, "trainer.num_ranks=40")
     assert "fail trainer.nodes='5': partition 'gpu' gives one job 4; legal: at most 4" in lines
     assert "fail trainer.nodes='5': partition 'gpu' has 4 such nodes; legal: at most 4" in lines
+    wide = replace(FACTS, qos=(Qos("normal", None, None, "DenyOnLimit,PartitionMaxNodes"),))
+    assert not [
+        line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "gives one job" in line
+    ]
 
 
 def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() -> None:
@@ -269,13 +328,6 @@ def test_what_slurm_prints_is_read() -> None:
     assert not replace(node, state="IDLE+DRAIN").is_up
     assert [duration_s(text) for text in ("30:00", "01:00:00", "2-12:00:00", "UNLIMITED")] == [1800, 3600, 216000, None]
     assert FACTS.qos[1] == Qos("long", 43200, 4, "")
-    assert parse_gpus("gpu:a100:4(S:0-1),gpu:1g.10gb:7,shard:8,craynetwork:4") == {"a100": 4, "1g.10gb": 7}
-    assert [parse_gpus(text) for text in ("gpu:4", "gpu", "(null)", "gpu:tesla")] == [
-        {"": 4},
-        {"": 1},
-        {},
-        {"tesla": 1},
-    ]
 
 
 def test_the_filesystem_of_a_path_is_that_of_its_deepest_mount(tmp_path: Path) -> None:
