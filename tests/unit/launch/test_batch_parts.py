@@ -183,3 +183,31 @@ def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.M
 
 def test_a_job_counts_as_gone_only_in_states_that_are_over() -> None:
     assert {state.name for state in STATES if state.life is Life.OVER} == OVER
+
+
+def stand_in(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A command of that name that writes down its words, for there is no slurmctld here to look at."""
+    words = directory / f"{name}.words"
+    program = directory / name
+    program.write_text(f'#!/bin/sh\necho "$@" >> {words}\necho 1:00\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+    return words
+
+
+def test_a_task_of_an_array_speaks_of_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last task has the id of the whole array: by it, all of the array would be requeued."""
+    last = ThisJob.of({"SLURM_JOB_ID": "36", "SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "3"})
+    requeued, asked = stand_in(tmp_path, "scontrol", monkeypatch), stand_in(tmp_path, "squeue", monkeypatch)
+    last.requeue()
+    assert requeued.read_text().split() == ["requeue", "36_3"]
+    TimeLimit(last, {})
+    assert "--jobs=36_3" in asked.read_text().split()
+
+
+def test_a_full_disk_ends_no_supervisor(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "gone")
+    (tmp_path / "gone").write_text("")  # nothing can be made below it
+    EventLog(layout.job_events("12"), 0).say("life", "begins")
+    budget = RetryBudget(layout, 1)
+    assert (budget.take(10), budget.take(10)) == (2.0, None)

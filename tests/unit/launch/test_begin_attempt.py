@@ -114,3 +114,14 @@ def test_a_complete_run_begins_nothing(layout: RunLayout) -> None:
     with pytest.raises(RunDirectoryError, match="the run is complete"):
         begin_attempt(layout, job_id=1, restart=0)
     assert layout.status.exists()
+
+
+def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node that was lost comes back, and its supervisor with it: Slurm has started the job again elsewhere."""
+    begin_attempt(layout, job_id=7, restart=1)
+    words = ["--run-dir", str(layout.root), "--job-id", "7"]
+    assert main([*words, "--restart", "0"]) == 4
+    assert "attempt 0 is of job 7, life 1" in capsys.readouterr().err
+    assert json.loads(layout.attempt.read_bytes())["restart"] == 1
+    assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
+    assert main([*words, "--restart", "2"]) == 0

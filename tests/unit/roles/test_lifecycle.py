@@ -19,7 +19,9 @@ from rlhpc.roles.lifecycle import (
     EXIT_BUG,
     EXIT_CONFIG,
     EXIT_FAULT,
+    INTERRUPT_PATIENCE_S,
     RoleContext,
+    StopRequest,
     first_leaf,
     parse_role,
     run_role,
@@ -142,3 +144,22 @@ async def test_what_is_not_done_when_stop_is_set_is_cancelled() -> None:
     assert await unless_stopped(stop, task) is None
     assert task.cancelled()
     assert await unless_stopped(asyncio.Event(), asyncio.ensure_future(asyncio.sleep(0, "done"))) == "done"
+
+
+async def test_under_a_supervisor_a_stop_has_no_limit_until_an_interrupt_sets_one() -> None:
+    stop = StopRequest(is_supervised=True)
+    work = asyncio.create_task(asyncio.sleep(60.0))
+    waiting = asyncio.create_task(stop.wait_for(work))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.event.wait(), 5.0)
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(waiting, INTERRUPT_PATIENCE_S + 5.0)
+        assert not work.done()
+    finally:
+        for task in (work, waiting):
+            task.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)

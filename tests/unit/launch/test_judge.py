@@ -1,0 +1,101 @@
+"""What an attempt comes to: a table of ends and verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.batch.exit_records import ExitRecord, write_record
+from launch.batch.judge import Judge
+from launch.batch.plan_file import JobPart, Limits, Part, Share
+from launch.batch.run_state import Attempt
+from launch.batch.this_job import ThisJob
+from launch.batch.verdict import Cause
+from rlhpc.run_layout import RunLayout
+
+ATTEMPT = Attempt(2, 40, 12, 0)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    for directory in (layout.jobs, layout.checkpoints, layout.logs):
+        directory.mkdir()
+    return layout
+
+
+def judge(layout: RunLayout) -> Judge:
+    def part(name: str, role: str, count: int) -> Part:
+        return Part(name, (Share(role, count, 0),), role == "controller", (), 0, False, ("python3",), {}, {})
+
+    parts = (part("controller", "controller", 1), part("trainer", "trainer", 2))
+    limits = Limits(meet_s=10, stall_s=10, max_retries=1)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, parts, limits, "requeue", ())
+    return Judge(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))
+
+
+def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
+    role, _, replica = name.rpartition("-")
+    path = layout.exit_record(role, int(replica), ATTEMPT.index)
+    path.parent.mkdir(exist_ok=True)
+    write_record(path, ExitRecord(name, status, words, 1, "n1", "12"))
+
+
+@pytest.mark.parametrize(
+    ("status", "asked", "told_to_end", "cause"),
+    [
+        (0, Cause.TIME, False, Cause.TIME),
+        (137, Cause.TIME, False, Cause.TIME),  # killed at the last moment: the next life goes on
+        (0, Cause.YIELD, False, Cause.YIELD),
+        (3, Cause.YIELD, False, Cause.FAILED),
+        (0, Cause.STOP, False, Cause.STOP),
+        (143, Cause.STOP, False, Cause.STOP),  # asked while it was still importing: not to be tried again
+        (0, Cause.SIGNAL, True, Cause.SIGNAL),
+        (3, Cause.SIGNAL, True, Cause.SIGNAL),
+        (137, Cause.ABORT, False, Cause.ABORT),
+        (137, Cause.FENCED, False, Cause.FENCED),
+        (137, Cause.STALLED, False, Cause.STALLED),
+        (2, None, False, Cause.SETTINGS),
+        (5, None, False, Cause.ALONE),
+        (3, None, False, Cause.FAILED),
+        (70, None, False, Cause.FAILED),
+        (0, None, False, Cause.FAILED),  # nobody asked it to end, and the run is not complete
+    ],
+)
+def test_how_the_controller_ended_and_why_decide(
+    layout: RunLayout, status: int, asked: Cause | None, told_to_end: bool, cause: Cause
+) -> None:
+    assert judge(layout).verdict(status, ATTEMPT, asked, "why", told_to_end).cause is cause
+
+
+def test_a_complete_run_needs_the_word_of_every_rank(layout: RunLayout) -> None:
+    layout.summary.touch()
+    ended(layout, "trainer-0", 0)
+    verdict = judge(layout).verdict(0, ATTEMPT, None, "", told_to_end=False)
+    assert (verdict.cause, verdict.text) == (Cause.UNCLEAN, "complete, but trainer ranks 1 did not end well")
+    ended(layout, "trainer-1", 0)
+    assert judge(layout).verdict(0, ATTEMPT, None, "", told_to_end=False).cause is Cause.COMPLETE
+
+
+def test_the_trainer_is_named_before_the_controller_that_failed_with_it(layout: RunLayout) -> None:
+    ended(layout, "controller-0", 3, "RoleFailed: trainer-0 is silent")
+    ended(layout, "trainer-1", 137, "CUDA error")
+    verdict = judge(layout).verdict(3, ATTEMPT, None, "", told_to_end=False)
+    assert verdict.cause is Cause.FAILED
+    assert verdict.text == "trainer-1 on n1 ended with signal SIGKILL: CUDA error"
+
+
+def test_settings_that_a_rank_refuses_are_settings_whatever_the_controller_says(layout: RunLayout) -> None:
+    ended(layout, "trainer-1", 2, "trainer.device='cuda': no GPU")
+    verdict = judge(layout).verdict(3, ATTEMPT, None, "", told_to_end=False)
+    assert verdict.cause is Cause.SETTINGS
+    assert "no GPU" in verdict.text
+
+
+def test_every_cause_says_what_follows() -> None:
+    for cause in Cause:
+        assert cause.follows in ("end", "requeue", "again", "leave")
+        assert cause.words
+    assert Cause.TIME.follows == "requeue"
+    assert {cause for cause in Cause if cause.status == 0} == {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD}
