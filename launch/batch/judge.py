@@ -43,7 +43,7 @@ class Judge:
             return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
         if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
             return Verdict(asked, why)
-        return self._failure(status, records, asked, told_to_end)
+        return self._failure(status, records, asked, why, told_to_end)
 
     def obituary(self, part: str, attempt: Attempt, status: int | None) -> str:
         """How a part ended, in the words of the first of its processes that complains."""
@@ -51,11 +51,13 @@ class Judge:
         records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
         return records[0].cause if records else f"status {status}, and nobody complains"
 
-    def _failure(self, status: int, records: list[ExitRecord], asked: Cause | None, told_to_end: bool) -> Verdict:
+    def _failure(
+        self, status: int, records: list[ExitRecord], asked: Cause | None, why: str, told_to_end: bool
+    ) -> Verdict:
         failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
         # The trainer first: when it fails, the controller does, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
-        text = failed[0].cause if failed else f"the controller ended with status {status}"
+        text = failed[0].cause if failed else why or f"the controller ended with status {status}"
         if told_to_end:  # before components are looked at: Slurm may be requeueing all of them
             return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
         if self._component_is_gone("trainer"):

@@ -69,6 +69,11 @@ def test_how_the_controller_ended_and_why_decide(
     assert judge(layout).verdict(status, ATTEMPT, asked, "why", told_to_end).cause is cause
 
 
+def test_a_failure_that_no_process_explains_has_the_reason_it_was_ended_for(layout: RunLayout) -> None:
+    verdict = judge(layout).verdict(137, ATTEMPT, Cause.FAILED, "no step for 15 s", told_to_end=False)
+    assert (verdict.cause, verdict.text) == (Cause.FAILED, "no step for 15 s")
+
+
 def test_a_complete_run_needs_the_word_of_every_rank(layout: RunLayout) -> None:
     layout.summary.touch()
     ended(layout, "trainer-0", 0)
