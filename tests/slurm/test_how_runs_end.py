@@ -59,7 +59,7 @@ def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevClu
     run.wait_step(3)
     [generator] = role_pids(run, "generator")
     os.kill(generator, signal.SIGSTOP)
-    text = wait_for_the_end(run)
+    text = wait_for_the_end(run, 240.0)
     assert "stalled: no step for 39 s" in text
     assert "waits for" in text
     assert len(run.attempts()) == 2, "an attempt that had made progress is worth another"
