@@ -38,8 +38,8 @@ def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevClust
     assert f"rlhpc status {run.layout.root}" in said
     first_step_s = run.wait_step(1)
     hosts = {role["name"]: role["host"] for role in run.status()["roles"]}
-    gpus = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in role_pids(run, "generator")]
-    assert sorted(gpus) == ["0", "1"], "each its own of the node's four"
+    gpus = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in role_pids(run, "trainer")]
+    assert sorted(gpus) == ["0", "1"], "a rank has its own of the two that the job has on the node"
     assert len({environment_of(pid)["TMPDIR"] for pid in role_pids(run, "generator")}) == 2
     run.wait_complete()
     assert_whole(run, 30)
