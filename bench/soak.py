@@ -20,7 +20,7 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
 from tests.ring.run_kit import make_lab
-from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, trained_in_vain
 
 LIFE_S = 110.0  # a minute's limit, the requeue delay, and a busy machine
 
@@ -82,9 +82,9 @@ def _show(run: SlurmRun, seen: int, began: float) -> int:
 
 
 def _verdict(run: SlurmRun, num_steps: int) -> int:
-    lost = sum(1 for _ in run.layout.rollouts.glob("lost_attempt_*/*"))
+    lost = trained_in_vain(run)
     attempts = run.attempts()
-    print(json.dumps({"attempts": len(attempts), "steps": num_steps, "segments_set_aside": lost}))
+    print(json.dumps({"attempts": len(attempts), "steps": num_steps, "rollouts_trained_in_vain": lost}))
     try:
         assert_whole(run, num_steps)
     except AssertionError as error:

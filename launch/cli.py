@@ -19,7 +19,7 @@ EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; every error is a line on stderr and exit status 2."""
+    """Run one command; every error is a line on stderr and exit status 2, Ctrl-C 130."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER
     except BrokenPipeError:  # `rlhpc status … | head`
         return 0
-    except KeyboardInterrupt:
+    except OSError as error:  # no permission, a full disk
+        where = f"{error.filename}: " if error.filename is not None else ""
+        sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
+        return EXIT_USER
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:  # what has become of what was begun
+            sys.stderr.write(f"rlhpc: {interrupt}\n")
         return EXIT_INTERRUPTED
     return status
 
@@ -95,12 +101,12 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     _takes_scale(command("scale", _scale, "Add generators to a submitted run, or retire them again."))
     logs = command("logs", _logs, "Show what the processes of a run have written.")
     logs.add_argument("run_dir", type=Path)
-    logs.add_argument("role", nargs="?", help='"trainer", "generator-1", "slurm" for batch logs; default: all')
+    what = '"trainer", "generator-1", "slurm" for batch logs; default: all'
+    logs.add_argument("words", nargs="*", metavar="[ROLE]", help=what)
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
     doctor = command("doctor", _doctor, "Look at a site for everything that keeps runs from running; say the remedy.")
     doctor.add_argument("site_file", type=Path, metavar="SITE.toml")
-    doctor.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help="default: a made-up run")
-    doctor.add_argument("overrides", nargs="*", metavar="key=value")
+    doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a made-up run")
     doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
     doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for its jobs (300)")
 
@@ -218,9 +224,11 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
 
 
 def _submit(options: argparse.Namespace) -> int:
+    from launch.jobs.submit import dependency, submit_run
+
     if options.dry_run:
+        dependency(options.after)
         return _plan(options)
-    from launch.jobs.submit import submit_run
 
     config = load_config(options.run_file, options.overrides)
     how = {"resume": options.resume, "fresh": options.fresh}
@@ -250,7 +258,9 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     from launch.jobs.stop import stop_run
+    from launch.run_directory import refuse_other_host
 
+    refuse_other_host(_layout(options))
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 
@@ -267,17 +277,29 @@ def _scale(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     from launch.logs import show_logs
 
-    return show_logs(_layout(options), options.role, options.follow)
+    role, *more = options.words or [None]
+    if more:
+        raise ConfigError(f"{more[0]!r}: one role may be given; legal besides: -f")
+    return show_logs(_layout(options), role, options.follow)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from launch.doctor.commands import doctor
 
+    files = [word for word in options.words if "=" not in word]
+    options.overrides = [word for word in options.words if "=" in word]
+    options.run_file = Path(files[0]) if files else None
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: neither an override (key=value) nor the one run file that may be given")
+    if options.overrides and not files:
+        raise ConfigError(f"{options.overrides[0]!r}: an override of a run file, and none is given")
     return doctor(options)
 
 
 def _layout(options: argparse.Namespace) -> RunLayout:
-    return RunLayout(options.run_dir.absolute())
+    from launch.run_directory import without_dots
+
+    return RunLayout(without_dots(options.run_dir))
 
 
 def _tell(line: str) -> None:
@@ -287,7 +309,7 @@ def _tell(line: str) -> None:
 def _export(options: argparse.Namespace) -> int:
     from launch.export import export_run
 
-    print(export_run(RunLayout(options.run_dir.absolute()), options.out, options.step))
+    print(export_run(_layout(options), options.out, options.step))
     return 0
 
 

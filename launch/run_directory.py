@@ -113,6 +113,21 @@ def launcher_of(layout: RunLayout) -> int | None:
         return None
 
 
+def refuse_other_host(layout: RunLayout) -> None:
+    """Raises RunDirectoryError: a launcher of `rlhpc run` lives on another host, where alone it can be spoken to."""
+    host, silent_s = _other_host(layout)
+    if host and silent_s < LIVES_ELSEWHERE_S:
+        raise RunDirectoryError(
+            f"{layout.root}: a run on {host} wrote its status {silent_s:.0f} s ago; stop it there, or wait "
+            f"{LIVES_ELSEWHERE_S:.0f} s after its end"
+        )
+
+
+def without_dots(path: Path) -> Path:
+    """Absolute, and ".." followed as the file system does: of `link/..` the parent is that of the link's target."""
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
 def register_launcher(layout: RunLayout) -> None:
     """Note that this process runs the run."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "created": psutil.Process().create_time()}
@@ -152,6 +167,12 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(
             f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
             "or choose another run.name"
+        )
+    owner = layout.root.stat().st_uid
+    if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
+        raise RunDirectoryError(
+            f"{layout.root} belongs to the user with uid {owner}: --fresh deletes nobody else's run; choose another "
+            "run.name"
         )
     return True
 
@@ -200,21 +221,17 @@ def _refuse_if_alive(layout: RunLayout) -> None:
         raise RunDirectoryError(
             f"{layout.root}: a run lives here (launcher pid {pid}); `rlhpc stop {layout.root}` ends it"
         )
-    host, silent_s = _other_host(layout)
-    if host and silent_s < LIVES_ELSEWHERE_S:
-        raise RunDirectoryError(
-            f"{layout.root}: a run on {host} wrote its status {silent_s:.0f} s ago; stop it there, or wait "
-            f"{LIVES_ELSEWHERE_S:.0f} s after its end"
-        )
+    refuse_other_host(layout)
 
 
 def _other_host(layout: RunLayout) -> tuple[str, float]:
-    """Return the host of a launcher on another machine ("" if none), and the age of the run's status in seconds."""
+    """Return the host of a launcher on another machine ("" if none), and seconds since a sign of its life."""
     try:
         host = str(json.loads(layout.launcher.read_bytes())["host"])
     except (FileNotFoundError, json.JSONDecodeError, KeyError):
         return "", 0.0
-    return "" if host == socket.gethostname() else host, _age_s(layout.status)
+    written = layout.status if layout.status.exists() else layout.launcher  # a run that starts has no status yet
+    return "" if host == socket.gethostname() else host, _age_s(written)
 
 
 def _age_s(path: Path) -> float:
@@ -243,7 +260,7 @@ def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
 def _clear(layout: RunLayout) -> None:
     """Take away what was of the attempts before: none of them lives."""
     renew_meeting_places(layout)
-    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
+    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request, layout.launcher):
         stale.unlink(missing_ok=True)
     for request in layout.jobs.glob("*.yield"):
         request.unlink(missing_ok=True)

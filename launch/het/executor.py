@@ -11,7 +11,8 @@ import shlex
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch import sbatch
+from launch.batch.slurm_commands import SlurmError
 from launch.het.job import HeterogeneousSlurmJob
 from launch.het.script import DEFAULT_MINUTES, Component, Part, check_parts, plan_text, script_text
-from launch.het.submitit_seams import has_checkpoint, job_number, legal_parameters
+from launch.het.submitit_seams import has_checkpoint, legal_parameters
 from rlhpc.errors import ConfigError, RunDirectoryError
 
 __all__ = ["Component", "HeterogeneousSlurmExecutor"]
@@ -69,15 +71,18 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         name: str,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        record: Callable[[int], object] = lambda job_id: None,
     ) -> Job[Any]:
         """Submit a script that is ready; `options` go before it, for example --dependency=afterok:12.
 
         Whoever runs in it may leave ("success", value) or ("error", text) as a pickle in FOLDER/JOBID_0_result.pkl,
         which becomes the job's result.  environment: None is this process's without what belongs to another job.
-        Raises SlurmError, with `name` in front.
+        record: called with the id before Ctrl-C is heard; if it raises, the job is cancelled.  Raises SlurmError, with
+        `name` in front.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        return self.job_class(folder=self.folder, job_id=_sbatch(script, name, options, environment))
+        job_id = _sbatch(script, name, record, options, environment)
+        return self.job_class(folder=self.folder, job_id=job_id)
 
     def _submit(self, components: Sequence[Component], calls: Sequence[DelayedSubmission]) -> dict[str, Job[Any]]:
         parts = [Part(component, self._all_parameters(component)) for component in components]
@@ -86,8 +91,8 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         staging = self.folder / f".staging-{uuid.uuid4().hex}"
         try:
             self._write(staging, parts, calls)
-            job_id = _sbatch(staging / "submission.sh", ", ".join(part.component.name for part in parts))
-            self._publish(staging, parts, job_id)
+            names = ", ".join(part.component.name for part in parts)
+            job_id = _sbatch(staging / "submission.sh", names, partial(self._publish, staging, parts))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         is_one = len(parts) == 1
@@ -119,17 +124,17 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         text = script_text(parts, self.folder, batch_python=self.batch_python, code=_code())
         (staging / "submission.sh").write_text(text, encoding="utf-8")
 
-    def _publish(self, staging: Path, parts: Sequence[Part], job_id: str) -> None:
+    def _publish(self, staging: Path, parts: Sequence[Part], job_id: int) -> None:
         """Give the files their names, now that the job has its number; the job waits for the directory."""
         try:
             for part in parts:
                 directory = staging / part.component.name
                 (directory / "submitted.pkl").rename(directory / f"{job_id}_submitted.pkl")
                 (directory / f"{job_id}_submission.sh").symlink_to("../submission.sh")
-            staging.rename(self.folder / job_id)
+            staging.rename(self.folder / str(job_id))
         except OSError as error:  # Slurm counts anew after its state was lost: those would be another job's results
-            slurm("scancel", job_id, environment=clean_environment())
-            raise RunDirectoryError(f"{self.folder / job_id}: cannot be taken ({error}); use a new folder") from error
+            taken = self.folder / str(job_id)
+            raise RunDirectoryError(f"{taken}: cannot be taken ({error}); use a new folder") from error
 
     # ------------------------------------------------------------------------------------------- submitit's own entries
 
@@ -154,15 +159,20 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         return {**self.parameters, **own}
 
 
-def _sbatch(script: Path, name: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> str:
-    known = clean_environment() if environment is None else environment
+def _sbatch(
+    script: Path,
+    name: str,
+    record: Callable[[int], object],
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> str:
     try:
-        return job_number(slurm("sbatch", *options, str(script), environment=known))
+        return str(sbatch.submit_script(script, options, record=record, environment=environment))
     except SlurmError as error:
-        raise SlurmError(f"{name}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None
 
 
 def _code() -> Path | None:
     """The directory that holds `launch`, if Python would not find it by itself: a checkout."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return root if (root / "pyproject.toml").exists() else None

@@ -53,14 +53,6 @@ def legal_parameters() -> set[str]:
     return submitit_slurm.SlurmExecutor._valid_parameters()
 
 
-def job_number(said: str) -> str:
-    """The job id in what sbatch printed; of an array its first number.
-
-    Seam: `_get_job_id_from_submission_command`, a static method since 1.0.
-    """
-    return submitit_slurm.SlurmExecutor._get_job_id_from_submission_command(said)
-
-
 def has_checkpoint(submission: DelayedSubmission) -> bool:
     """True if the signal handler will call `checkpoint` of the callable.
 

@@ -14,6 +14,7 @@ from typing import Any
 from launch.jobs.job_plan import Component, Job, JobPlan, plan_jobs
 from launch.jobs.script import render_scripts
 from launch.plan import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
+from launch.run_directory import without_dots
 from launch.site.site_file import Site
 from launch.site.values import slurm_time
 from rlhpc.config import Config
@@ -35,7 +36,7 @@ def describe_with_scripts(plan: JobPlan) -> str:
 
 def shared_layout(config: Config, site: Site) -> RunLayout:
     """The run directory by the name that compute nodes know, where a symbolic link here gives it another."""
-    directory = config.run_directory
+    directory = without_dots(config.run_directory)  # or "shared/../elsewhere" would count as shared
     if site.cluster is None or directory.is_relative_to(site.cluster.shared_directory):
         return RunLayout(directory)
     real, shared = directory.resolve(), site.cluster.shared_directory

@@ -18,6 +18,7 @@ from launch.jobs.job_plan import Elastic, plan_elastic
 from launch.jobs.queue import JobRow, look_at_jobs
 from launch.jobs.report import describe_with_scripts
 from launch.jobs.stop import cancel
+from launch.jobs.submission_lock import submits_alone
 from launch.jobs.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
 from launch.site.site_file import load_site
 from launch.site.values import walltime_s
@@ -49,18 +50,25 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     """Add (+N) or retire (-N) generators.
 
     Raises ConfigError: not of that form, or generators that the site cannot hold; RunDirectoryError: no jobs were ever
-    submitted from here, the run is complete or does not live, or has less than N to retire; SlurmError.
+    submitted from here, the run is complete or does not live, has less than N to retire, or is scaled by somebody else
+    at this moment; SlurmError.
     """
     if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
         raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
     layout, placement = _submitted(layout)
-    records = read_records(layout)
-    if not dry_run:
-        _refuse_lifeless(layout, records)
-    if int(generators) > 0:
-        _add(layout, int(generators), placement, how, dry_run=dry_run, tell=tell)
+    if dry_run:
+        _scale(layout, int(generators), placement, how, dry_run=True, tell=tell)
+        return
+    with submits_alone(layout.jobs / ".scaling", tell):  # or two would give the same numbers
+        _refuse_lifeless(layout, read_records(layout))
+        _scale(layout, int(generators), placement, how, dry_run=False, tell=tell)
+
+
+def _scale(layout: RunLayout, change: int, placement: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    if change > 0:
+        _add(layout, change, placement, how, dry_run=dry_run, tell=tell)
     else:
-        _retire(layout, -int(generators), records, dry_run=dry_run, tell=tell)
+        _retire(layout, -change, read_records(layout), dry_run=dry_run, tell=tell)
 
 
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:

@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.batch.job_records import JobRecord, generators_of, write_record
-from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.sbatch import MayBeQueued
+from launch.batch.slurm_commands import SlurmError
 from launch.jobs.job_plan import Job, JobPlan, plan_jobs
 from launch.jobs.report import component_documents, plan_document, shared_layout
 from launch.jobs.script import render_scripts
+from launch.jobs.stop import cancel
+from launch.jobs.submission_lock import submits_alone
 from launch.preflight import Findings, preflight
 from launch.run_directory import claim_for_jobs
 from launch.site.site_file import GpuConfig, PrologueConfig, Site, load_site
@@ -26,6 +29,8 @@ from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
 Tell = Callable[[str], None]
+_ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+_DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS})*")
 
 
 def submit_run(
@@ -34,20 +39,22 @@ def submit_run(
     """Check everything, claim the run directory, submit every job, say what to do next.
 
     after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
-    made.  Raises SlurmError: sbatch failed; then no job is left in the queue.
+    made.  Raises SlurmError: sbatch failed; then no job is left in the queue, or the message names what may be.
     """
     site, site_text, options = load_site(site_file), site_file.read_bytes(), dependency(after)
+    site_mode = site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     layout = shared_layout(config, site)
     config = _for_jobs(config, layout)
     plan = plan_jobs(config, site, layout)
     findings = preflight(config, roles_run_here=roles_run_here(site.prologue))
     refuse_small_gpus(config, findings, site, site_file)
     refuse_unfit_for_slurm(plan)
-    for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
-        tell(f"changed     {change}")
-    write_atomically(layout.site, site_text)
-    write_plan(plan)
-    records = submit_jobs(plan, options)
+    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+        for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
+            tell(f"changed     {change}")
+        write_atomically(layout.site, site_text, mode=site_mode)
+        write_plan(plan)
+        records = submit_jobs(plan, options)
     tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
@@ -67,7 +74,9 @@ def dependency(after: str | None) -> list[str]:
         return []
     if after.isdecimal():
         return [f"--dependency=afterok:{after}"]
-    if not re.fullmatch(r"[a-z]+:[\w:,+?]+", after):
+    if after == "singleton":
+        raise ConfigError("--after singleton: jobs of a run have names of their own; legal: afterany:JOB")
+    if not _DEPENDENCY.fullmatch(after):
         raise ConfigError(f"--after {after!r}: legal: a job id, or a dependency of sbatch such as afterany:123")
     return [f"--dependency={after}"]
 
@@ -114,7 +123,7 @@ def write_plan(plan: JobPlan) -> None:
     for directory in (plan.layout.scripts, plan.log_directory, plan.layout.jobs):
         directory.mkdir(parents=True, exist_ok=True)
     for name, text in render_scripts(plan).items():
-        write_atomically(plan.layout.scripts / name, text.encode(), mode=0o755)
+        write_atomically(plan.layout.scripts / name, text.encode(), mode=0o700)  # [prologue.environment] may be private
     write_atomically(plan.plan_file, plan_document(plan).encode())
 
 
@@ -126,11 +135,16 @@ def submit_jobs(plan: JobPlan, options: Sequence[str] = ()) -> list[JobRecord]:
     records: list[JobRecord] = []
     try:
         for job in plan.jobs:
-            records.append(_submit(plan, job, options))
-            write_record(plan.layout, records[-1])
+            _submit(plan, job, options, records)
+    except MayBeQueued as error:
+        lost = f"{error}; if so, it ends by itself a minute after it has begun"
+        raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
     except RlhpcError as error:
-        raise SlurmError(f"{error}; {_withdraw(plan.layout, records)}") from error
-    except BaseException:  # survived: nothing; whatever it was (Ctrl-C, a full disk), no part of a run stays behind
+        raise SlurmError(f"{error}; {_withdraw(plan.layout, records) or 'nothing was submitted'}") from error
+    except KeyboardInterrupt as interrupt:
+        told = filter(None, (str(interrupt) or "interrupted", _withdraw(plan.layout, records)))
+        raise KeyboardInterrupt("; ".join(told)) from None
+    except BaseException:  # survived: nothing; whatever it was (a full disk), no part of a run stays behind
         _withdraw(plan.layout, records)
         raise
     return records
@@ -143,16 +157,25 @@ def describe_record(record: JobRecord) -> str:
     return f"{record.name} {record.job_id}{tasks}"
 
 
-def _submit(plan: JobPlan, job: Job, options: Sequence[str]) -> JobRecord:
+def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord]) -> None:
+    """Submit one; its record is on disk, and the last of `records`, before anything can come between."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
     from launch.het.executor import HeterogeneousSlurmExecutor  # submitit is not needed before
 
+    def record(job_id: int) -> None:
+        records.append(_record(plan, job, job_id, script))
+        write_record(plan.layout, records[-1])
+
     # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
-    submitted = HeterogeneousSlurmExecutor(plan.log_directory).submit_script(script, name=job.name, options=options)
+    executor = HeterogeneousSlurmExecutor(plan.log_directory)
+    executor.submit_script(script, name=job.name, options=options, record=record)
+
+
+def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:
     first, count = generators_of(component_documents(plan, job))
     component = next((each for each in job.components if each.name == "generation"), job.components[0])
     return JobRecord(
-        job_id=int(submitted.job_id),
+        job_id=job_id,
         name=job.name,
         placement=plan.placement,
         array_size=job.array_size,
@@ -167,14 +190,14 @@ def _submit(plan: JobPlan, job: Job, options: Sequence[str]) -> JobRecord:
 
 
 def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
-    """Cancel jobs and forget them; returns what is to be said of it."""
+    """Cancel jobs and forget them; returns what is to be said of it, "" if there is none."""
     if not records:
-        return "nothing was submitted"
+        return ""
     names = ", ".join(map(describe_record, records))
     try:
-        slurm("scancel", *(str(record.job_id) for record in records), patience_s=60.0)
+        cancel(str(record.job_id) for record in records)
     except SlurmError as error:
         return f"CANCEL BY HAND {names}: {error}"
     for record in records:
         layout.job_record(record.job_id).unlink(missing_ok=True)
-    return f"cancelled again: {names}; nothing of the run is queued"
+    return f"cancelled again: {names}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.dev_cluster.cluster import DevCluster
-from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import ROOT, Lab, command_environment, summary_of, to_toml
 
 START_LIMIT_S = 90.0  # from submission to the first step, on a busy machine
@@ -138,6 +138,14 @@ def assert_whole(run: SlurmRun, num_steps: int) -> None:
     """Complete; every step had a full batch and nothing was trained twice."""
     assert summary_of(run.layout)["steps"] == num_steps, run.story()
     assert_full_batches_trained_once(run.layout.rollouts, num_steps, groups_per_step=4, group_size=4)
+
+
+def trained_in_vain(run: SlurmRun) -> int:
+    """Rollouts that were trained on in steps that a later attempt did again.
+
+    What was set aside without having been trained on (groups that came after the last checkpoint) is no loss.
+    """
+    return sum(len(consumed(directory)) for directory in run.layout.rollouts.glob("lost_attempt_*"))
 
 
 def role_pids(run: SlurmRun, role: str) -> list[int]:

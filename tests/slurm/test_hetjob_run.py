@@ -14,7 +14,7 @@ import pytest
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.faults import crash_node, start_controller, start_node, stop_controller
 from tests.ring.run_kit import Lab
-from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
 
@@ -72,7 +72,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
     for event in run.events("attempt_end")[:-1]:
         trained, saved = re.findall(r"step (\d+)", event["text"])
         assert int(trained) - int(saved) <= 1, event["text"]
-    assert not list(run.layout.rollouts.glob("lost_attempt_*/*")), run.story()
+    assert trained_in_vain(run) == 0, run.story()
 
 
 def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevCluster, lab: Lab) -> None:

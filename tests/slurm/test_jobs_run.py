@@ -12,7 +12,7 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.faults import crash_node, start_node
 from tests.ring.run_kit import Lab, summary_of
 from tests.slurm.cluster_kit import submit, wait_state
-from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids
+from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
 GAP_S = 60  # between the first job and the last
@@ -63,7 +63,7 @@ def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: D
     controller = run.layout.job_events(str(run.jobs["controller"])).read_text()
     assert '"requeue"' not in controller
     assert len(run.events("requeue")) >= 2, "that of the trainer, and that of the generator"
-    assert not list(run.layout.rollouts.glob("lost_attempt_*/*"))
+    assert trained_in_vain(run) == 0
 
 
 def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(slurm: DevCluster, lab: Lab) -> None:

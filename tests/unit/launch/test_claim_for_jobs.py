@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 from launch.batch.job_records import JobRecord, write_record
 from launch.cli import EXIT_USER, main
 from launch.jobs.begin_attempt import begin_attempt
-from launch.jobs.report import plan_document
+from launch.jobs.report import plan_document, plan_report, shared_layout
 from launch.jobs.resume import resume_run
 from launch.jobs.scale import Addition, scale_run
-from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here
+from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
 from launch.memory.model_shape import ModelShape
 from launch.preflight import Findings
 from launch.run_directory import claim, claim_for_jobs, register_launcher
@@ -23,6 +24,7 @@ from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
 RECORD = JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0)
@@ -131,6 +133,30 @@ def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> 
         claim_for_jobs(config, layout, resume=True, fresh=False)
 
 
+def test_a_run_of_another_user_is_not_deleted(
+    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_for_jobs(config, layout, resume=False, fresh=False)
+    owner = layout.root.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    for take in (claim_for_jobs, claim):
+        with pytest.raises(RunDirectoryError, match=f"belongs to the user with uid {owner}: --fresh deletes nobody"):
+            take(config, layout, resume=False, fresh=True)
+    assert layout.config.exists()
+
+
+def test_a_launcher_of_another_host_that_has_ended_is_forgotten_with_the_next_claim(
+    config: Config, layout: RunLayout
+) -> None:
+    """Or the status that jobs write would make it live again."""
+    claim(config, layout, resume=False, fresh=False)
+    layout.launcher.write_text(json.dumps({"pid": 1, "host": "another-host", "created": 0.0}))
+    os.utime(layout.launcher, (0, 0))
+    claim_for_jobs(config, layout, resume=True, fresh=False)
+    layout.status.write_text("{}")
+    claim_for_jobs(config, layout, resume=True, fresh=False)
+
+
 @pytest.mark.usefixtures("no_slurm")
 def test_without_an_answer_of_slurm_jobs_count_as_living_for_jobs_and_silence_suffices_here(
     config: Config, layout: RunLayout
@@ -157,16 +183,47 @@ def test_without_an_answer_of_slurm_jobs_count_as_living_for_jobs_and_silence_su
         ("123", ["--dependency=afterok:123"]),
         ("afterany:123", ["--dependency=afterany:123"]),
         ("afterok:1:2,afterany:3", ["--dependency=afterok:1:2,afterany:3"]),
+        ("after:12+5?afternotok:3_1", ["--dependency=after:12+5?afternotok:3_1"]),
     ],
 )
 def test_after_is_a_job_or_a_dependency(after: str | None, options: list[str]) -> None:
     assert dependency(after) == options
 
 
-@pytest.mark.parametrize("after", ["", "job", "12 --wrap=x", "afterok:", "-5"])
-def test_anything_else_after_is_refused(after: str) -> None:
+@pytest.mark.parametrize("after", ["", "job", "12 --wrap=x", "afterok:", "-5", "nonsense:12", "afterany:job"])
+def test_anything_else_after_is_refused_also_in_a_dry_run(after: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"--after .*legal: a job id, or a dependency"):
         dependency(after)
+    pair = PAIRS[0]
+    words = ["submit", str(pair.run_file), str(pair.site_file), *pair.overrides, "--dry-run", f"--after={after}"]
+    assert main(words) == EXIT_USER
+    assert "legal: a job id" in capsys.readouterr().err
+
+
+def test_singleton_is_refused_with_what_serves_the_purpose() -> None:
+    with pytest.raises(ConfigError, match=r"--after singleton: .*legal: afterany:JOB"):
+        dependency("singleton")
+
+
+def test_scripts_are_for_their_owner_alone(tmp_path: Path) -> None:
+    plan = plan_of(f"run.directory={tmp_path / 'run'}", cluster={"shared_directory": str(tmp_path)})
+    plan.layout.root.mkdir()
+    write_plan(plan)
+    assert {path.stat().st_mode & 0o777 for path in plan.layout.scripts.iterdir()} == {0o700}
+
+
+def test_a_directory_that_only_seems_to_be_shared_is_refused(tmp_path: Path) -> None:
+    """Also by way of a link, whose ".." is not where it stands."""
+    shared = tmp_path / "shared"
+    (shared / "runs").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (shared / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    site = site_of(cluster={"shared_directory": str(shared)})
+    for name in ("shared/../run", "shared/link/../run", "shared/runs/../../run"):
+        with pytest.raises(ConfigError, match=r"does not lie in cluster\.shared_directory"):
+            plan_report(config_of(f"run.directory={tmp_path / name}"), site)
+    inside = config_of(f"run.directory={shared}/runs/../other")
+    assert shared_layout(inside, site).root == shared / "other"
 
 
 def test_packages_are_looked_for_only_where_the_roles_run(tmp_path: Path) -> None:

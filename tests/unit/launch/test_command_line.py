@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -139,6 +140,47 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
     assert seen == [(9, {"resume": False, "fresh": True}), (8, {"resume": True, "fresh": False})]
 
 
+def test_a_word_that_may_be_left_out_may_stand_after_an_option(
+    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr("launch.logs.show_logs", lambda layout, role, follow: seen.append((role, follow)) or 0)
+    root = str(layout.root)
+    for words in (["-f", "trainer"], ["trainer", "-f"], ["-f"], []):
+        assert main(["logs", root, *words]) == 0
+    assert seen == [("trainer", True), ("trainer", True), (None, True), (None, False)]
+    assert main(["logs", root, "-f", "trainer", "generator-0"]) == EXIT_USER
+    assert "'generator-0': one role may be given" in capsys.readouterr().err
+
+    looked: list[object] = []
+    monkeypatch.setattr(
+        "launch.doctor.commands.doctor",
+        lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0,
+    )
+    for words in (["--quick", "r.toml", "a=1"], ["r.toml", "--quick", "a=1"], ["r.toml", "a=1", "--quick"]):
+        assert main(["doctor", "site.toml", *words]) == 0
+    assert main(["doctor", "site.toml"]) == 0
+    assert looked == [(Path("r.toml"), ["a=1"], True)] * 3 + [(None, [], False)]
+    assert main(["doctor", "site.toml", "r.toml", "s.toml"]) == EXIT_USER
+    assert main(["doctor", "site.toml", "a=1"]) == EXIT_USER
+
+
+def test_what_the_system_refuses_is_a_line_and_no_traceback(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["run", str(lab.run_file("bench")), f"run.directory={str(tmp_path / 'file' / 'run')!r}"]
+    assert main(words) == EXIT_USER
+    assert capsys.readouterr().err == f"rlhpc: {tmp_path}/file/run: Not a directory\n"
+
+    def is_full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "run_locally", is_full)
+    assert main(words) == EXIT_USER
+    assert capsys.readouterr().err == "rlhpc: No space left on device\n"
+
+
 # ------------------------------------------------------------------------------------------------ status, stop, export
 
 
@@ -197,6 +239,29 @@ def test_stop_where_nothing_runs_says_so_and_is_content(
 ) -> None:
     claim(config, layout, resume=False, fresh=False)
     assert main(["stop", str(layout.root)]) == 0
+    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+
+
+def test_stop_of_a_run_on_another_host_says_where(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    layout.launcher.write_text(json.dumps({"pid": 1, "host": "another-host", "created": 0.0}))
+    assert main(["stop", str(layout.root)]) == EXIT_USER  # it starts, and has no status yet
+    layout.status.write_text("{}")
+    assert main(["stop", str(layout.root)]) == EXIT_USER
+    assert "a run on another-host wrote its status 0 s ago; stop it there" in capsys.readouterr().err
+    os.utime(layout.status, (0, 0))
+    assert main(["stop", str(layout.root)]) == 0
+
+
+def test_a_run_directory_may_be_given_with_dots(
+    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(config, layout, resume=False, fresh=False)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    assert main(["stop", f"{tmp_path}/link/../run"]) == 0
     assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
 
 

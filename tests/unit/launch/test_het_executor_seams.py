@@ -9,7 +9,7 @@ import pytest
 import submitit
 from submitit.core import plugins
 from submitit.core.core import Job
-from submitit.core.utils import DelayedSubmission, FailedSubmissionError, JobPaths, temporary_save_path
+from submitit.core.utils import DelayedSubmission, JobPaths, temporary_save_path
 from submitit.slurm.slurm import SlurmExecutor
 
 from launch.batch.callable_step import UNFINISHED
@@ -68,13 +68,6 @@ def test_parameters_become_directives_and_nothing_else_does(tmp_path: Path) -> N
     assert all(each.startswith("--") for each in found)
     assert not any("module" in each for each in found)
     assert {each.split("=")[0] for each in found} >= {"--output", "--error", "--open-mode", "--signal"}  # we drop these
-
-
-def test_the_job_id_is_found_in_what_sbatch_prints() -> None:
-    assert seams.job_number("Submitted batch job 4711\n") == "4711"
-    assert seams.job_number("Submitted batch job 12 on cluster east\n") == "12"
-    with pytest.raises(FailedSubmissionError):
-        seams.job_number("")
 
 
 def test_the_executor_overrides_what_submitit_calls() -> None:

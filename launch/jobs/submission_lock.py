@@ -1,0 +1,131 @@
+"""One submission at a time: a file that exists while somebody claims a run directory and submits its jobs.
+
+Eats the path of that file.  Promises: of two that ask at once one goes on and one is refused; what a dead process has
+left behind is taken over.  Made with O_EXCL, which holds on every shared filesystem, as locks of files do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from rlhpc.errors import RunDirectoryError
+
+ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who submits."""
+
+    host: str
+    pid: int
+    born_unix_s: float  # of the process: pids come again
+    unix_time_s: float
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        """Who we are, now."""
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), time.time())
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it has ended, or may be taken to have."""
+        if self.host != socket.gethostname():
+            return time.time() - self.unix_time_s > ABANDONED_S
+        try:
+            born_unix_s: float = psutil.Process(self.pid).create_time()
+        except psutil.NoSuchProcess:
+            return True
+        return abs(born_unix_s - self.born_unix_s) > 1.0
+
+
+@contextmanager
+def submits_alone(lock: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold `lock` for the length of the block.  Raises RunDirectoryError: somebody else does, and how to remove it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(Holder.of_this_process())).encode()
+    if not _made(lock, text):
+        _take_over(lock, tell)
+        if not _made(lock, text):
+            raise RunDirectoryError(_refusal(lock))
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            if lock.read_bytes() == text:  # and not somebody's who has taken it over
+                lock.unlink()
+
+
+def _made(lock: Path, text: bytes) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text)
+    return True
+
+
+def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
+    """Move a stale lock out of the way.  Raises RunDirectoryError: it is not stale, or not known to be."""
+    found = _read(lock)
+    if found is None:
+        return
+    text, holder = found
+    if not (holder.is_gone if holder else time.time() - _changed_at(lock) > ABANDONED_S):
+        raise RunDirectoryError(_refusal(lock))
+    aside = lock.with_name(f"{lock.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        lock.rename(aside)
+    except FileNotFoundError:
+        return
+    try:
+        if aside.read_bytes() != text:  # another has taken it over meanwhile: this is its own, and it gets it back
+            with suppress(OSError):
+                os.link(aside, lock)
+            raise RunDirectoryError(_refusal(lock))
+    finally:
+        aside.unlink(missing_ok=True)
+    tell(f"taken over  {lock}: left behind by {_describe(holder)}")
+
+
+def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
+    """Its text, and who wrote it (None: half written, or damaged); None: it is not there."""
+    try:
+        text = lock.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return text, Holder(**json.loads(text))
+    except (ValueError, TypeError):
+        return text, None
+
+
+def _changed_at(lock: Path) -> float:
+    try:
+        return lock.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
+def _refusal(lock: Path) -> str:
+    found = _read(lock)
+    return (
+        f"{lock}: a submission is going on, by {_describe(found[1] if found else None)}; try again when it has ended, "
+        f"or, if it has died, `rm {lock}`"
+    )
+
+
+def _describe(holder: Holder | None) -> str:
+    if holder is None:
+        return "an unknown process"
+    return f"pid {holder.pid} on {holder.host}, {time.time() - holder.unix_time_s:.0f} s ago"

@@ -1,0 +1,103 @@
+"""Of two submissions at once one is refused; what the dead have left behind keeps nobody out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from launch.jobs.submission_lock import ABANDONED_S, Holder, submits_alone
+from rlhpc.errors import RunDirectoryError
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    return tmp_path / ".run.submitting"
+
+
+def left_behind(lock: Path, holder: Holder) -> None:
+    lock.write_text(json.dumps(asdict(holder)))
+
+
+def test_the_second_is_refused_and_told_who_and_how_to_remove_it(lock: Path) -> None:
+    with submits_alone(lock, print):
+        with (
+            pytest.raises(RunDirectoryError, match=f"by pid {os.getpid()} on .*{socket.gethostname()}.*`rm {lock}`"),
+            submits_alone(lock, print),
+        ):
+            raise AssertionError
+        assert lock.exists()
+    assert not list(lock.parent.iterdir())
+
+
+def test_it_is_given_up_when_a_submission_fails(lock: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), submits_alone(lock, print):
+        raise KeyboardInterrupt
+    assert not lock.exists()
+
+
+def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    said: list[str] = []
+    left_behind(lock, replace(Holder.of_this_process(), pid=ended.pid))
+    with submits_alone(lock, said.append):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert said == [f"taken over  {lock}: left behind by pid {ended.pid} on {socket.gethostname()}, 0 s ago"]
+    assert not list(lock.parent.iterdir())
+
+
+def test_a_pid_that_was_given_to_another_process_keeps_nobody_out(lock: Path) -> None:
+    mine = Holder.of_this_process()
+    left_behind(lock, replace(mine, born_unix_s=mine.born_unix_s - 60))
+    with submits_alone(lock, print):
+        pass
+
+
+def test_that_of_another_host_holds_for_ten_minutes(lock: Path) -> None:
+    there = replace(Holder.of_this_process(), host="another-host", pid=1)
+    left_behind(lock, there)
+    with pytest.raises(RunDirectoryError, match="pid 1 on another-host"), submits_alone(lock, print):
+        raise AssertionError
+    left_behind(lock, replace(there, unix_time_s=time.time() - ABANDONED_S - 1))
+    with submits_alone(lock, print):
+        pass
+
+
+def test_one_that_is_half_written_counts_as_held_until_it_is_old(lock: Path) -> None:
+    lock.touch()
+    with pytest.raises(RunDirectoryError, match="by an unknown process"), submits_alone(lock, print):
+        raise AssertionError
+    os.utime(lock, (0, 0))
+    with submits_alone(lock, print):
+        pass
+
+
+def test_of_many_at_once_one_holds_it(lock: Path) -> None:
+    """Also where a stale one is to be taken over by all of them."""
+    left_behind(lock, replace(Holder.of_this_process(), born_unix_s=0.0))
+    code = (
+        "import sys, time; from pathlib import Path; from launch.jobs.submission_lock import submits_alone\n"
+        "from rlhpc.errors import RunDirectoryError\n"
+        "sys.stdin.readline()\n"
+        "try:\n    with submits_alone(Path(sys.argv[1]), lambda _: None):\n"
+        "        print('alone'); sys.stdout.flush(); sys.stdin.readline()\n"
+        "except RunDirectoryError:\n    print('refused'); sys.stdout.flush()\n"
+    )
+    words = [sys.executable, "-c", code, str(lock)]
+    racers = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    said = [racer.stdout.readline().strip() for racer in racers if racer.stdout is not None]
+    for racer in racers:
+        racer.communicate("done\n")
+    assert sorted(said) == ["alone"] + ["refused"] * 5
