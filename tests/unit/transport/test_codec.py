@@ -193,7 +193,7 @@ def test_the_sender_learns_which_field_is_wrong():
         m.StopRole(b"x"),  # type: ignore[arg-type]
         m.StepReport(0, 0, True, {"loss": "high"}),  # type: ignore[dict-item]
         m.StepReport(0, 0, 1, {}),  # type: ignore[arg-type]
-        m.StopRole(object()),  # type: ignore[arg-type]
+        m.StopRole(...),  # type: ignore[arg-type]
     ],
     ids=repr,
 )
