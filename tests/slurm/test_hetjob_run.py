@@ -119,7 +119,11 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
 
 
 def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, lab: Lab) -> None:
-    run = SlurmRun(slurm, lab, "het-no-slurmctld", run={"num_steps": 50}, **LASTING)
+    # Its trainer has a rank on each of two nodes, which meet without anybody's help.
+    two_nodes = {"trainer": {"nodes": 2}}
+    run = SlurmRun(
+        slurm, lab, "het-no-slurmctld", run={"num_steps": 50}, trainer={"num_ranks": 2}, site=two_nodes, **LASTING
+    )
     run.submit()
     run.wait_step(5)
     stop_controller(slurm)
