@@ -1,14 +1,23 @@
 """Two streams of tests: those on Slurm wait most of their time, and the others need the cores meanwhile.
 
-`make test` runs both at once (pytest-xdist, --dist loadgroup); without -n they run one after the other, as ever.
+`make test` runs both at once (pytest -n 2); without -n they run one after the other, as ever.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        is_on_slurm = "slurm" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("slurm" if is_on_slurm else "rest"))
+class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
+    """Whole streams are dealt out: fixtures of a session are made once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "slurm" if nodeid.startswith("tests/slurm/") else "rest"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoStreams:
+    return TwoStreams(config, log)
