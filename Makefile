@@ -33,7 +33,7 @@ soak: setup  ## a run through 100 time limits on a private Slurm; about two hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 test: setup  ## all tests that this machine can run; those on Slurm beside the others (tests/conftest.py)
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
 
