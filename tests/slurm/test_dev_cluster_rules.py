@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,13 @@ def test_a_directory_that_slurm_conf_cannot_hold_is_refused(name: str) -> None:
         ClusterLayout(Path("/tmp") / name)
 
 
-def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(RunDirectoryError, match="no dev cluster"):
-        DevCluster.create(tmp_path, default_shape(), Installation())
-    assert main(["cluster", "down", str(tmp_path), "--delete"]) == 2
-    assert (tmp_path / "thesis.tex").read_text() == "years"
+def test_a_directory_with_something_else_in_it_is_left_alone() -> None:
+    with tempfile.TemporaryDirectory(prefix="rlhpc-", dir="/tmp") as name:  # short enough for sockets
+        (Path(name) / "thesis.tex").write_text("years")
+        with pytest.raises(RunDirectoryError, match="no dev cluster"):
+            DevCluster.create(Path(name), default_shape(), Installation())
+        assert main(["cluster", "down", name, "--delete"]) == 2
+        assert (Path(name) / "thesis.tex").read_text() == "years"
 
 
 def test_a_shape_without_nodes_or_with_a_partition_of_unknown_ones_is_refused() -> None:

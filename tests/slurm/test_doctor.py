@@ -139,6 +139,7 @@ def test_without_slurm_the_rest_is_looked_at_all_the_same(
     site = tmp_path / "site.toml"
     site.write_text(_toml(site_of(tmp_path)), encoding="utf-8")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")  # no line of the table is broken
     assert doctor(Namespace(site_file=site)) == 1
     shown = capsys.readouterr().out
     assert "no such command here" in shown
