@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no typ
 
     def _split_scope(self, nodeid: str) -> str:
         return "slurm" if nodeid.startswith("tests/slurm/") else "rest"
+
+
+def pytest_configure() -> None:
+    """Where a shell has put the tests into the background, SIGINT is ignored, by every process that they start too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

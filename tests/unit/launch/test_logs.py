@@ -167,7 +167,6 @@ def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert viewer.stdout is not None
     assert viewer.stdout.readline() == "trainer-0 | first of trainer\n"
