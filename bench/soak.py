@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from launch.batch.run_state import saved_step
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
@@ -61,7 +62,7 @@ def _soak(root: Path, cycles: int, placement: str) -> int:
             seen = _show(run, seen, began)
             time.sleep(1.0)
         run.cli("stop", str(run.layout.root), timeout_s=200.0)
-        last = run.status()["step"]
+        last = saved_step(run.layout)
         run.cli("resume", str(run.layout.root), f"run.num_steps={last + 5}", *_long_enough(run))
         run.wait_complete(300.0)
     return _verdict(run, last + 5)
