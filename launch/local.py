@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
+from launch.batch.exit_records import last_words
 from launch.plan import ProcessPlan, RunPlan
 
 INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
@@ -138,7 +139,7 @@ class LocalExecutor:
     def _obituary(self, running: _Running, status: int) -> str:
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
-        return f"{running.plan.name} ended with {cause}: {_last_words(path.read_bytes())} (log: {path})"
+        return f"{running.plan.name} ended with {cause}: {last_words(path.read_bytes())} (log: {path})"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """First signal: end well.  Second: end now."""
@@ -179,10 +180,3 @@ def _private_temporary_directory() -> Path:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp"))
-
-
-def _last_words(log: bytes) -> str:
-    """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
-    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
-    errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
-    return errors[-1] if errors else lines[-1] if lines else "no output"

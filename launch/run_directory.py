@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from launch.batch.job_records import read_records
+from launch.batch.run_state import saved_step
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
 from rlhpc.config import Config
@@ -75,7 +76,7 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
         _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, _newest_step(layout))
+        _refuse_shorter(config, layout, saved_step(layout))
         return _take_up(config, layout)
     if exists and fresh:
         shutil.rmtree(layout.root)
@@ -207,12 +208,6 @@ def _refuse_complete(config: Config, layout: RunLayout) -> None:
 def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
     if step > config.run.num_steps:
         raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {step} already")
-
-
-def _newest_step(layout: RunLayout) -> int:
-    """By name: to read whole checkpoints is for the job that resumes from one."""
-    return max((int(path.parent.name.removeprefix("step_")) for path in layout.checkpoints.glob("step_*/COMPLETE")),
-               default=0)  # fmt: skip
 
 
 def _refuse_if_alive(layout: RunLayout) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
 from launch.batch.follower import Follower
+from launch.batch.judge import asked_to_end
 from launch.batch.lead import Lead
 from launch.batch.other_jobs import PATIENCE_S, end_other_jobs
 from launch.batch.plan_file import JobPart, read_plan
-from launch.batch.run_state import is_complete, wants_abort, wants_stop
+from launch.batch.run_state import is_complete
 from launch.batch.signals import Notices
 from launch.batch.slurm_commands import slurm
 from launch.batch.this_job import ThisJob, TimeLimit
@@ -75,11 +76,7 @@ def _over_before_it_began(plan: JobPart) -> Verdict | None:
     """A life of a run that is complete, or that somebody has stopped, does nothing."""
     if is_complete(plan.layout):
         return Verdict(Cause.COMPLETE, "the run is complete")
-    if wants_abort(plan.layout):
-        return Verdict(Cause.ABORT, f"{plan.layout.abort_request} is there")
-    if wants_stop(plan.layout):
-        return Verdict(Cause.STOP, f"{plan.layout.stop_request} is there")
-    return None
+    return asked_to_end(plan.layout)
 
 
 def _is_recorded(plan: JobPart, job: ThisJob, notices: Notices) -> bool:

@@ -8,13 +8,23 @@ from __future__ import annotations
 from launch.batch.exit_records import ExitRecord, read_records
 from launch.batch.plan_file import JobPart
 from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
-from launch.batch.run_state import Attempt, is_complete
+from launch.batch.run_state import Attempt, is_complete, wants_abort, wants_stop
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
 from launch.batch.verdict import Cause, Verdict
+from rlhpc.run_layout import RunLayout
 
 _FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status
 _ROLES = {"generation": "generator", "rewards": "reward"}  # of parts that are not called like their role
+
+
+def asked_to_end(layout: RunLayout) -> Verdict | None:
+    """What people have asked of the run: `rlhpc stop`, with or without --now."""
+    if wants_abort(layout):
+        return Verdict(Cause.ABORT, f"{layout.abort_request} is there")
+    if wants_stop(layout):
+        return Verdict(Cause.STOP, f"{layout.stop_request} is there")
+    return None
 
 
 class Judge:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
 from launch.batch.job_keeper import JobKeeper
-from launch.batch.judge import Judge
+from launch.batch.judge import Judge, asked_to_end
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import (
@@ -87,11 +87,7 @@ class Lead:
     def _asked_not_to_begin(self) -> Verdict | None:
         if self._notices.told_to_end:
             return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
-        if wants_abort(self._layout):
-            return Verdict(Cause.ABORT, f"{self._layout.abort_request} is there")
-        if wants_stop(self._layout):
-            return Verdict(Cause.STOP, f"{self._layout.stop_request} is there")
-        return None
+        return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Verdict:
         """Begin an attempt, or say why not."""

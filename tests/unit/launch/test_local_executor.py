@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from launch import local
-from launch.local import LocalExecutor, _last_words
+from launch.batch.exit_records import last_words
+from launch.local import LocalExecutor
 from launch.plan import ProcessPlan, RunPlan
 from rlhpc.run_layout import RunLayout
 
@@ -60,7 +61,7 @@ def test_a_controller_that_ends_well_ends_the_run_well(executor: Callable[..., L
         assert started.wait(lambda: None) == 0
 
 
-def test_a_missed_process_ends_the_run_with_its_status_and_its_last_words(
+def test_a_missed_process_ends_the_run_with_its_status_and_itslast_words(
     executor: Callable[..., LocalExecutor], told: list[str], tmp_path: Path
 ) -> None:
     program = "import sys; sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
@@ -140,7 +141,7 @@ def test_children_that_a_process_leaves_behind_end_with_it(
     ],
 )
 def test_last_words_are_our_last_error_or_the_last_line(log: bytes, words: str) -> None:
-    assert _last_words(log) == words
+    assert last_words(log) == words
 
 
 def _end(executor: LocalExecutor, name: str) -> None:
