@@ -20,6 +20,7 @@ from launch.dev_cluster.packages import Installation, SlurmMissing, obtain, priv
 from launch.dev_cluster.shape import ClusterShape, default_shape
 from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import MakeCluster
+from tests.slurm.submit_kit import Desk
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,3 +90,13 @@ def _start(stack: ExitStack, shape: ClusterShape, installation: Installation) ->
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A model, a dataset and a place for runs, which all nodes see."""
     return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture
+def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """Where a person submits from: this process's Slurm commands go to the session's cluster."""
+    for name, value in slurm.environment().items():
+        monkeypatch.setenv(name, value)
+    desk = Desk(slurm, lab)
+    yield desk
+    desk.clear()

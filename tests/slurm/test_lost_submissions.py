@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ import pytest
 from launch.batch.job_records import read_records
 from launch.batch.other_jobs import submit_again
 from launch.cli import EXIT_INTERRUPTED, EXIT_USER, main
-from launch.dev_cluster.cluster import DevCluster
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.slurm.cluster_kit import wait_until
 from tests.slurm.submit_kit import Desk, ids_of
@@ -30,15 +28,6 @@ TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on sen
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
-
-
-@pytest.fixture
-def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    for name, value in slurm.environment().items():
-        monkeypatch.setenv(name, value)
-    desk = Desk(slurm, lab)
-    yield desk
-    desk.clear()
 
 
 def before_sbatch(directory: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from launch.batch.job_records import read_records
 from launch.batch.slurm_commands import SlurmError
 from launch.cli import EXIT_USER, main
-from launch.dev_cluster.cluster import DevCluster
 from launch.jobs import wait_for_run
 from launch.jobs.job_plan import plan_jobs
 from launch.jobs.submit import submit_jobs, write_plan
@@ -28,15 +26,6 @@ JOBS = {"placement": "jobs"}
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
-
-
-@pytest.fixture
-def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    for name, value in slurm.environment().items():
-        monkeypatch.setenv(name, value)
-    desk = Desk(slurm, lab)
-    yield desk
-    desk.clear()
 
 
 def shown(desk: Desk, job: int, field: str) -> str:
