@@ -18,6 +18,7 @@ from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import Life
 from launch.run_directory import launcher_of
+from launch.text_table import aligned
 from rlhpc.run_layout import RunLayout
 
 NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
@@ -98,8 +99,7 @@ _HEAD = ("JOB", "WHAT", "STATE", "RESTARTS", "FOR", "LEFT", "NODES", "WHY")
 def _table(view: SlurmView) -> list[str]:
     rows = [_HEAD, *(_cells(view, row) for row in view.look.rows)]
     rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     if view.look.unknown:
         lines.append("unknown: Slurm has forgotten the job, which has ended therefore")
     return lines
