@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.overview import commands as overview
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -95,6 +96,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--json", action="store_true", help="for programs")
+    overview.add_parser(command)
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")

@@ -18,7 +18,7 @@ from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import Life
 from launch.run_directory import launcher_of
-from launch.text_table import aligned
+from launch.text_table import aligned, span
 from rlhpc.run_layout import RunLayout
 
 NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
@@ -112,8 +112,8 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
         what_it_is(view, row),
         row.state.name,
         "-" if row.restarts is None else str(row.restarts),
-        _span(row.used_s) if row.used_s else "-",
-        _span(row.left_s) if is_there and row.left_s is not None else "-",
+        span(row.used_s) if row.used_s else "-",
+        span(row.left_s) if is_there and row.left_s is not None else "-",
         row.nodes or "-",
         why(row, view.now) or "-",
     )
@@ -289,15 +289,6 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 def _and(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _span(seconds: int) -> str:
-    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
-    for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
-        if seconds >= size:
-            rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
-            return f"{seconds // size} {unit} {rest:02d} {lower}"
-    return f"{seconds} s"
 
 
 def _clock(moment: float, now: float) -> str:
