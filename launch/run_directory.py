@@ -72,11 +72,8 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
     No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
     taken again without a word.  Raises RunDirectoryError as claim does, and on resume of a run that is complete.
     """
-    is_untouched = layout.config.exists() and num_attempts(layout) == 0
-    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh)
     if resume:
-        _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
         return _take_up(config, layout)
     if exists and fresh:
         shutil.rmtree(layout.root)
@@ -84,6 +81,17 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
         _clear(layout)
     _found(config, layout)
     return ()
+
+
+def refuse_claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> bool:
+    """Raise what claim_for_jobs would, and touch nothing; returns whether there is something in the directory."""
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    if resume:
+        _refuse_complete(config, layout)
+        _refuse_shorter(config, layout, saved_step(layout))
+        _changes(config, layout)
+    return exists
 
 
 def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
@@ -239,6 +247,15 @@ def _age_s(path: Path) -> float:
 
 def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
     """Write the new settings down; returns which have changed."""
+    changed = _changes(config, layout)
+    if changed:
+        write_resolved(config, layout, _commit())
+    _clear(layout)
+    return changed
+
+
+def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:
+    """Settings that differ from those there.  Raises RunDirectoryError: one of them cannot change, or none are there."""
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
@@ -246,9 +263,6 @@ def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
     fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
-    if changed:
-        write_resolved(config, layout, _commit())
-    _clear(layout)
     return tuple(changed)
 
 
