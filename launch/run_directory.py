@@ -255,7 +255,7 @@ def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
 
 
 def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Settings that differ from those there.  Raises RunDirectoryError: one of them cannot change, or none are there."""
+    """Settings that differ from those there.  Raises RunDirectoryError: one cannot change, or none are there."""
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
