@@ -23,3 +23,8 @@ def span(seconds: int) -> str:
             rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
             return f"{seconds // size} {unit} {rest:02d} {lower}"
     return f"{seconds} s"
+
+
+def printable(text: str) -> str:
+    """In one line, and without what would move the cursor or cannot be encoded: names of files and logs may hold it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

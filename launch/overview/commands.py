@@ -31,6 +31,7 @@ def list_runs(options: argparse.Namespace) -> int:
     from launch.overview.standing import is_mine
     from launch.overview.survey import survey
     from launch.overview.table import document_of, lines_of
+    from launch.text_table import printable
 
     wanted, tops = _states(options.state), _tops(options.directories)
     depth = DEPTH if options.depth is None else options.depth
@@ -47,7 +48,7 @@ def list_runs(options: argparse.Namespace) -> int:
         return 0
     lines = lines_of(shown, found.now, None if options.all else MOST_ROWS)
     nothing = f"no run {'of that state ' if mine else ''}below {', '.join(map(str, tops))}, nor in the queue"
-    print("\n".join([*(lines or [nothing]), *(f"note: {note}" for note in notes)]))
+    print("\n".join([*(lines or [nothing]), *(f"note: {printable(note)}" for note in notes)]))
     return 0
 
 

@@ -81,11 +81,19 @@ def standing_of(files: RunFiles, queue: Queue, now: float) -> Standing:
         remark = "its jobs end" if _living(queue.of_run) else ""
         return replace(found, state=State.COMPLETE, where=found.figures.host, remark=remark)
     try:
-        records = tuple(read_records(files.layout)) if "jobs" in files.names else ()
-    except (RunDirectoryError, OSError) as error:
-        return replace(found, state=State.DAMAGED, remark=str(error))
+        records = _records(files)
+    except (RunDirectoryError, OSError, TypeError) as error:  # a record whose numbers are words cannot be sorted
+        return replace(found, state=State.DAMAGED, remark=f"job records: {error}")
     found = replace(found, rows=(*queue.of_run, *_recorded(found.figures.name, records, queue.others)))
     return _alive_here(found, records) or _not_here(found, records, queue.trouble, now)
+
+
+def _records(files: RunFiles) -> tuple[JobRecord, ...]:
+    records = tuple(read_records(files.layout)) if "jobs" in files.names else ()
+    for record in records:
+        if not isinstance(record.job_id, int) or not isinstance(record.submitted_unix_s, int | float):
+            raise RunDirectoryError(f"{record.job_id!r} is no job id, or {record.submitted_unix_s!r} no time")
+    return records
 
 
 def _recorded(name: str, records: Sequence[JobRecord], others: Mapping[int, Sequence[JobRow]]) -> Iterator[JobRow]:
@@ -162,7 +170,14 @@ def _in_slurm(found: Standing, living: tuple[JobRow, ...], leading: Sequence[Job
 def _launcher(files: RunFiles) -> int | None:
     try:
         return launcher_of(files.layout) if "launcher.json" in files.names else None
-    except (KeyError, TypeError, ValueError, OSError, psutil.Error):  # a damaged file, another user's process
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        OSError,
+        psutil.Error,
+    ):  # a damaged file, another user's process
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.jobs.queue import JobRow
 from launch.overview.standing import Standing, State
-from launch.text_table import aligned, span
+from launch.text_table import aligned, printable, span
 
 _HEAD = ("RUN", "STATE", "STEP", "REWARD", "SEEN", "AGE", "JOBS", "WHERE", "REMARK")
 _LONGEST_REMARK, _MOST_JOBS = 160, 4
@@ -62,16 +62,16 @@ def document_of(run: Standing) -> dict[str, Any]:
 def _cells(run: Standing, now: float) -> tuple[str, ...]:
     figures = run.figures
     name = _path(run.files.root) + ("" if figures.name == run.files.root.name else f" ({figures.name})")
-    remark = " ".join(run.remark.split())
+    remark = printable(run.remark)
     return (
-        name,
+        printable(name),
         run.state.value,
         f"{_or_dash(figures.step)}/{_or_dash(figures.num_steps)}",
         _or_dash(None if figures.reward is None else f"{figures.reward:.3f}"),
         _since(figures.last_sign_unix_s, now),
         _since(figures.began_unix_s, now),
         _jobs(run.rows) or "-",
-        run.where or "-",
+        printable(run.where) or "-",
         remark if len(remark) <= _LONGEST_REMARK else remark[: _LONGEST_REMARK - 1] + "…",
     )
 

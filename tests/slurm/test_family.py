@@ -11,7 +11,9 @@ import pytest
 
 from launch.batch.job_records import read_records
 from launch.cli import EXIT_USER, main
+from launch.jobs.queue import job_rows
 from rlhpc.config_file import read_resolved
+from tests.slurm.cluster_kit import submit, wait_state, wait_until
 from tests.slurm.submit_kit import Desk, ids_of
 
 JOBS = {"placement": "jobs"}
@@ -66,6 +68,23 @@ def test_a_chain_begins_each_run_after_the_controller_of_the_one_before(
     assert ids_of(desk.lab.layout("chain-seed1")) == first
     third = ids_of(desk.lab.layout("chain-seed3"))
     assert dependency_of(desk, third["trainer"]).startswith(f"afterany:{second['controller']}")
+
+
+def test_the_next_of_a_chain_does_not_begin_when_the_run_before_it_is_requeued(desk: Desk) -> None:
+    """What --chain counts on: a job that goes back into the queue has not ended."""
+    first = submit(desk.cluster, "sleep 300", "--partition=cpu", "--requeue")
+    wait_state(desk.cluster, first, "RUNNING")
+    second = submit(desk.cluster, "sleep 300", "--partition=cpu", f"--dependency=afterany:{first}")
+    desk.cluster.run("scontrol", "requeue", str(first))
+
+    def is_back() -> bool:
+        before, after = job_rows([first, second])
+        assert (after.state.name, after.reason) in (("PENDING", "Dependency"), ("PENDING", "None"))
+        return before.state.name == "RUNNING" and before.restarts == 1
+
+    wait_until(is_back, "the first runs again", 60)
+    desk.cluster.run("scancel", str(first))
+    wait_until(lambda: job_rows([second])[0].state.name == "RUNNING", "the second runs", 60)
 
 
 def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_the_rest(

@@ -264,10 +264,16 @@ def test_a_strange_directory_is_a_row_or_a_note_and_never_an_error(
     runs.local("without").config.unlink()
     for name, text in (("null", "null"), ("words", '{"step": "x", "phase": [], "reward": NaN}'), ("cut", '{"st')):
         runs.local(name).status.write_text(text)
-    for name, text in (("launcher-list", "[]"), ("launcher-cut", '{"pid"')):
+    launchers = ("launcher-list", "[]"), ("launcher-cut", '{"pid"'), ("launcher-host", '{"host": 7}')
+    here = {"host": socket.gethostname(), "created": 0.0}
+    for name, text in (*launchers, ("launcher-huge", json.dumps(here | {"pid": 10**30}))):
         runs.local(name).launcher.write_text(text)
     runs.local("attempts").attempts.write_text('\n{"index": null}\n[]\n{"ind')
     runs.submitted("record", 12).job_record(12).write_text("{}")
+    words = runs.submitted("record-of-words", 13)
+    words.job_record(13).write_text(words.job_record(13).read_text().replace("13,", '"x",'))
+    runs.job(words, 14, "hetjob")
+    runs.local("bytes").root.rename(runs.root / os.fsdecode(b"\xff\n\x1b[31m"))
     model = runs.root / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')
@@ -277,10 +283,10 @@ def test_a_strange_directory_is_a_row_or_a_note_and_never_an_error(
     (project / "dangling").symlink_to(tmp_path / "nowhere")
     found = {run["directory"].rpartition("/")[2]: run["state"] for run in document(capsys)["runs"]}
     assert {name for name, state in found.items() if state == "damaged"} == {
-        "text", "list", "foreign", "without", "record",
+        "text", "list", "foreign", "without", "record", "record-of-words",
     }  # fmt: skip
     assert {"model", "project"}.isdisjoint(found)
-    assert len(found) == 11
+    assert len(found) == 15
     assert main(["list"]) == 0
     table = capsys.readouterr().out
     assert "config.json is damaged" in table
