@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.family import commands as family
+from launch.overview import commands as overview
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -95,6 +97,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--json", action="store_true", help="for programs")
+    overview.add_parser(command)
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
@@ -119,6 +122,7 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    family.add_options(parser)
     _takes_waiting(parser)
 
 
@@ -228,6 +232,8 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
 def _submit(options: argparse.Namespace) -> int:
     from launch.jobs.submit import dependency, submit_run
 
+    if family.is_family(options):
+        return family.submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _plan(options)

@@ -77,10 +77,8 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
-        exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+        exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh)
         if resume:
-            _refuse_complete(config, layout)
-            _refuse_shorter(config, layout, saved_step(layout))
             return _take_up(config, layout)
         if exists and fresh:
             _delete_contents(layout)
@@ -88,6 +86,17 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
             _clear(layout)
         _found(config, layout)
         return ()
+
+
+def refuse_claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> bool:
+    """Raise what claim_for_jobs would, and touch nothing; returns whether there is something in the directory."""
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    if resume:
+        _refuse_complete(config, layout)
+        _refuse_shorter(config, layout, saved_step(layout))
+        _changes(config, layout)
+    return exists
 
 
 def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
@@ -212,15 +221,21 @@ def _delete_contents(layout: RunLayout) -> None:
 
 def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
     """Write the new settings down; returns which have changed."""
+    changed = _changes(config, layout)
+    if changed:
+        write_resolved(config, layout, _commit())
+    _clear(layout)
+    return changed
+
+
+def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:
+    """Settings that differ from those there.  Raises RunDirectoryError: one cannot change, or none are there."""
     _refuse_without_config(layout)
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
     fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
-    if changed:
-        write_resolved(config, layout, _commit())
-    _clear(layout)
     return tuple(changed)
 
 

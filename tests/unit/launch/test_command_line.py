@@ -47,7 +47,8 @@ def layout(config: Config) -> RunLayout:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "check", "submit", "resume", "status", "stop", "scale", "logs", "doctor", "export", "demo"]
+    "command",
+    ["run", "check", "submit", "resume", "status", "list", "stop", "scale", "logs", "doctor", "export", "demo"],
 )
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
