@@ -14,7 +14,7 @@ from rlhpc.training.export import export_hf
 def export_run(layout: RunLayout, out: Path, step: int | None) -> str:
     """Write `out` from the checkpoint of `step`, or the newest complete one; return a line that says so.
 
-    Raises CheckpointError if there is none, or `out` exists.
+    Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
     if out.exists():

@@ -7,6 +7,7 @@ machine, whose launcher counts attempts, or as jobs of Slurm, of which the first
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -20,7 +21,8 @@ from typing import Any
 import psutil
 
 from launch.batch.job_records import read_records
-from launch.batch.run_state import saved_step
+from launch.checkpoint_choice import NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.inputs import look_at_inputs, refuse_other_inputs, write_inputs
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
 from rlhpc.config import Config
@@ -28,12 +30,13 @@ from rlhpc.config_file import config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
+
+log = logging.getLogger("rlhpc.run_directory")
 
 # What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
     "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
-
+MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content that was noted at the first start
 
 LIVES_ELSEWHERE_S = 60.0  # a run whose status is younger is taken for alive where its pid cannot be seen
 
@@ -47,26 +50,43 @@ class Attempt:
     changed: tuple[str, ...] = ()  # settings that differ from the attempt before: "key: old → new"
 
 
-def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> Attempt:
-    """Make the directory of a new run, or take up an old one.
+def claim(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> Attempt:
+    """Make the directory of a new run, or take up an old one; tells which checkpoints were passed over.
 
     A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    a run lives in it; a setting differs that cannot change.
+    a run lives in it; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
-        found = latest_complete(layout.checkpoints)
-        _refuse_shorter(config, layout, found[0] if found else 0)
+        choice = choose(layout, resume_from, tell)
+        _refuse_shorter(config, layout, choice.step or 0)
         changed = _take_up(config, layout)
-        return note_attempt(layout, Attempt(num_attempts(layout), found[0] if found else None, changed))
+        aside = put_aside(choice, tell)
+        return note_attempt(layout, Attempt(num_attempts(layout), choice.step, changed), set_aside=aside)
     if exists and fresh:
         shutil.rmtree(layout.root)
     _found(config, layout)
     return note_attempt(layout, Attempt(0, None))
 
 
-def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> tuple[str, ...]:
+def claim_for_jobs(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> tuple[str, ...]:
     """Likewise for a run whose jobs are about to be submitted; returns the settings that differ from before.
 
     No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
@@ -76,8 +96,11 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
         _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
-        return _take_up(config, layout)
+        choice = choose(layout, resume_from, tell)
+        _refuse_shorter(config, layout, choice.step or 0)
+        changed = _take_up(config, layout)
+        put_aside(choice, tell)
+        return changed
     if exists and fresh:
         shutil.rmtree(layout.root)
     if exists and not fresh:
@@ -158,6 +181,10 @@ def renew_meeting_places(layout: RunLayout) -> None:
 
 def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
     """Return whether there is something in the directory; refuse what may not be taken over."""
+    if layout.root.is_symlink() and not layout.root.exists():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}, which is not there: make it first"
+        )
     if not layout.root.exists() or not any(layout.root.iterdir()):
         return False
     _refuse_if_alive(layout)
@@ -168,6 +195,11 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(
             f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
             "or choose another run.name"
+        )
+    if fresh and layout.root.is_symlink():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}: --fresh deletes nothing through a link; delete that "
+            "directory's content by hand, or choose another run.name"
         )
     owner = layout.root.stat().st_uid
     if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
@@ -181,6 +213,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 def _found(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
     write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
+    write_inputs(layout, look_at_inputs(config))
     _make(layout)
 
 
@@ -243,9 +276,11 @@ def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
-    fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
+    may_move = MAY_MOVE if layout.inputs.exists() else ()
+    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
+    write_inputs(layout, refuse_other_inputs(config, layout))
     if changed:
         write_resolved(config, layout, _commit())
     _clear(layout)

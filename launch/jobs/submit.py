@@ -15,6 +15,7 @@ from pathlib import Path
 from launch.batch.job_records import JobRecord, generators_of, write_record
 from launch.batch.sbatch import MayBeQueued
 from launch.batch.slurm_commands import SlurmError
+from launch.checkpoint_choice import NEWEST, ResumePoint
 from launch.jobs.job_plan import Job, JobPlan, plan_jobs
 from launch.jobs.report import component_documents, plan_document, shared_layout
 from launch.jobs.script import render_scripts
@@ -34,7 +35,14 @@ _DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS}
 
 
 def submit_run(
-    config: Config, site_file: Path, *, resume: bool, fresh: bool, after: str | None, tell: Tell
+    config: Config,
+    site_file: Path,
+    *,
+    resume: bool,
+    fresh: bool,
+    after: str | None,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
 ) -> RunLayout:
     """Check everything, claim the run directory, submit every job, say what to do next.
 
@@ -50,7 +58,9 @@ def submit_run(
     refuse_small_gpus(config, findings, site, site_file)
     refuse_unfit_for_slurm(plan)
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
+        note = lambda line: tell(f"checkpoint  {line}")  # noqa: E731
+        changed = claim_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=note)
+        for change in changed:
             tell(f"changed     {change}")
         write_atomically(layout.site, site_text, mode=site_mode)
         write_plan(plan)
