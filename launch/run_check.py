@@ -18,7 +18,8 @@ from launch.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import ConfigError, RunDirectoryError, SegmentError
+from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
+from rlhpc.roles.run_state import read_run_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import (
     CheckpointState,
@@ -53,8 +54,9 @@ def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
     if not layout.config.exists():
         raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
-    parts = (_settings, _inputs, _attempts, _checkpoints, _segments, _leftovers)
-    return [row for part in parts for row in part(layout, progress)]
+    parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
+    rows = [row for part in parts for row in part(layout, progress)]
+    return [*rows, *_segments_that_are_needed(layout, chosen_step(rows)), *_leftovers(layout)]
 
 
 def chosen_step(rows: list[Row]) -> int | None:
@@ -164,7 +166,19 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         yield Row("segments", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
 
 
-def _leftovers(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:
+    """The segments that the chosen checkpoint counts on, which a gap at their end would not show."""
+    try:
+        first_free = 0 if step is None else int(read_run_state(layout, step).buffer["next_segment_index"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return  # it was pruned meanwhile, or is not of this version: a resume will say so
+    missing = [index for index in range(first_free) if not layout.segment(index).exists()]
+    if missing:
+        text = f"{layout.segment(missing[0])} is missing: the checkpoint of step {step} was taken after {first_free}"
+        yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
+
+
+def _leftovers(layout: RunLayout) -> Iterator[Row]:
     """What no resume looks at."""
     for path in what_was_set_aside(layout.checkpoints):
         yield Row("leftovers", path.name, Verdict.NOTE, f"set aside, {_size_of(path)}; nothing needs it any more")

@@ -96,3 +96,21 @@ def test_without_a_sound_checkpoint_nothing_is_resumed_unless_from_the_start(lab
     assert {f"step_{step:06d}.undone" for step in (8, 10, 12)} | {"step_000002", "step_000004"} == names
     assert (layout.rollouts / "lost_attempt_1" / "segment_000000.h5").exists()
     assert_full_batches_trained_once(layout.rollouts, 4, GROUPS, GROUP_SIZE)
+
+
+def test_a_check_beside_a_living_run_finds_no_damage_and_after_harm_it_does(lab: Lab) -> None:
+    frequent = {"checkpoint": {"every_steps": 1}, "buffer": {"segment_groups": 1}}
+    run_file, layout = lab.run_file("living", run={"num_steps": 100_000}, **frequent), lab.layout("living")
+    with Run(run_file, layout) as run:
+        for step in (2, 6, 10):  # each while segments are sealed and checkpoints completed and pruned
+            run.wait_for_step(step)
+            checked = rlhpc("check", str(layout.root))
+            assert checked.returncode == 0, checked.stdout + checked.stderr
+            assert "sound; a resume goes on from step" in checked.stdout
+        run.interrupt()
+        assert run.finish() in (0, 130), run.story()
+    newest = max(layout.checkpoints.glob("step_*"))
+    flip_one_bit(weights_of(newest))
+    checked = rlhpc("check", str(layout.root))
+    assert checked.returncode == 1
+    assert f"{newest.name}/trainer/weights-00001.safetensors" in checked.stdout

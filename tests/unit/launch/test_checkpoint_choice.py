@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launch.batch import begin
+from launch.batch.plan_file import JobPart, Limits, Part, Share
+from launch.batch.this_job import ThisJob
 from launch.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
 from launch.jobs.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
 from launch.run_directory import claim, claim_for_jobs
@@ -16,19 +20,20 @@ from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from rlhpc.training import checkpoint_directory as directory
 from rlhpc.training import file_record
-from rlhpc.training.checkpoint_directory import begin, complete, describe, prune
+from rlhpc.training.checkpoint_directory import complete, describe, prune
 from tests.unit.launch.site_kit import config_of
 
 STEPS = (8, 10, 12)
 
 
-def save(layout: RunLayout, step: int, attempt: int = 0) -> Path:
+def save(layout: RunLayout, step: int, attempt: int = 0, controller: str = "{}") -> Path:
     """A complete checkpoint, as far as a directory can tell."""
-    temporary = begin(layout.checkpoint(step))
+    temporary = directory.begin(layout.checkpoint(step))
     (temporary / "trainer").mkdir()
     (temporary / "trainer" / "weights").write_bytes(b"abc" * step)
-    (temporary / "controller.json").write_text("{}")
+    (temporary / "controller.json").write_text(controller)
     complete(temporary, layout.checkpoint(step), {"step": step, "attempt": attempt})
     return layout.checkpoint(step)
 
@@ -235,3 +240,20 @@ def test_an_attempt_of_a_job_goes_on_from_the_newest_sound_one_and_says_so(layou
     assert len(document["set_aside"]) == 1
     assert "step_000012.damaged" in document["set_aside"][0]
     assert "step_000012.damaged" in names(layout)
+
+
+def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_sound(layout: RunLayout) -> None:
+    controller = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (sys.executable,), {}, {})
+    limits = Limits(meet_s=10, stall_s=10, max_retries=1)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (controller,), limits, "requeue", ())
+    job, said = ThisJob.of({"SLURM_JOB_ID": "12"}), []
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    attempt = begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    assert attempt.resume_step == 10
+    assert [event for event, _ in said] == ["checkpoint"]
+    assert said[0][1].startswith("step_000012 is set aside as step_000012.damaged: ")
+    for step in (8, 10):
+        flip_one_bit(layout.checkpoint(step) / "controller.json")
+    with pytest.raises(begin.BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
+        begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    assert error.value.status == begin.EXIT_REFUSED
