@@ -76,6 +76,8 @@ def put_aside(choice: Choice, tell: Tell) -> list[str]:
     for state in choice.passed_over:
         try:
             target = set_aside(state.path, state.fate)
+        except FileNotFoundError:  # whoever was still writing has taken it away
+            continue
         except OSError as error:
             raise CheckpointError(f"{state.path}: cannot be set aside: {error.strerror or error}") from error
         told.append(f"{state.path.name} is set aside as {target.name}: {state.problem}")

@@ -95,7 +95,8 @@ def claim_for_jobs(
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
-        _refuse_complete(config, layout)
+        if resume_from == NEWEST:
+            _refuse_complete(config, layout)
         choice = choose(layout, resume_from, tell)
         _refuse_shorter(config, layout, choice.step or 0)
         changed = _take_up(config, layout)

@@ -93,7 +93,7 @@ class CheckpointWriter:
         # Threads, because one reads every byte again and the other deletes many: the loop has rollouts to take in.
         manifest = {"step": state.step, "policy_version": state.policy_version, "attempt": self._books.attempt}
         await asyncio.to_thread(complete, temporary, final, manifest)
-        self._known.note_sound(final)
+        await asyncio.to_thread(self._known.note_sound, final)
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
         await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
         self.write_s = time.monotonic() - began

@@ -101,9 +101,9 @@ class KnownCheckpoints:
 def begin(final: Path) -> Path:
     """Return an empty directory to write the checkpoint `final` into, on the same filesystem.
 
-    Raises CheckpointError if `final` is complete already, or on a write error.
+    Raises CheckpointError if `final` is complete already, of this timeline and sound, or on a write error.
     """
-    if final.exists() and _is_sound(final):
+    if final.exists() and _fate(final) is Fate.SOUND:
         raise CheckpointError(f"{final}: a complete checkpoint of this step is there already")
     temporary = final.with_name(f".{final.name}.tmp")
     try:
@@ -119,7 +119,8 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Make what was written into `temporary` the checkpoint `final`.  Durable when it returns.
 
     manifest: what else COMPLETE shall say, JSON; sizes and checksums of all files are added under "files".
-    A damaged `final` is set aside.  Raises CheckpointError; then `final` does not count.  Reads every byte once.
+    A `final` that does not count is set aside.  Raises CheckpointError; then this one does not count, either.  Reads
+    every byte once.
     """
     try:
         files = {}
@@ -131,7 +132,7 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         # Before the rename, so that a step_NNNNNN without COMPLETE has lost it and was not merely interrupted.
         write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
         if final.is_dir():
-            set_aside(final, Fate.DAMAGED)
+            set_aside(final, _fate(final))
         temporary.replace(final)
         sync_directory(final.parent)
     except OSError as error:
@@ -227,12 +228,12 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _is_sound(path: Path) -> bool:
-    try:
-        _verify_files(path)
-    except CheckpointError:
-        return False
-    return True
+def _fate(final: Path) -> Fate:
+    """Read one checkpoint that is in the way of another of its step."""
+    match = _STEP_NAME.fullmatch(final.name)
+    assert match is not None, final
+    step = int(match[1])
+    return next((each.fate for each in KnownCheckpoints(final.parent).newest_first(step.__eq__)), Fate.DAMAGED)
 
 
 def _verify_files(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import cli
 from launch.batch import begin
 from launch.batch.plan_file import JobPart, Limits, Part, Share
 from launch.batch.this_job import ThisJob
@@ -21,7 +22,6 @@ from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.training import checkpoint_directory as directory
-from rlhpc.training import file_record
 from rlhpc.training.checkpoint_directory import complete, describe, prune
 from tests.unit.launch.site_kit import config_of
 
@@ -118,20 +118,18 @@ def test_a_file_more_than_was_written_is_no_damage(config: Config, layout: RunLa
     assert resume(config, layout) == (12, [])
 
 
-def test_one_that_cannot_be_read_is_not_taken_for_damaged(
-    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(config: Config, layout: RunLayout) -> None:
+    weights = layout.checkpoint(12) / "trainer" / "weights"
+    weights.rename(weights.with_name("kept"))
+    weights.symlink_to(weights)  # root, too, is refused to read this, as others are by permissions
     before = names(layout)
-
-    def no_permission(path: Path) -> file_record.FileRecord:
-        raise PermissionError(13, "Permission denied", str(path))  # which root, who runs tests here, never meets
-
-    monkeypatch.setattr(file_record, "record_of", no_permission)
-    with pytest.raises(UnreadableCheckpoint, match=r"step_000012/.*Permission denied.*may be sound"):
+    with pytest.raises(UnreadableCheckpoint, match=r"step_000012/.*Too many levels.*may be sound.*--step N"):
         resume(config, layout)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_FAULT  # another try may help
     assert names(layout) == before
-    monkeypatch.undo()
+    assert len(layout.attempts.read_text().splitlines()) == 1
+    weights.unlink()
+    weights.with_name("kept").rename(weights)
     assert resume(config, layout)[0] == 12
 
 
@@ -173,6 +171,34 @@ def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, 
     claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
     assert len(told) == 3
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
+
+
+def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
+    layout.summary.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="complete"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+    claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=ResumePoint(step=10))
+    assert not layout.summary.exists()
+    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 10
+
+
+def test_a_checkpoint_of_an_undone_timeline_is_in_nobodys_way(config: Config, layout: RunLayout) -> None:
+    resume(config, layout, ResumePoint(step=8))
+    (layout.checkpoints / "step_000010.undone").rename(layout.checkpoint(10))
+    save(layout, 10, attempt=1)
+    assert resume(config, layout)[0] == 10
+    assert "step_000010.undone" in names(layout)
+
+
+def test_an_export_says_which_checkpoints_it_passes_over(
+    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in STEPS:
+        flip_one_bit(layout.checkpoint(step) / "controller.json")
+    assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
+    told = capsys.readouterr().err
+    assert "no sound checkpoint" in told
+    assert all(f"step_{step:06d} is passed over: " in told for step in STEPS)
 
 
 def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: Config, layout: RunLayout) -> None:
