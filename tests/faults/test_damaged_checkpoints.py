@@ -98,6 +98,23 @@ def test_without_a_sound_checkpoint_nothing_is_resumed_unless_from_the_start(lab
     assert_full_batches_trained_once(layout.rollouts, 4, GROUPS, GROUP_SIZE)
 
 
+def test_another_tokenizer_of_the_same_vocabulary_is_refused_before_anything_moves(lab: Lab, layout: RunLayout) -> None:
+    tokenizer = lab.model / "tokenizer.json"
+    content = tokenizer.read_bytes()
+    before = sorted(layout.root.rglob("*"))
+    settings = layout.config.read_bytes()
+    try:
+        tokenizer.write_text(json.dumps(json.loads(content) | {"padding": None}, indent=1))  # it loads as well
+        words = (f"run.directory={layout.root}", "run.num_steps=14")
+        refused = rlhpc("run", str(lab.root / "done.toml"), "--resume", *words)
+    finally:
+        tokenizer.write_bytes(content)
+    assert refused.returncode == 2
+    assert f"model.path: {tokenizer} has other content" in refused.stderr
+    assert sorted(layout.root.rglob("*")) == before
+    assert layout.config.read_bytes() == settings
+
+
 def test_a_check_beside_a_living_run_finds_no_damage_and_after_harm_it_does(lab: Lab) -> None:
     frequent = {"checkpoint": {"every_steps": 1}, "buffer": {"segment_groups": 1}}
     run_file, layout = lab.run_file("living", run={"num_steps": 100_000}, **frequent), lab.layout("living")
