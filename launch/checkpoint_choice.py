@@ -7,6 +7,7 @@ begins, so that a checkpoint that was passed over is never taken later, repaired
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
 
 Tell = Callable[[str], None]
+LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; more is left to the job, which reads everything once more
 WORTH_SAYING_BYTES = 4 << 30  # reading this much takes longer than a user waits without a word
 
 
@@ -41,14 +43,15 @@ class Choice:
     passed_over: tuple[CheckpointState, ...] = ()  # newer ones, newest first
 
 
-def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell) -> Choice:
+def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_bytes: float = math.inf) -> Choice:
     """Find the checkpoint to go on from; changes nothing.
 
+    read_up_to_bytes: of a larger one sizes alone are compared; for whoever does not go on from it himself.
     Raises RunDirectoryError: there are checkpoints and none is sound; the one asked for is not there or not sound.
     Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
     """
-    known = KnownCheckpoints(layout.checkpoints)
-    _announce(known, wanted, tell)
+    known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
+    _announce(known, wanted, tell, read_up_to_bytes)
     if wanted.from_start:
         return Choice(None, _newer_unread(known, -1, "--from-start undoes it"))
     if wanted.step is not None:
@@ -114,11 +117,15 @@ def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
     return "\n".join(lines)
 
 
-def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell) -> None:
-    """Say what is read, where that takes a while."""
+def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
+    """Say what is read, where that takes a while, and what is not."""
     candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
     if wanted.from_start or not candidates:
         return
     num_bytes = sum(file.stat().st_size for file in candidates[-1].rglob("*") if file.is_file())
-    if num_bytes >= WORTH_SAYING_BYTES:
+    if num_bytes > read_up_to_bytes:
+        tell(
+            f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: sizes are compared now, contents when the job begins"
+        )
+    elif num_bytes >= WORTH_SAYING_BYTES:
         tell(f"reading all {num_bytes / 1e9:.0f} GB of {candidates[-1].name}, to resume from nothing that is damaged")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from launch.batch.job_records import read_records
-from launch.checkpoint_choice import NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
 from launch.inputs import look_at_inputs, refuse_other_inputs, write_inputs
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
@@ -97,7 +97,7 @@ def claim_for_jobs(
     if resume:
         if resume_from == NEWEST:
             _refuse_complete(config, layout)
-        choice = choose(layout, resume_from, tell)
+        choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
         _refuse_shorter(config, layout, choice.step or 0)
         changed = _take_up(config, layout)
         put_aside(choice, tell)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -60,8 +61,9 @@ class CheckpointState:
 class KnownCheckpoints:
     """Judges checkpoints; remembers which were read to the last byte and are untouched since."""
 
-    def __init__(self, checkpoints: Path) -> None:
-        self._checkpoints = checkpoints
+    def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
+        """Of a checkpoint with more than read_up_to_bytes sizes alone are compared."""
+        self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
         self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
 
     def newest_first(self, is_wanted: Callable[[int], bool] = lambda step: True) -> Iterator[CheckpointState]:
@@ -86,12 +88,12 @@ class KnownCheckpoints:
     def _judge(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
         try:
             attempt = _read_complete(path).get("attempt")
-            undone_by = timeline.undone_by(step, attempt)
+            undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)
             if undone_by is not None:
                 text = f"{path}: of attempt {attempt}; attempt {undone_by} went on from before it, and undid its steps"
                 return CheckpointState(step, path, text, Fate.UNDONE)
             if self._read.get(path) is None or self._read[path] != _stamps(path):
-                _verify_files(path)
+                _verify_files(path, self._read_up_to_bytes)
                 self.note_sound(path)
         except (CheckpointError, OSError) as error:
             return CheckpointState(step, path, str(error), _fate_of(error))
@@ -198,7 +200,9 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
         for state in (known or KnownCheckpoints(checkpoints)).newest_first():
             if state.fate is Fate.SOUND:
                 kept.append(state)
-            elif kept and state.fate is not Fate.UNREADABLE:
+            elif state.fate is Fate.UNREADABLE:
+                log.warning("%s; it is not counted, and nothing is deleted for its sake", state.problem)
+            elif kept:
                 log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
             if len(kept) == keep:
                 break
@@ -236,17 +240,18 @@ def _fate(final: Path) -> Fate:
     return next((each.fate for each in KnownCheckpoints(final.parent).newest_first(step.__eq__)), Fate.DAMAGED)
 
 
-def _verify_files(path: Path) -> None:
+def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
     """Raise CheckpointError naming the file at fault, what was expected and what is there.
 
     Several files at once: one reader alone does not use what a parallel filesystem can give.
     """
     files = {name: FileRecord(*numbers) for name, numbers in _read_complete(path)["files"].items()}
+    num_bytes = sum(record.num_bytes for record in files.values())
 
     def check(name: str) -> None:
-        check_file(path / name, files[name], verify_content=True)
+        check_file(path / name, files[name], verify_content=num_bytes <= read_up_to_bytes)
 
-    if sum(record.num_bytes for record in files.values()) < MANY_BYTES:
+    if num_bytes < MANY_BYTES:
         for name in files:
             check(name)
         return

@@ -87,7 +87,7 @@ def lose_a_file(checkpoint: Path) -> None:
 
 
 def garble_complete(checkpoint: Path) -> None:
-    (checkpoint / "COMPLETE").write_text('{"files": {"controller.json": "two"}}')
+    (checkpoint / "COMPLETE").write_text('{"attempt": "x", "files": {"controller.json": "two"}}')
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,17 @@ def test_without_any_checkpoint_a_resume_begins_at_step_0(config: Config, layout
     shutil.rmtree(layout.checkpoints)
     layout.checkpoints.mkdir()
     assert resume(config, layout) == (None, [])
+
+
+def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: RunLayout) -> None:
+    told: list[str] = []
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 12
+    assert told == ["step_000012 has 0 GB: sizes are compared now, contents when the job begins"]
+    shorten(layout.checkpoint(12))
+    assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 10
+    flip_one_bit(layout.checkpoint(10) / "controller.json")
+    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 8
 
 
 def test_from_start_sets_everything_aside(config: Config, layout: RunLayout) -> None:
