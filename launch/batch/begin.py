@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 
 from launch.batch.plan_file import JobPart
 from launch.batch.run_state import Attempt
@@ -25,8 +26,11 @@ class BeginError(RlhpcError):
         self.status = status
 
 
-def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
-    """Make directories and keys, find the checkpoint to resume from, write attempt.json.  Raises BeginError."""
+def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) -> Attempt:
+    """Make directories and keys, find the checkpoint to resume from, write attempt.json; say what was passed over.
+
+    Raises BeginError.
+    """
     part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
     words = [*part.python, "-m", "launch.jobs.begin_attempt", "--run-dir", str(plan.layout.root)]
     words += ["--job-id", str(job.job_id), "--restart", str(job.restart)]
@@ -46,4 +50,6 @@ def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
     if done.returncode != 0:
         raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
+    for line in document.get("set_aside", ()):
+        say("checkpoint", line)
     return Attempt.parse(document)

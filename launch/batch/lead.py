@@ -97,7 +97,7 @@ class Lead:
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
         try:
-            attempt = begin_attempt(self._plan, self._job)
+            attempt = begin_attempt(self._plan, self._job, self._log.say)
         except BeginError as error:
             if self._notices.told_to_end:  # the signal ended that command too
                 return Verdict(Cause.SIGNAL, str(error))

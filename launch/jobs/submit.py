@@ -16,6 +16,7 @@ from pathlib import Path
 from launch.batch.job_records import JobRecord, generators_of, write_record
 from launch.batch.sbatch import MayBeQueued
 from launch.batch.slurm_commands import SlurmError
+from launch.checkpoint_choice import NEWEST, ResumePoint
 from launch.jobs.job_plan import Job, JobPlan, plan_jobs
 from launch.jobs.report import component_documents, plan_document, shared_layout
 from launch.jobs.script import render_scripts
@@ -50,7 +51,14 @@ class Submission:
 
 
 def submit_run(
-    config: Config, site_file: Path, *, resume: bool, fresh: bool, after: str | None, tell: Tell
+    config: Config,
+    site_file: Path,
+    *,
+    resume: bool,
+    fresh: bool,
+    after: str | None,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
 ) -> RunLayout:
     """Check everything, claim the run directory, submit every job, say what to do next.
 
@@ -59,7 +67,7 @@ def submit_run(
     """
     options, run = dependency(after), prepare(config, site_file)
     check(run)
-    submit_checked(run, options, resume=resume, fresh=fresh, tell=tell)
+    submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
     layout = run.layout
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
@@ -82,14 +90,28 @@ def check(run: Submission) -> None:
 
 
 def submit_checked(
-    run: Submission, options: Sequence[str], *, resume: bool, fresh: bool, tell: Tell
+    run: Submission,
+    options: Sequence[str],
+    *,
+    resume: bool,
+    fresh: bool,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
 ) -> list[JobRecord]:
     """Claim the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        for change in claim_for_jobs(run.config, layout, resume=resume, fresh=fresh):
+        changed = claim_for_jobs(
+            run.config,
+            layout,
+            resume=resume,
+            fresh=fresh,
+            resume_from=resume_from,
+            tell=lambda line: tell(f"checkpoint  {line}"),
+        )
+        for change in changed:
             tell(f"changed     {change}")
         write_atomically(layout.site, site_text, mode=site_mode)
         write_plan(run.plan)

@@ -32,6 +32,7 @@ class Books:
     totals: Totals
     step: int  # the step to begin with
     policy_version: int
+    attempt: int = 0  # of the run
 
 
 def open_books(context: RoleContext, clock: Clock) -> Books:
@@ -39,6 +40,8 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
+    if saved is not None:
+        prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
     settings = _ledger_settings(context, tokenizer, clock)
     ledger = (
         AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
@@ -59,13 +62,14 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         fence=context.fence,
     )
     buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
-    if saved is None:
-        return Books(prompts, tokenizer, ledger, segments, buffer, membership, Totals(), 0, 0)
-    buffer.load(layout.checkpoint(saved.step))
-    prompts.load_state(saved.prompts)
-    membership.load_state(saved.membership)
-    totals = Totals(**saved.totals)
-    return Books(prompts, tokenizer, ledger, segments, buffer, membership, totals, saved.step, saved.policy_version)
+    totals, step, policy_version = Totals(), 0, 0
+    if saved is not None:
+        buffer.load(layout.checkpoint(saved.step))
+        membership.load_state(saved.membership)
+        totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    return Books(
+        prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt
+    )
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rlhpc.roles.books import Books
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete, prune
+from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, prune
 
 log = logging.getLogger("rlhpc.checkpoint")
 
@@ -34,6 +34,7 @@ class CheckpointWriter:
     ) -> None:
         self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
         self._fence = fence
+        self._known = KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
@@ -101,11 +102,11 @@ class CheckpointWriter:
             raise CheckpointError(f"{final}: the trainer could not save: {report.error}")
         self._check_ownership()
         # Threads, because one reads every byte again and the other deletes many: the loop has rollouts to take in.
-        await asyncio.to_thread(
-            complete, temporary, final, {"step": state.step, "policy_version": state.policy_version}
-        )
+        manifest = {"step": state.step, "policy_version": state.policy_version, "attempt": self._books.attempt}
+        await asyncio.to_thread(complete, temporary, final, manifest)
+        await asyncio.to_thread(self._known.note_sound, final)
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
         self._check_ownership()
-        await asyncio.to_thread(prune, self._layout.checkpoints, self._keep)
+        await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
         self.write_s = time.monotonic() - began
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)
