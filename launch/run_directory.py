@@ -21,7 +21,7 @@ from typing import Any
 from launch.batch.job_records import read_records
 from launch.batch.run_state import saved_step
 from launch.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
-from launch.inputs import look_at_inputs, refuse_other_inputs, write_inputs
+from launch.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
 from launch.run_owner import OWN_FILES, own_run, refuse_launcher
@@ -71,11 +71,12 @@ def claim(
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
         _refuse_without_config(layout)
-        index = num_attempts(layout)
-        owner = take_over(layout, index).owner  # from here on nothing of an earlier attempt changes what is read next
         choice = choose(layout, resume_from, tell)
         _refuse_shorter(config, layout, choice.step or 0)
-        changed = _take_up(config, layout)
+        changed, inputs = _differences(config, layout)
+        index = num_attempts(layout)
+        owner = take_over(layout, index).owner  # from here on no earlier attempt changes anything
+        _take_up(config, layout, changed, inputs)
         aside = put_aside(choice, tell)
         return note_attempt(layout, Attempt(index, choice.step, owner, changed), set_aside=aside)
     if exists and fresh:
@@ -104,7 +105,8 @@ def claim_for_jobs(
         if resume:
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
             _refuse_shorter(config, layout, choice.step or 0)
-            changed = _take_up(config, layout)
+            changed, inputs = _differences(config, layout)
+            _take_up(config, layout, changed, inputs)
             put_aside(choice, tell)
             return changed
         if exists and fresh:
@@ -259,14 +261,17 @@ def _delete_contents(layout: RunLayout) -> None:
             path.unlink()
 
 
-def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Write the new settings down; returns which have changed."""
-    changed = _changes(config, layout)
-    write_inputs(layout, refuse_other_inputs(config, layout))
+def _differences(config: Config, layout: RunLayout) -> tuple[tuple[str, ...], Inputs]:
+    """Settings that differ, and model and data, which do not.  Raises RunDirectoryError; changes nothing."""
+    return _changes(config, layout), refuse_other_inputs(config, layout)
+
+
+def _take_up(config: Config, layout: RunLayout, changed: tuple[str, ...], inputs: Inputs) -> None:
+    """Write the new settings down, and take away what was of the attempts before."""
+    write_inputs(layout, inputs)
     if changed:
         write_resolved(config, layout, _commit())
     _clear(layout)
-    return changed
 
 
 def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:

@@ -76,13 +76,15 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     config: Config, layout: RunLayout, tmp_path: Path, change: Callable[[Path], object], named: str
 ) -> None:
     change(tmp_path)
-    before = {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock}
     longer = override(config, ["run.num_steps=999"])
     for take_up in (claim, claim_for_jobs):
         with pytest.raises(RunDirectoryError, match=rf"(?s)not those that this run began with.*{named}.*put them back"):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
-    assert {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock
+    } == before
 
 
 @pytest.mark.parametrize("change", ["a1", "b1", "c1", "a2", "b2", "c2"])
