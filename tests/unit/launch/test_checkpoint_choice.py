@@ -214,7 +214,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
         flip_one_bit(layout.checkpoint(step) / "controller.json")
     assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
     told = capsys.readouterr().err
-    assert "no sound checkpoint" in told
+    assert "no checkpoint is sound" in told
     assert all(f"step_{step:06d} is passed over: " in told for step in STEPS)
 
 
