@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launch.family import commands as family
 from launch.overview import commands as overview
-from launch.resume_options import resume_point, takes_resume_point
+from launch.resume_options import refuse_resume_point, resume_point, takes_resume_point
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -133,8 +133,8 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
-    family.add_options(parser)
     takes_resume_point(parser)
+    family.add_options(parser)
     _takes_waiting(parser)
 
 
@@ -218,8 +218,9 @@ def run_locally(
     preflight(config)
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr)
+    where = resume_from or NEWEST
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=resume_from or NEWEST, tell=watch.tell)
+        attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
         owner.begins(attempt.owner)
         plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, owner=attempt.owner)
         mint_keys(plan)
@@ -234,9 +235,10 @@ def run_locally(
 def _submit(options: argparse.Namespace) -> int:
     from launch.jobs.submit import dependency, submit_run
 
-    if family.is_family(options):
-        return family.submit_family_of(options, _tell)
     resume_from = resume_point(options)
+    if family.is_family(options):
+        refuse_resume_point(options)
+        return family.submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _plan(options)

@@ -32,4 +32,5 @@ def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:
         if state.fate is Fate.SOUND:
             return state.step
         skipped.append(f"{state.path.name} is passed over: {state.problem}")
-    raise CheckpointError("\n".join([f"{layout.checkpoints}: no sound checkpoint", *skipped]))
+    what = "no checkpoint is sound" if skipped else "no complete checkpoint"
+    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))

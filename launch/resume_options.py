@@ -28,3 +28,9 @@ def resume_point(options: argparse.Namespace) -> ResumePoint:
         option = "--from-start" if options.from_start else "--step"
         raise ConfigError(f"{option} says where a resume begins: give --resume, too")
     return ResumePoint(options.from_start, options.step)
+
+
+def refuse_resume_point(options: argparse.Namespace) -> None:
+    """Of several runs at once.  Raises ConfigError if one is given."""
+    if options.from_start or options.step is not None:
+        raise ConfigError("--step and --from-start are of one run; `rlhpc resume RUN_DIR` takes them for each")

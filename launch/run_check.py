@@ -185,14 +185,21 @@ def _leftovers(layout: RunLayout) -> Iterator[Row]:
     for path in leftovers_of(layout.checkpoints):
         text = f"being written or deleted, or left behind, {_size_of(path)}; the next checkpoint deletes what is dead"
         yield Row("leftovers", path.name, Verdict.NOTE, text)
-    for path in sorted(layout.rollouts.glob("*.partial")):
-        text = "being sealed, or left behind; the next resume deletes what is dead"
-        yield Row("leftovers", path.name, Verdict.NOTE, text)
+    for path in _being_prepared(layout):
+        text = "being written, or left behind; the next resume deletes what is dead"
+        yield Row("leftovers", str(path.relative_to(layout.root)), Verdict.NOTE, text)
     for path in sorted(layout.rollouts.glob("lost_attempt_*")):
         text = f"rollouts of undone steps, {_size_of(path)}; nothing needs them any more"
         yield Row("leftovers", path.name, Verdict.NOTE, text)
-    for path in sorted(layout.root.glob(".*.tmp")):
-        yield Row("leftovers", path.name, Verdict.NOTE, "being written, or left behind")
+
+
+def _being_prepared(layout: RunLayout) -> list[Path]:
+    """Files and checkpoints without their final name, most of them in an owner's staging directory (ownership.py)."""
+    found = [*layout.rollouts.glob("*.partial"), *layout.root.glob(".*.tmp")]
+    for directory in (layout.root, layout.rollouts, layout.checkpoints):
+        for pattern in (".owner_*/*", ".owner_*/.*", ".gone_*"):
+            found += directory.glob(pattern)
+    return sorted({*found})
 
 
 def _size_of(directory: Path) -> str:

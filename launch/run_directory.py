@@ -62,23 +62,20 @@ def claim(
 ) -> Attempt:
     """Make the directory of a new run, or take up an old one; called by its launcher (run_owner.py).
 
-    Tells which checkpoints were passed over.
-
     A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
     a run lives in it; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
-        _refuse_without_config(layout)
+        renewal = _renewal(config, layout)
+        index = num_attempts(layout)
+        owner = take_over(layout, index).owner  # from here on nothing of an earlier attempt changes what is read next
         choice = choose(layout, resume_from, tell)
         _refuse_shorter(config, layout, choice.step or 0)
-        changed, inputs = _differences(config, layout)
-        index = num_attempts(layout)
-        owner = take_over(layout, index).owner  # from here on no earlier attempt changes anything
-        _take_up(config, layout, changed, inputs)
+        _take_up(config, layout, renewal)
         aside = put_aside(choice, tell)
-        return note_attempt(layout, Attempt(index, choice.step, owner, changed), set_aside=aside)
+        return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
@@ -103,12 +100,12 @@ def claim_for_jobs(
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
         exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if resume:
+            renewal = _renewal(config, layout)
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
             _refuse_shorter(config, layout, choice.step or 0)
-            changed, inputs = _differences(config, layout)
-            _take_up(config, layout, changed, inputs)
+            _take_up(config, layout, renewal)
             put_aside(choice, tell)
-            return changed
+            return renewal.changed
         if exists and fresh:
             _delete_contents(layout)
         if exists and not fresh:
@@ -120,14 +117,17 @@ def claim_for_jobs(
 def refuse_claim_for_jobs(
     config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
 ) -> bool:
-    """Raise what claim_for_jobs would, and touch nothing; returns whether there is something in the directory."""
+    """Raise what claim_for_jobs would but of damaged checkpoints, and touch nothing.
+
+    Returns whether there is something in the directory.
+    """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
+        _renewal(config, layout)
         if resume_from == NEWEST:
             _refuse_complete(config, layout)
             _refuse_shorter(config, layout, saved_step(layout))
-        _changes(config, layout)
     return exists
 
 
@@ -241,11 +241,6 @@ def _age_s(path: Path) -> float:
         return float("inf")
 
 
-def _refuse_without_config(layout: RunLayout) -> None:
-    if not layout.config.exists():
-        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
-
-
 def _say_nothing(_: str) -> None:
     """Whatever is waited for, the submission says what came of it."""
 
@@ -261,29 +256,33 @@ def _delete_contents(layout: RunLayout) -> None:
             path.unlink()
 
 
-def _differences(config: Config, layout: RunLayout) -> tuple[tuple[str, ...], Inputs]:
-    """Settings that differ, and model and data, which do not.  Raises RunDirectoryError; changes nothing."""
-    return _changes(config, layout), refuse_other_inputs(config, layout)
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """What a resume writes down anew."""
+
+    changed: tuple[str, ...]
+    inputs: Inputs
 
 
-def _take_up(config: Config, layout: RunLayout, changed: tuple[str, ...], inputs: Inputs) -> None:
-    """Write the new settings down, and take away what was of the attempts before."""
-    write_inputs(layout, inputs)
-    if changed:
-        write_resolved(config, layout, _commit())
-    _clear(layout)
-
-
-def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Settings that differ from those there.  Raises RunDirectoryError: one cannot change, or none are there."""
-    _refuse_without_config(layout)
+def _renewal(config: Config, layout: RunLayout) -> _Renewal:
+    """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
     may_move = MAY_MOVE if layout.inputs.exists() else ()
     fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
-    return tuple(changed)
+    return _Renewal(changed, refuse_other_inputs(config, layout))
+
+
+def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
+    """Write it down, and clear what was of the attempts before."""
+    write_inputs(layout, renewal.inputs)
+    if renewal.changed:
+        write_resolved(config, layout, _commit())
+    _clear(layout)
 
 
 def _clear(layout: RunLayout) -> None:

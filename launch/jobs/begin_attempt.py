@@ -54,10 +54,10 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
             f"{layout.attempt}: attempt {known.index} is of job {known.job_id}, life {known.restart}: later than this"
         )
     config, _ = read_resolved(layout)
-    choice = choose(layout, NEWEST, _unheard)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
     owner = take_over(layout, index, job_id=job_id, restart=restart).owner
+    choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
     renew_meeting_places(layout)

@@ -33,8 +33,7 @@ class CheckpointWriter:
         self, layout: RunLayout, keep: int, trainer: TrainerLink, books: Books, fence: Fence | None = None
     ) -> None:
         self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
-        self._fence = fence
-        self._known = KnownCheckpoints(layout.checkpoints)
+        self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None

@@ -135,8 +135,8 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         # Before the rename, so that a step_NNNNNN without COMPLETE has lost it and was not merely interrupted.
         write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
         if final.is_dir():
-            set_aside(final, _fate(final))
-        temporary.replace(final)
+            _clear_the_way(final)
+        temporary.replace(final)  # it appears and counts in one instant
         sync_directory(final.parent)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
@@ -231,6 +231,14 @@ def _remove(path: Path) -> None:
     path.rename(doomed)
     sync_directory(path.parent)
     shutil.rmtree(doomed)
+
+
+def _clear_the_way(final: Path) -> None:
+    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be sound: it is another's."""
+    fate = _fate(final)
+    if fate in (Fate.SOUND, Fate.UNREADABLE):
+        raise CheckpointError(f"{final}: another checkpoint of this step has come meanwhile")
+    set_aside(final, fate)
 
 
 def _fate(final: Path) -> Fate:

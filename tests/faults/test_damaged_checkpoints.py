@@ -54,6 +54,11 @@ def weights_of(checkpoint: Path) -> Path:
     return checkpoint / "trainer" / "weights-00001.safetensors"
 
 
+def names_below(layout: RunLayout) -> list[Path]:
+    """All but the places in which owners of the directory prepare files."""
+    return sorted(path for path in layout.root.rglob("*") if not path.name.startswith(".owner_"))
+
+
 def resume_steps(layout: RunLayout) -> list[int | None]:
     return [json.loads(line)["resume_step"] for line in layout.attempts.read_text().splitlines()]
 
@@ -81,18 +86,18 @@ def test_a_damaged_checkpoint_that_is_mended_later_never_mixes_timelines(lab: La
 def test_without_a_sound_checkpoint_nothing_is_resumed_unless_from_the_start(lab: Lab, layout: RunLayout) -> None:
     for step in (8, 10, 12):
         flip_one_bit(weights_of(layout.checkpoint(step)))
-    before = sorted(layout.root.rglob("*"))
+    before = names_below(layout)
     words = (f"run.directory={layout.root}", "run.num_steps=14")
     refused = rlhpc("run", str(lab.root / "done.toml"), "--resume", *words)
     assert refused.returncode == 2
     assert all(f"step_{step:06d}/trainer/weights-00001.safetensors" in refused.stderr for step in (8, 10, 12))
     assert "--from-start" in refused.stderr
-    assert sorted(layout.root.rglob("*")) == before
+    assert names_below(layout) == before
 
     output = resume(lab, layout, 4, "--from-start")
     assert resume_steps(layout) == [None, None]
     assert "step_000012.undone" in output
-    names = {path.name for path in layout.checkpoints.iterdir()}
+    names = {path.name for path in layout.checkpoints.iterdir() if not path.name.startswith(".")}
     assert {f"step_{step:06d}.undone" for step in (8, 10, 12)} | {"step_000002", "step_000004"} == names
     assert (layout.rollouts / "lost_attempt_1" / "segment_000000.h5").exists()
     assert_full_batches_trained_once(layout.rollouts, 4, GROUPS, GROUP_SIZE)
@@ -101,7 +106,7 @@ def test_without_a_sound_checkpoint_nothing_is_resumed_unless_from_the_start(lab
 def test_another_tokenizer_of_the_same_vocabulary_is_refused_before_anything_moves(lab: Lab, layout: RunLayout) -> None:
     tokenizer = lab.model / "tokenizer.json"
     content = tokenizer.read_bytes()
-    before = sorted(layout.root.rglob("*"))
+    before = names_below(layout)
     settings = layout.config.read_bytes()
     try:
         tokenizer.write_text(json.dumps(json.loads(content) | {"padding": None}, indent=1))  # it loads as well
@@ -111,7 +116,7 @@ def test_another_tokenizer_of_the_same_vocabulary_is_refused_before_anything_mov
         tokenizer.write_bytes(content)
     assert refused.returncode == 2
     assert f"model.path: {tokenizer} has other content" in refused.stderr
-    assert sorted(layout.root.rglob("*")) == before
+    assert names_below(layout) == before
     assert layout.config.read_bytes() == settings
 
 

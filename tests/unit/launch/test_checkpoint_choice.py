@@ -64,7 +64,13 @@ def layout(config: Config) -> RunLayout:
 
 
 def names(layout: RunLayout) -> set[str]:
-    return {path.name for path in layout.checkpoints.iterdir() if not path.name.startswith(".owner_")}
+    return {path.name for path in layout.checkpoints.iterdir() if not path.name.startswith(".")}
+
+
+def content_of(layout: RunLayout) -> dict[Path, bytes]:
+    """Every file but those that say who owns the directory."""
+    owned = {layout.owner, layout.lock, layout.launcher}
+    return {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path not in owned}
 
 
 def resume(config: Config, layout: RunLayout, where: ResumePoint = NEWEST) -> tuple[int | None, list[str]]:
@@ -138,7 +144,7 @@ def test_when_none_is_sound_nothing_begins_and_nothing_moves(
 ) -> None:
     for step in STEPS:
         flip_one_bit(layout.checkpoint(step) / "trainer" / "weights")
-    before = {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock}
+    before = content_of(layout)
     longer = override(config, ["run.num_steps=99"])
     for take_up in (claim, claim_for_jobs):
         with pytest.raises(RunDirectoryError) as refusal:
@@ -147,9 +153,7 @@ def test_when_none_is_sound_nothing_begins_and_nothing_moves(
             assert word in str(refusal.value)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER  # Slurm's next attempt would not help
     assert f"rlhpc resume {layout.root} --from-start" in capsys.readouterr().err
-    assert {
-        path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock
-    } == before
+    assert content_of(layout) == before
 
 
 def test_without_any_checkpoint_a_resume_begins_at_step_0(config: Config, layout: RunLayout) -> None:
@@ -210,7 +214,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
         flip_one_bit(layout.checkpoint(step) / "controller.json")
     assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
     told = capsys.readouterr().err
-    assert "no sound checkpoint" in told
+    assert "no checkpoint is sound" in told
     assert all(f"step_{step:06d} is passed over: " in told for step in STEPS)
 
 

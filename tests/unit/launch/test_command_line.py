@@ -156,6 +156,9 @@ def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytes
     for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
         assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_USER
         assert capsys.readouterr().err.endswith("says where a resume begins: give --resume, too\n")
+    family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
+    assert main(family) == EXIT_USER
+    assert "--step and --from-start are of one run" in capsys.readouterr().err
 
 
 def test_a_word_that_may_be_left_out_may_stand_after_an_option(

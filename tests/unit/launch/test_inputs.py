@@ -21,6 +21,7 @@ from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import config_of
+from tests.unit.launch.test_checkpoint_choice import content_of
 
 TENSORS = {"a": 3000, "b": 5000, "c": 2}
 
@@ -76,15 +77,13 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     config: Config, layout: RunLayout, tmp_path: Path, change: Callable[[Path], object], named: str
 ) -> None:
     change(tmp_path)
-    before = {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock}
+    before = content_of(layout)
     longer = override(config, ["run.num_steps=999"])
     for take_up in (claim, claim_for_jobs):
         with pytest.raises(RunDirectoryError, match=rf"(?s)not those that this run began with.*{named}.*put them back"):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
-    assert {
-        path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path != layout.lock
-    } == before
+    assert content_of(layout) == before
 
 
 @pytest.mark.parametrize("change", ["a1", "b1", "c1", "a2", "b2", "c2"])
