@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.batch.exit_records import read_failures
 from launch.batch.run_state import saved_step
 from launch.jobs.events import read_document
 from launch.overview.find import RunFiles
@@ -69,9 +70,14 @@ def read_figures(files: RunFiles) -> Figures:
 
 
 def fatal_error(files: RunFiles, attempt: int | None) -> str:
-    """What the first role of an attempt died of, "trainer-0: …"; "" if none of them has said."""
+    """What the first role of an attempt died of, "trainer-0: …"; "" if nobody has said.
+
+    The launcher has written it down, unless it died as well: then the logs say.
+    """
     if attempt is None or "logs" not in files.names:
         return ""
+    if failures := read_failures(files.layout, attempt):
+        return failures[0].cause
     logs = sorted(files.layout.logs.glob(f"*/attempt_{attempt}.log"))[:_MOST_LOGS]
     said = [line for log in logs if (line := _last_fatal(log))]
     if not said:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch.batch.exit_records import ExitRecord, write_record
 from launch.cli import EXIT_USER, main
 from launch.overview.find import find_runs
 from launch.overview.survey import survey
@@ -83,6 +84,9 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
         line = f"2026-11-22 01:16:{second},123 {role}-0 rlhpc.lifecycle ERROR "
         log.write_text(f"{line}failed\nTraceback\n{line}{words}\nlibraries go on talking\n")
     assert state(capsys, "failed") == ("failed", "trainer-0: CudaError: x y")
+    record = ExitRecord("trainer-0", 137, "step 5", starts=1, host="vm", job="")
+    write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
+    assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
 
 
 def test_a_run_on_another_machine_is_alive_while_it_writes_its_status(
