@@ -209,21 +209,23 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
-    from launch.run_directory import claim, mint_keys, register_launcher
+    from launch.run_directory import claim, mint_keys
+    from launch.run_owner import own_run
     from launch.watch import Watch
 
     preflight(config)
     layout = RunLayout(config.run_directory)
-    attempt = claim(config, layout, resume=resume, fresh=fresh)
-    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step)
-    mint_keys(plan)
-    register_launcher(layout)
     watch = Watch(layout, sys.stderr)
-    for change in attempt.changed:
-        watch.tell(f"resumed with {change}")
-    with LocalExecutor(plan, watch.tell) as executor:
-        status = executor.wait(watch.look)
-    watch.close()
+    with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
+        attempt = claim(config, layout, resume=resume, fresh=fresh)
+        owner.begins(attempt.owner)
+        plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, owner=attempt.owner)
+        mint_keys(plan)
+        for change in attempt.changed:
+            watch.tell(f"resumed with {change}")
+        with LocalExecutor(plan, watch.tell, owner) as executor:
+            status = executor.wait(watch.look)
+        watch.close()
     return status
 
 
@@ -264,9 +266,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     from launch.jobs.stop import stop_run
-    from launch.run_directory import refuse_other_host
 
-    refuse_other_host(_layout(options))
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 

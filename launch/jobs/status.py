@@ -17,7 +17,7 @@ from launch.jobs.events import Event, last_events, read_document
 from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import Life
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
 from launch.text_table import aligned, span
 from rlhpc.run_layout import RunLayout
 

@@ -31,7 +31,8 @@ class Figures:
     step: int | None
     num_steps: int | None
     reward: float | None  # None before the first step
-    status_unix_s: float | None  # when the controller last wrote
+    status_unix_s: float  # when the controller last wrote; 0: it has not
+    launcher_unix_s: float  # when a launcher of `rlhpc run`, which writes every other second, last did
     began_unix_s: float | None  # the first attempt
     last_sign_unix_s: float
     attempt: int | None  # the newest; None: none has begun
@@ -59,7 +60,8 @@ def read_figures(files: RunFiles) -> Figures:
         step=step,
         num_steps=_integer(settings.get("num_steps")),
         reward=_number(status.get("reward")) if step else None,
-        status_unix_s=written["status.json"] if status else None,
+        status_unix_s=written["status.json"] if status else 0.0,
+        launcher_unix_s=written.get("launcher.json", 0.0),
         began_unix_s=_number(first.get("unix_time_s")),
         last_sign_unix_s=max(written.values(), default=0.0),
         attempt=_integer(last.get("index")),
@@ -69,15 +71,18 @@ def read_figures(files: RunFiles) -> Figures:
     )
 
 
-def fatal_error(files: RunFiles, attempt: int | None) -> str:
-    """What the first role of an attempt died of, "trainer-0: …"; "" if nobody has said.
-
-    The launcher has written it down, unless it died as well: then the logs say.
-    """
+def recorded_failure(files: RunFiles, attempt: int | None) -> str:
+    """What the launcher has written of the process that failed first; "" if none has, or the launcher died as well."""
     if attempt is None or "logs" not in files.names:
         return ""
-    if failures := read_failures(files.layout, attempt):
-        return failures[0].cause
+    failures = read_failures(files.layout, attempt)
+    return failures[0].cause if failures else ""
+
+
+def fatal_error(files: RunFiles, attempt: int | None) -> str:
+    """What the first role of an attempt says that it died of, "trainer-0: …"; "" if none of them has said."""
+    if attempt is None or "logs" not in files.names:
+        return ""
     logs = sorted(files.layout.logs.glob(f"*/attempt_{attempt}.log"))[:_MOST_LOGS]
     said = [line for log in logs if (line := _last_fatal(log))]
     if not said:
