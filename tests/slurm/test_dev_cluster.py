@@ -11,7 +11,7 @@ import pytest
 from launch.cli import main
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import Process, process, wait_gone
 from launch.dev_cluster.shape import default_shape
 from rlhpc.errors import RoleFailed

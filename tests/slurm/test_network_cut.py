@@ -15,7 +15,7 @@ import pytest
 
 from launch.dev_cluster import faults, namespaces
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import process, wait_gone
 from launch.dev_cluster.shape import ClusterShape, default_shape
 from rlhpc.errors import ConfigError

@@ -11,7 +11,8 @@ import pytest
 from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import SlurmMissing, obtain
+from launch.dev_cluster.installation import SlurmMissing
+from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
 from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.slurm_check import find_unfit, refuse_unfit, try_components

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[DevCluster], None]:
 
 
 @pytest.fixture
-def cluster(slurm: DevCluster, here: Callable[[DevCluster], None]) -> Iterator[DevCluster]:
-    """The session's cluster, left without jobs."""
+def cluster(slurm: DevCluster, here: Callable[[DevCluster], None]) -> DevCluster:
+    """The session's cluster."""
     here(slurm)
-    yield slurm
-    jobs = slurm.run("squeue", "--noheader", "--format=%A").split()
-    if jobs:
-        slurm.run("scancel", *jobs, check=False)
-    slurm.wait_idle()
+    return slurm
 
 
 def row_of(job: int) -> JobRow:
