@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ GEN = {"partition": "gen", "mem_gb": 0.0625}
 
 
 @pytest.fixture
-def executor(slurm: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeterogeneousSlurmExecutor]:
+def executor(slurm: DevCluster, monkeypatch: pytest.MonkeyPatch) -> HeterogeneousSlurmExecutor:
     for key, value in slurm.environment().items():
         if os.environ.get(key) != value:
             monkeypatch.setenv(key, value)
@@ -36,9 +35,7 @@ def executor(slurm: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Het
     folder.mkdir(exist_ok=True)
     made = HeterogeneousSlurmExecutor(folder / f"het-{time.monotonic_ns()}")
     made.update_parameters(time=15)
-    yield made
-    slurm.run("scancel", "--user", str(os.getuid()), check=False)
-    slurm.wait_idle()
+    return made
 
 
 def batch_log(executor: HeterogeneousSlurmExecutor, job_id: str) -> str:
@@ -59,7 +56,7 @@ def test_three_components_return_different_results_and_see_their_own_nodes(
     trainer, gen = jobs["trainer"].results(), jobs["gen"].results()
     assert len({job.job_id for job in jobs.values()}) == 1
     assert controller["nodes"] == ["c0"]
-    assert controller["step"] is None  # the batch step itself
+    assert controller["step"] in (None, "-5")  # the batch step itself, which has a number since 26.05
     assert [(each["rank"], each["num_tasks"], each["num_nodes"]) for each in trainer] == [(0, 2, 1), (1, 2, 1)]
     assert {each["CUDA_VISIBLE_DEVICES"] for each in trainer} == {"0,1,2,3"}
     assert [(each["rank"], each["num_tasks"], each["num_nodes"]) for each in gen] == [(0, 2, 2), (1, 2, 2)]
