@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.family import commands as family
+from launch.overview import commands as overview
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -95,6 +97,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--json", action="store_true", help="for programs")
+    overview.add_parser(command)
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
@@ -119,6 +122,7 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    family.add_options(parser)
     _takes_waiting(parser)
 
 
@@ -208,27 +212,31 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
-    from launch.run_directory import claim, mint_keys, register_launcher
+    from launch.run_directory import claim, mint_keys
+    from launch.run_owner import own_run
     from launch.watch import Watch
 
     preflight(config)
     layout = RunLayout(config.run_directory)
-    attempt = claim(config, layout, resume=resume, fresh=fresh)
-    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step)
-    mint_keys(plan)
-    register_launcher(layout)
     watch = Watch(layout, sys.stderr)
-    for change in attempt.changed:
-        watch.tell(f"resumed with {change}")
-    with LocalExecutor(plan, watch.tell) as executor:
-        status = executor.wait(watch.look)
-    watch.close()
+    with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
+        attempt = claim(config, layout, resume=resume, fresh=fresh)
+        owner.begins(attempt.owner)
+        plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, owner=attempt.owner)
+        mint_keys(plan)
+        for change in attempt.changed:
+            watch.tell(f"resumed with {change}")
+        with LocalExecutor(plan, watch.tell, owner) as executor:
+            status = executor.wait(watch.look)
+        watch.close()
     return status
 
 
 def _submit(options: argparse.Namespace) -> int:
     from launch.jobs.submit import dependency, submit_run
 
+    if family.is_family(options):
+        return family.submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _plan(options)
@@ -261,9 +269,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     from launch.jobs.stop import stop_run
-    from launch.run_directory import refuse_other_host
 
-    refuse_other_host(_layout(options))
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 

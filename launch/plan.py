@@ -54,13 +54,19 @@ ROLE_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per c
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def plan_run(config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None) -> RunPlan:
-    """Lay out one attempt: controller, reward service, trainer ranks, generators."""
+def plan_run(
+    config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None, owner: str = ""
+) -> RunPlan:
+    """Lay out one attempt: controller, reward service, trainer ranks, generators.
+
+    owner: of the run directory, in whose name the processes write to it.
+    """
     hidden = NO_GPU if config.trainer.device == "cpu" else {}
 
     def process(role: str, replica: int, *, num_ranks: int = 1, is_expendable: bool = False) -> ProcessPlan:
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
+        arguments += ["--owner", owner] if owner else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
         environment = ROLE_ENVIRONMENT | hidden if role == "trainer" else ROLE_ENVIRONMENT
         return ProcessPlan(role, replica, tuple(arguments), environment, ROLE_DEFAULTS, is_expendable)

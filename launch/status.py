@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from launch.jobs.status import document_of, is_slurm_run, lines_of, look_at_run
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 

@@ -32,6 +32,16 @@ class RunLayout:
         return self.root / "launcher.json"
 
     @property
+    def owner(self) -> Path:
+        """The attempt that may write here, as JSON (ownership.py); replaced by rename when another takes over."""
+        return self.root / "owner.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the launcher and every process of a local run, as long as one of them lives."""
+        return self.root / ".lock"
+
+    @property
     def secrets(self) -> Path:
         """CURVE keys, 0700."""
         return self.root / "secrets"

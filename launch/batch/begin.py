@@ -46,4 +46,4 @@ def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
     if done.returncode != 0:
         raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
-    return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])
+    return Attempt.parse(document)

@@ -92,4 +92,5 @@ def start_in_batch_step(plan: JobPart, part: Part, role: str, index: int, attemp
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
     words = [sys.executable, "-u", "-m", "launch.batch.role_task", "--plan", str(plan.path), "--job", plan.name]
     words += ["--part", part.name, "--role", role, "--attempt", str(attempt.index), "--start", str(start)]
+    words += ["--owner", attempt.fence] if attempt.fence else []
     return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]

@@ -23,6 +23,7 @@ from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts,
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.files import write_atomically
+from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import latest_complete
 
@@ -49,14 +50,17 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
             f"{layout.attempt}: attempt {known.index} is of job {known.job_id}, life {known.restart}: later than this"
         )
     config, _ = read_resolved(layout)
+    index = num_attempts(layout)
+    owner = take_over(layout, index, job_id=job_id, restart=restart).owner
     found = latest_complete(layout.checkpoints)
-    attempt = Attempt(num_attempts(layout), found[0] if found else None)
+    attempt = Attempt(index, found[0] if found else None, owner)
     renew_meeting_places(layout)
     mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart)
     document = {
         "attempt": attempt.index,
         "resume_step": attempt.resume_step,
+        "fence": attempt.owner,
         "job_id": job_id,
         "restart": restart,
         "host": socket.gethostname(),

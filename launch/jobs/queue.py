@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
 from launch.jobs.states import JobState, state_of
@@ -23,6 +24,9 @@ _FIELDS = (
     ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
+_LOG_FIELD = "StdOut:1024|"
+# As script.py writes it.  The name of the job is part of it: others may well have a directory logs/slurm, too.
+_LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
@@ -63,6 +67,48 @@ class QueueLook:
     rows: tuple[JobRow, ...]
     unknown: tuple[int, ...] = ()  # Slurm answered, and knows no such job (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class MyJob:
+    """A line of the queue, and the run that it was submitted for."""
+
+    row: JobRow
+    run_directory: Path | None  # None: no job of rlhpc's
+
+
+@dataclass(frozen=True, slots=True)
+class MyQueue:
+    """Every job of this user, in the order of ids."""
+
+    jobs: tuple[MyJob, ...]
+    trouble: str = ""  # why there is no answer; "" if there is one
+
+    @property
+    def is_there(self) -> bool:
+        """False on a machine without Slurm's commands."""
+        return "no such command" not in self.trouble
+
+
+def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
+    """Ask squeue once for all jobs of this user, those too that ended in the last minutes.  Raises nothing.
+
+    The run is told by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be the site's, its
+    script a link elsewhere, but this directive is always ours (script.py).
+    """
+    words = ("squeue", "--me", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
+    try:
+        answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+    except SlurmError as error:
+        return MyQueue((), f"no word of Slurm: {error}")
+    jobs = []
+    for line in answer.splitlines():
+        log, _, rest = line.partition("|")
+        row = _squeue_row(rest)
+        if row is not None:
+            jobs.append(MyJob(row, _run_directory(log.strip())))
+    jobs.sort(key=lambda job: (job.row.job_id, job.row.component or 0, job.row.array_task is None))
+    return MyQueue(tuple(jobs))
 
 
 def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
@@ -124,6 +170,11 @@ def _squeue_row(line: str) -> JobRow | None:
         start_unix_s=moment_unix_s(start),
         restarts=_number(restarts),
     )
+
+
+def _run_directory(log: str) -> Path | None:
+    found = _LOG_OF_A_RUN.fullmatch(log)
+    return Path(found[1]) if found else None
 
 
 # --------------------------------------------------------------------------------------------------------------- sacct

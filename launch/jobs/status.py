@@ -17,7 +17,8 @@ from launch.jobs.events import Event, last_events, read_document
 from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import Life
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
+from launch.text_table import aligned, span
 from rlhpc.run_layout import RunLayout
 
 NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
@@ -98,8 +99,7 @@ _HEAD = ("JOB", "WHAT", "STATE", "RESTARTS", "FOR", "LEFT", "NODES", "WHY")
 def _table(view: SlurmView) -> list[str]:
     rows = [_HEAD, *(_cells(view, row) for row in view.look.rows)]
     rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     if view.look.unknown:
         lines.append("unknown: Slurm has forgotten the job, which has ended therefore")
     return lines
@@ -112,8 +112,8 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
         what_it_is(view, row),
         row.state.name,
         "-" if row.restarts is None else str(row.restarts),
-        _span(row.used_s) if row.used_s else "-",
-        _span(row.left_s) if is_there and row.left_s is not None else "-",
+        span(row.used_s) if row.used_s else "-",
+        span(row.left_s) if is_there and row.left_s is not None else "-",
         row.nodes or "-",
         why(row, view.now) or "-",
     )
@@ -289,15 +289,6 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 def _and(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _span(seconds: int) -> str:
-    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
-    for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
-        if seconds >= size:
-            rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
-            return f"{seconds // size} {unit} {rest:02d} {lower}"
-    return f"{seconds} s"
 
 
 def _clock(moment: float, now: float) -> str:

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.batch.job_records import JobRecord, generators_of, write_record
@@ -33,6 +34,21 @@ _ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
 _DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS})*")
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run that is about to be submitted."""
+
+    config: Config
+    site_file: Path
+    site: Site
+    plan: JobPlan
+
+    @property
+    def layout(self) -> RunLayout:
+        """Where it lies, by the name that compute nodes know."""
+        return self.plan.layout
+
+
 def submit_run(
     config: Config, site_file: Path, *, resume: bool, fresh: bool, after: str | None, tell: Tell
 ) -> RunLayout:
@@ -41,24 +57,45 @@ def submit_run(
     after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
     made.  Raises SlurmError: sbatch failed; then no job is left in the queue, or the message names what may be.
     """
-    site, site_text, options = load_site(site_file), site_file.read_bytes(), dependency(after)
-    site_mode = site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
-    layout = shared_layout(config, site)
-    config = _for_jobs(config, layout)
-    plan = plan_jobs(config, site, layout)
-    findings = preflight(config, roles_run_here=roles_run_here(site.prologue))
-    refuse_small_gpus(config, findings, site, site_file)
-    refuse_unfit_for_slurm(plan)
-    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
-            tell(f"changed     {change}")
-        write_atomically(layout.site, site_text, mode=site_mode)
-        write_plan(plan)
-        records = submit_jobs(plan, options)
-    tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")
+    options, run = dependency(after), prepare(config, site_file)
+    check(run)
+    submit_checked(run, options, resume=resume, fresh=fresh, tell=tell)
+    layout = run.layout
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
     return layout
+
+
+def prepare(config: Config, site_file: Path) -> Submission:
+    """Lay out the jobs of a run; nothing is made.  Raises ConfigError as load_site and plan_jobs do."""
+    site = load_site(site_file)
+    layout = shared_layout(config, site)
+    config = _for_jobs(config, layout)
+    return Submission(config, site_file, site, plan_jobs(config, site, layout))
+
+
+def check(run: Submission) -> None:
+    """Model, data, memory, and what the cluster takes.  Raises ConfigError; SlurmError: Slurm does not answer."""
+    findings = preflight(run.config, roles_run_here=roles_run_here(run.site.prologue))
+    refuse_small_gpus(run.config, findings, run.site, run.site_file)
+    refuse_unfit_for_slurm(run.plan)
+
+
+def submit_checked(
+    run: Submission, options: Sequence[str], *, resume: bool, fresh: bool, tell: Tell
+) -> list[JobRecord]:
+    """Claim the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    layout = run.layout
+    site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
+    site_text = run.site_file.read_bytes()
+    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+        for change in claim_for_jobs(run.config, layout, resume=resume, fresh=fresh):
+            tell(f"changed     {change}")
+        write_atomically(layout.site, site_text, mode=site_mode)
+        write_plan(run.plan)
+        records = submit_jobs(run.plan, options)
+    tell(f"submitted   {', '.join(map(describe_record, records))}: {run.plan.run_name} in {layout.root}")
+    return records
 
 
 def _for_jobs(config: Config, layout: RunLayout) -> Config:

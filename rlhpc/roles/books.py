@@ -45,6 +45,8 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         if saved is not None
         else AdmissionLedger(**settings)
     )
+    if context.fence is not None:
+        context.fence.check()  # what is set aside next may be a successor's otherwise
     segments = SegmentWriter(
         layout.rollouts,
         set_aside_later_segments(layout, saved, context.attempt),
@@ -54,6 +56,7 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         max_s=config.buffer.segment_s,
         compression=config.buffer.compression,
         clock=clock,
+        fence=context.fence,
     )
     buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
     if saved is None:

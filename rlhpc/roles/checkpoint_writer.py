@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.ownership import Fence
 from rlhpc.roles.books import Books
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
@@ -28,8 +29,11 @@ log = logging.getLogger("rlhpc.checkpoint")
 class CheckpointWriter:
     """Writes checkpoints of one run."""
 
-    def __init__(self, layout: RunLayout, keep: int, trainer: TrainerLink, books: Books) -> None:
+    def __init__(
+        self, layout: RunLayout, keep: int, trainer: TrainerLink, books: Books, fence: Fence | None = None
+    ) -> None:
         self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
+        self._fence = fence
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
@@ -50,7 +54,8 @@ class CheckpointWriter:
         await self.finish()
         requested = time.monotonic()
         books, final = self._books, self._layout.checkpoint(step)
-        temporary = begin(final)
+        self._check_ownership()
+        temporary = begin(final, self._fence.staging(final.parent) if self._fence is not None else None)
         # The controller's part is taken in one go, before anything can be delivered.
         books.buffer.save_buffered(temporary, step)
         state = RunState(
@@ -82,6 +87,11 @@ class CheckpointWriter:
         if self._completing is not None:
             await self._completing
 
+    def _check_ownership(self) -> None:
+        """Raises OwnershipLost: checkpoints here are another attempt's to make and to delete."""
+        if self._fence is not None:
+            self._fence.check()
+
     async def _complete(
         self, reported: asyncio.Future[SaveReport], temporary: Path, final: Path, state: RunState, requested: float
     ) -> None:
@@ -89,11 +99,13 @@ class CheckpointWriter:
         report = await reported
         if report.error:
             raise CheckpointError(f"{final}: the trainer could not save: {report.error}")
+        self._check_ownership()
         # Threads, because one reads every byte again and the other deletes many: the loop has rollouts to take in.
         await asyncio.to_thread(
             complete, temporary, final, {"step": state.step, "policy_version": state.policy_version}
         )
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
+        self._check_ownership()
         await asyncio.to_thread(prune, self._layout.checkpoints, self._keep)
         self.write_s = time.monotonic() - began
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)

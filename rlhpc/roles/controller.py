@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, RollCall, SaveReport, StopRole, WeightsLive
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
@@ -101,8 +101,10 @@ class Controller:
             version=lambda: self._publication.live_version,
         )
         self._loop = self._make_loop()
-        self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
-        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
+        self._checkpoints = CheckpointWriter(
+            context.layout, config.checkpoint.keep, self._trainer, self._books, context.fence
+        )
+        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
         self._lag = LoopLag(clock)
         self._unsealed_since: float | None = None  # when the disk began to refuse segments
         self._recorder = RunRecorder(
@@ -296,7 +298,7 @@ class Controller:
             self._books.segments.seal_all()
             self._recorder.close_totals()
             bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._books.totals, bound, group_size)
+            summarise(self._context.layout, self._books.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
@@ -316,5 +318,5 @@ class Controller:
         self._recorder.close()
         try:
             self._books.segments.seal_all()
-        except SegmentError:
+        except (SegmentError, OwnershipLost):
             log.exception("%d groups could not be sealed", self._books.segments.num_pending)

@@ -37,18 +37,19 @@ class CheckpointState:
     problem: str  # "" if complete and sound, else the file and the reason
 
 
-def begin(final: Path) -> Path:
+def begin(final: Path, staging: Path | None = None) -> Path:
     """Return an empty directory to write the checkpoint `final` into, on the same filesystem.
 
+    staging: directory in which it is made; default: beside `final`, with parents.
     Raises CheckpointError if `final` is complete already, or on a write error.
     """
     if final.exists() and not _problem_of(final, verify_content=True):
         raise CheckpointError(f"{final}: a complete checkpoint of this step is there already")
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = (staging or final.parent) / f".{final.name}.tmp"
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+        temporary.mkdir(parents=staging is None)
     except OSError as error:
         raise CheckpointError(f"{temporary}: cannot be made: {error}") from error
     return temporary
@@ -67,11 +68,11 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
             files[name] = astuple(record_of(temporary / name))
         for directory in sorted({(temporary / name).parent for name in files} | {temporary}):
             sync_directory(directory)
+        write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
         if final.exists():
             _remove(final)
-        temporary.replace(final)
+        temporary.replace(final)  # it appears and counts in one instant
         sync_directory(final.parent)
-        write_atomically(final / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
 

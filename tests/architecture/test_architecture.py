@@ -6,9 +6,9 @@ import ast
 import dataclasses
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -214,21 +214,18 @@ def test_what_runs_in_a_batch_step_is_python_3_9_and_the_standard_library(path: 
             assert not node.keywords, f"{path.name}: zip(strict=…) is Python 3.10"
 
 
-def test_the_config_loads_without_torch_in_a_third_of_a_second() -> None:
+def test_the_config_loads_without_torch_in_a_third_of_a_second_of_cpu() -> None:
     program = (
         "import sys; from pathlib import Path; from rlhpc.config_file import load_config; "
         f"load_config(Path({str(ROOT / 'configs' / 'demo.toml')!r})); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
-    best_s = float("inf")
-    for _ in range(5):  # the best of five: what the machine's neighbours do is not ours to measure
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        best_s = min(best_s, time.perf_counter() - began)
-    assert best_s < 0.3 + _interpreter_start_s()
+    # The best of five, and not by the clock: what the machine's neighbours do is not ours to measure.
+    assert min(_cpu_s(program) for _ in range(5)) < 0.3 + min(_cpu_s("pass") for _ in range(5))
 
 
-def _interpreter_start_s() -> float:
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "pass"], check=True)
-    return time.perf_counter() - began
+def _cpu_s(program: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,7 +51,13 @@ class Attempts:
 
     def _claim(self, *, resume: bool) -> Attempt:
         attempt = claim(self._config, self.layout, resume=resume, fresh=False)
-        self._plan = plan_run(self._config, self.layout, attempt=attempt.index, resume_step=attempt.resume_step)
+        self._plan = plan_run(
+            self._config,
+            self.layout,
+            attempt=attempt.index,
+            resume_step=attempt.resume_step,
+            owner=attempt.owner,
+        )
         mint_keys(self._plan)
         return attempt
 
@@ -62,6 +69,8 @@ class Attempts:
                 words = ["--meet-timeout-s", str(meet_timeout_s)]
                 words += ["--incarnation", f"{JOB}.{self._plan.attempt}.{start}"]
                 words += ["--supervised"] if supervised else []
+                if supervised and plan.role in ("generator", "reward"):  # they outlast attempts, and belong to none
+                    plan = replace(plan, arguments=_without_owner(plan.arguments))
                 self._processes[plan.name] = self._spawn(plan, words)
 
     def pid(self, name: str) -> int:
@@ -106,6 +115,10 @@ class Attempts:
         """The last lines of every log: for the message of a failed test."""
         return "\n".join(f"--- {name}\n" + "\n".join(self.log(name).splitlines()[-25:]) for name in self._processes)
 
+    def abandon(self, *names: str) -> dict[str, subprocess.Popen[bytes]]:
+        """Forget processes, which others of their names may follow; they are the caller's now."""
+        return {name: self._processes.pop(name) for name in names}
+
     def _spawn(self, plan: ProcessPlan, words: list[str]) -> subprocess.Popen[bytes]:
         assert self._plan is not None
         path = self.layout.log(plan.role, plan.replica, self._plan.attempt)
@@ -119,3 +132,8 @@ class Attempts:
                 env={**command_environment(), **plan.environment},
                 start_new_session=True,
             )
+
+
+def _without_owner(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    place = arguments.index("--owner")
+    return arguments[:place] + arguments[place + 2 :]

@@ -17,6 +17,7 @@ from launch import local
 from launch.batch.exit_records import last_words
 from launch.local import LocalExecutor
 from launch.plan import ProcessPlan, RunPlan
+from launch.run_owner import RunOwner
 from rlhpc.run_layout import RunLayout
 
 PATIENT = "import time; time.sleep(60)"
@@ -51,7 +52,8 @@ def executor(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -
             )
             for name, code in programs.items()
         )
-        return LocalExecutor(RunPlan(RunLayout(tmp_path / "run"), 0, processes), told.append)
+        layout = RunLayout(tmp_path / "run")
+        return LocalExecutor(RunPlan(layout, 0, processes), told.append, RunOwner(layout, None))
 
     return make
 

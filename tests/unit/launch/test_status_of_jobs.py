@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from launch.batch.job_records import JobRecord, write_record
-from launch.run_directory import register_launcher
+from launch.run_owner import register_launcher
 from launch.status import render_status
 from rlhpc.run_layout import RunLayout
 
