@@ -30,7 +30,8 @@ from launch.dev_cluster.shape import LOOPBACK, ClusterShape
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 _BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
-_UP = ("idle", "mixed", "allocated", "completing")
+_UP = ("idle", "planned", "mixed", "allocated", "completing")
+IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone
 _COMMAND_S = 60.0
 
 
@@ -227,7 +228,7 @@ class DevCluster:
 
     def wait_idle(self, wait_s: float = 30.0) -> None:
         """Return when every node is idle.  Raises RoleFailed with the reason."""
-        self.wait_up(wait_s, ("idle",))
+        self.wait_up(wait_s, IDLE)
 
     def wait_up(self, wait_s: float = 30.0, states: Sequence[str] = _UP) -> None:
         """Return when every node is in one of `states`.  Raises RoleFailed with the reason."""

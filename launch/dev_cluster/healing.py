@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 
-from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.cluster import IDLE, DevCluster
 from launch.dev_cluster.processes import with_descendants
 from rlhpc.errors import RoleFailed
 
@@ -31,7 +31,7 @@ def find_amiss(cluster: DevCluster) -> list[str]:
     return [
         *(f"job {job.strip()}" for job in jobs),
         *(f"process {stray.pid} of a job that is over" for stray in strays),
-        *(f"node {node} is {nodes.get(node, 'unknown')}" for node in cluster.shape.nodes if nodes.get(node) != "idle"),
+        *(f"node {node} is {nodes.get(node)}" for node in cluster.shape.nodes if nodes.get(node) not in IDLE),
         *(f"partition {partition} is closed" for partition in closed),
     ]
 
