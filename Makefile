@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm slurm-releases gpu bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ ring: setup  ## only the tests that start whole runs
 
 slurm: setup  ## only the tests that start a private Slurm cluster
 	$(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
+
+slurm-releases: setup  ## the tests on Slurm, on 22.05, 24.11 and 26.05 one after the other; over an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.slurm.releases $(PYTEST_ARGS)
 
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

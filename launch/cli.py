@@ -169,6 +169,9 @@ def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
             sub.add_argument("--networks", action="store_true", help="nodes with networks of their own; takes root")
             sub.add_argument("--private", action="store_true", help="unpacked packages even where Slurm is installed")
+            sub.add_argument(
+                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
+            )
             sub.add_argument("--wait-s", type=float, default=30.0, metavar="S", help="until all nodes are idle (30)")
 
 

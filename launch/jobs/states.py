@@ -1,6 +1,6 @@
 """What each state of a Slurm job means for a run: does it live, who ended it, does it come back, what to do.
 
-Eats the words that squeue and sacct print (22.05 to 25.11), makes values.  Pure.  States and flags are one list here,
+Eats the words that squeue and sacct print (22.05 to 26.05), makes values.  Pure.  States and flags are one list here,
 because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in the
 table counts as alive, so that nothing is submitted a second time on a misunderstanding, and says that it is unknown.
 """

@@ -6,11 +6,11 @@ Eats a run file; makes processes that are known by name.  Which of them outlast 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any, Self
 from launch.plan import ProcessPlan, RunPlan, plan_run
 from launch.run_directory import Attempt, claim, mint_keys
 from rlhpc.config_file import load_config
-from tests.ring.run_kit import RUN_LIMIT_S, START_LIMIT_S, Lab, command_environment
+from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 
 JOB = 4711  # as if Slurm had given it
 
@@ -88,12 +88,10 @@ class Attempts:
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
             self._processes[name].wait()
 
-    def status_of(self, name: str, timeout_s: float = RUN_LIMIT_S) -> int:
+    def status_of(self, name: str) -> int:
         """Wait until it ends; returns its exit status."""
-        try:
-            return self._processes[name].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} runs on after {timeout_s:g} s\n{self.story()}") from None
+        self.wait_until(lambda: not self.is_alive(name), f"the end of {name}")
+        return self._processes[name].wait()
 
     def is_alive(self, name: str) -> bool:
         """Whether it runs."""
@@ -104,12 +102,14 @@ class Attempts:
         logs = sorted((self.layout.logs / name).glob("*.log"))
         return "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
 
-    def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = START_LIMIT_S) -> None:
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds."""
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self.story()}"
-            time.sleep(0.05)
+        wait_while_it_moves(is_so, self._trace, what, self.story)
+
+    def _trace(self) -> tuple[object, ...]:
+        with contextlib.suppress(FileNotFoundError):
+            return trace_of(self.layout, json.loads(self.layout.status.read_bytes()))
+        return trace_of(self.layout, {})
 
     def story(self) -> str:
         """The last lines of every log: for the message of a failed test."""
