@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import duration_s
 from launch.jobs.states import JobState, state_of
 
 ANSWER_S = 12.0
+BLINK_S = 2.0  # squeue is called again after a failure that came at once, not after one that took long
 
 # Fields of squeue with their widths: -O has the number of restarts, which -o has not.  The name comes last: it alone
 # may hold the separator.
@@ -94,8 +96,8 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLo
 def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
     # Of a single id that it does not know squeue says "Invalid job id specified" and fails; of two it prints nothing.
     listed = ",".join(map(str, [*jobs, jobs[0]]))
-    words = ("squeue", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
-    answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
+    answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
     rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
     return [row for row in rows if row is not None and row.job_id in jobs]
 
@@ -134,7 +136,7 @@ def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
     listed = ",".join(map(str, jobs))
     words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
     try:
-        answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+        answer = slurm(*words, timeout_s=timeout_s)
     except SlurmError:
         return []
     rows = [_sacct_row(line) for line in answer.splitlines() if line.strip()]
@@ -166,15 +168,6 @@ def _sacct_row(line: str) -> JobRow | None:
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def duration_s(text: str) -> int | None:
-    """Seconds of Slurm's [DAYS-][[HOURS:]MINUTES:]SECONDS; None for UNLIMITED, INVALID, NOT_SET, N/A."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def moment_unix_s(text: str) -> float | None:
     """Unix time of Slurm's 2026-03-01T14:05:00, which is this machine's local time; None for N/A and Unknown."""
     try:
@@ -185,9 +178,3 @@ def moment_unix_s(text: str) -> float | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
-
-
-def _environment() -> dict[str, str]:
-    """Without what people set to make the commands print and select as they like it."""
-    kept = {k: v for k, v in clean_environment().items() if not k.startswith(("SQUEUE_", "SACCT_"))}
-    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
