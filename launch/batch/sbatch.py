@@ -26,7 +26,7 @@ LOOK_PATIENCE_S = 20.0
 # What sbatch says when its request was sent and the answer lost; slurmctld may have taken the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
          "Connection reset", "Broken pipe", "Unexpected message", "authentication error")  # fmt: skip
-_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--comment\b", re.MULTILINE)
+_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com(?:m|me|men|ment)?(?![\w-])", re.MULTILINE)  # sbatch takes abbreviations
 _NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", re.MULTILINE)
 
 
@@ -116,7 +116,7 @@ def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str
         has_comment = _OWN_COMMENT.search(script.read_text(encoding="utf-8", errors="replace")) is not None
     except OSError:
         has_comment = False  # sbatch says what is wrong with the script
-    if not has_comment and not any(word.startswith("--comment") for word in options):
+    if not has_comment and not any(word.startswith("--com") for word in options):
         yield [*words, f"--comment={tag}", str(script)]
         return
     with tempfile.TemporaryDirectory() as scratch:

@@ -199,8 +199,14 @@ def _attend(talk: _Round) -> None:
         elif absent:
             log = talk.directory / f"{probe.component.name}.log"
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-            said = lines[-1] if lines else "no word in its log"
+            said = last_error(lines) or "no word in its log"
             talk.reports.failed[probe.component.name] = f"job {probe.job_id} {probe.state}: {said}"
+
+
+def last_error(lines: list[str]) -> str:
+    """The last line that a program has written: srun says after it that there was an error, and not which."""
+    own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
+    return (own or lines or [""])[-1].strip()
 
 
 def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> dict[str, Any]:

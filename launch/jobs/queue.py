@@ -26,6 +26,7 @@ _FIELDS = (
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
+_START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
 
@@ -65,6 +66,9 @@ class QueueLook:
     rows: tuple[JobRow, ...]
     unknown: tuple[int, ...] = ()  # Slurm answered, and knows no such job (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
+    drained: tuple[
+        str, ...
+    ] = ()  # where a job could not be started: nodes that Slurm takes no more, "g0: Prolog error"
 
 
 def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
@@ -87,7 +91,19 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLo
     known = {row.job_id for row in rows}
     place = {job: index for index, job in enumerate(wanted)}
     rows.sort(key=lambda row: (place[row.job_id], row.component or 0, row.array_task is None, row.array_task or 0))
-    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known))
+    could_not_start = any("launch failed" in row.reason or row.reason == "JobLaunchFailure" for row in rows)
+    drained = _drained(timeout_s) if could_not_start else ()
+    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known), drained=drained)
+
+
+def _drained(timeout_s: float) -> tuple[str, ...]:
+    """Nodes that were drained because a job could not be started on them; none where the site hides them."""
+    try:
+        answer = slurm("sinfo", "--all", "--noheader", "--list-reasons", "--format=%N|%E|%H", timeout_s=timeout_s)
+    except SlurmError:
+        return ()
+    rows = [cells for line in answer.splitlines() if len(cells := line.strip().rsplit("|", 2)) == 3]
+    return tuple(f"{nodes}: {why}, since {since}" for nodes, why, since in rows if _START.search(why))
 
 
 # -------------------------------------------------------------------------------------------------------------- squeue

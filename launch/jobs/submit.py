@@ -7,12 +7,13 @@ a run are submitted, or none; what lives is never submitted a second time.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.batch.job_records import JobRecord, generators_of, write_record
+from launch.batch.job_records import JobRecord, generators_of, read_records, write_record
 from launch.batch.sbatch import MayBeQueued
 from launch.batch.slurm_commands import SlurmError
 from launch.jobs.job_plan import Job, JobPlan, plan_jobs
@@ -50,11 +51,17 @@ def submit_run(
     refuse_small_gpus(config, findings, site, site_file)
     refuse_unfit_for_slurm(plan)
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+        is_new = not layout.root.exists()
         for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
             tell(f"changed     {change}")
         write_atomically(layout.site, site_text, mode=site_mode)
         write_plan(plan)
-        records = submit_jobs(plan, options)
+        try:
+            records = submit_jobs(plan, options, tell)
+        except BaseException as error:  # survived: nothing; whatever it was, a run that never was leaves no directory
+            if is_new and not isinstance(error, MayBeQueued) and not read_records(layout):
+                shutil.rmtree(layout.root, ignore_errors=True)
+            raise
     tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
@@ -127,15 +134,15 @@ def write_plan(plan: JobPlan) -> None:
     write_atomically(plan.plan_file, plan_document(plan).encode())
 
 
-def submit_jobs(plan: JobPlan, options: Sequence[str] = ()) -> list[JobRecord]:
-    """Submit the scripts of a plan, the lead first, and record them.
+def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda remarks: None) -> list[JobRecord]:
+    """Submit the scripts of a plan, the lead first, and record them.  tell: what sbatch remarks of them.
 
     Raises SlurmError with what sbatch said; the jobs before it are cancelled then, or named where even that failed.
     """
     records: list[JobRecord] = []
     try:
         for job in plan.jobs:
-            _submit(plan, job, options, records)
+            _submit(plan, job, options, records, tell)
     except MayBeQueued as error:
         lost = f"{error}; if so, it ends by itself a minute after it has begun"
         raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
@@ -157,7 +164,7 @@ def describe_record(record: JobRecord) -> str:
     return f"{record.name} {record.job_id}{tasks}"
 
 
-def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord]) -> None:
+def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
     """Submit one; its record is on disk, and the last of `records`, before anything can come between."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
     from launch.het.executor import HeterogeneousSlurmExecutor  # submitit is not needed before
@@ -168,7 +175,13 @@ def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRe
 
     # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
     executor = HeterogeneousSlurmExecutor(plan.log_directory)
-    executor.submit_script(script, name=job.name, options=options, record=record)
+    executor.submit_script(
+        script,
+        name=job.name,
+        options=options,
+        record=record,
+        hear=lambda remarks: tell(f"sbatch      {job.name}: {remarks.removeprefix('sbatch: ')}"),
+    )
 
 
 def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:

@@ -14,19 +14,8 @@ from launch.batch.slurm_commands import ask, clean_environment, slurm, srun_envi
 from launch.batch.slurm_values import task_numbers
 from launch.batch.steps import start_part
 from rlhpc.run_layout import RunLayout
+from tests.unsettling import UNSETTLING
 
-# As people and sites set them; each changes what a command selects or prints, or what a step is.
-UNSETTLING = {
-    "SQUEUE_PARTITION": "cpu", "SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT": "%u", "SQUEUE_SORT": "u",
-    "SCANCEL_STATE": "PENDING", "SCANCEL_INTERACTIVE": "1", "SCANCEL_VERBOSE": "1", "SACCT_FORMAT": "user",
-    "SINFO_FORMAT": "%n", "SBATCH_PARTITION": "gen", "SBATCH_TIMELIMIT": "1", "SBATCH_REQUEUE": "0", "SBATCH_HOLD": "1",
-    "SBATCH_EXPORT": "NONE", "SLURM_TIME_FORMAT": "relative", "SLURM_CLUSTERS": "elsewhere", "SLURM_BITSTR_LEN": "3",
-    "SLURM_EXIT_ERROR": "7", "SLURM_TIMELIMIT": "1", "SLURM_STDOUTMODE": "none", "SLURM_EXCLUSIVE": "1",
-    "SLURM_WORKING_DIR": "/", "SLURM_PARTITION": "cpu", "SLURM_NTASKS": "7", "SLURM_IMMEDIATE": "1",
-    "SRUN_OUTPUT": "x", "SQUEUE_USERS": "x",
-    "SRUN_EXPORT_ENV": "NONE", "SALLOC_PARTITION": "x", "SCONTROL_ALL": "1", "PMIX_RANK": "3",
-    "SLURM_EXPORT_ENV": "NONE",
-}  # fmt: skip
 # Of a batch step: by these srun finds its job, its components and its nodes.
 OF_THE_JOB = {
     "SLURM_JOB_ID": "12", "SLURM_JOBID": "12", "SLURM_HET_SIZE": "3", "SLURM_JOB_NODELIST": "c0",
@@ -64,7 +53,7 @@ def test_an_environment_that_is_handed_in_is_made_clean_too() -> None:
 def test_a_step_keeps_its_job_and_loses_what_would_make_it_another_step() -> None:
     seen = srun_environment()
     assert not {key for key in UNSETTLING if key in seen} - {"SLURM_EXPORT_ENV", *OF_THE_JOB} - {
-        "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN",  # of no meaning to srun
+        "SLURM_TIME_FORMAT",  # of no meaning to srun
     }  # fmt: skip
     assert {key: seen.get(key) for key in {**OF_THE_JOB, **REACHES_ALL}} == {**OF_THE_JOB, **REACHES_ALL}
     assert seen["SLURM_EXPORT_ENV"] == "ALL"
