@@ -58,8 +58,10 @@ def submit_run(
         write_plan(plan)
         try:
             records = submit_jobs(plan, options, tell)
-        except BaseException as error:  # survived: nothing; whatever it was, a run that never was leaves no directory
-            if is_new and not isinstance(error, MayBeQueued) and not read_records(layout):
+        except MayBeQueued:
+            raise
+        except SlurmError:  # a run that never was leaves no directory
+            if is_new and not read_records(layout):
                 shutil.rmtree(layout.root, ignore_errors=True)
             raise
     tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")

@@ -215,6 +215,19 @@ def test_slurms_commands_are_called_in_one_place() -> None:
     assert not found, f"call them by slurm() of {_SLURM_DOOR}"
 
 
+def test_squeue_is_asked_for_jobs_on_hidden_partitions_too() -> None:
+    """Without --all they are not shown, and what is not shown was taken for gone."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            parts = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            is_ours = not str(path.relative_to(ROOT)).startswith("launch/dev_cluster/")
+            if is_ours and words[:1] == ["squeue"] and "--all" not in words:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
 _BATCH = sorted([*(ROOT / "launch" / "batch").glob("*.py"), ROOT / "launch" / "supervisor.py"])
 _PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
 
