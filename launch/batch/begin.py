@@ -48,7 +48,11 @@ def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) 
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BeginError(f"{words[0]} -m launch.jobs.begin_attempt: {error}") from error
     if done.returncode != 0:
-        raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}", done.returncode)
+        silent = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        said = (
+            done.stderr or done.stdout
+        ).strip() or f"{words[0]} -m launch.jobs.begin_attempt: {silent}, without a word"
+        raise BeginError(f"no attempt could be begun: {said}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
     for line in document.get("set_aside", ()):
         say("checkpoint", line)
