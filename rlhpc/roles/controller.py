@@ -25,8 +25,10 @@ from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.awake_clock import AwakeClock
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.granting import Granting
 from rlhpc.roles.intake import Intake
@@ -43,7 +45,7 @@ from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-DISK_PATIENCE_S = 300.0  # for a disk that takes no segment to have room again
+PAUSE_COUNTS_FOR = 8  # a pause of ours counts for this part of the silence that others are allowed, at most
 FAREWELL_S = 2.0  # for the others to hear that they should stop
 
 
@@ -82,14 +84,16 @@ class Controller:
     ) -> None:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
-        self._books = open_books(context, clock)
-        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, clock)
+        self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
+        self._books = open_books(context, self._awake)
+        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
         self._publication = Publication(
             control,
             self._trainer,
             self._books.membership,
             limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            clock=self._awake,
         )
         self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._granting = Granting(
@@ -104,7 +108,7 @@ class Controller:
         self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
         self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
         self._lag = LoopLag(clock)
-        self._unsealed_since: float | None = None  # when the disk began to refuse segments
+        self._sealing = DiskPatience(self._awake)
         self._recorder = RunRecorder(
             context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
         )
@@ -138,7 +142,14 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             loops = [
                 group.create_task(loop)
-                for loop in (self._hear(), self._take_in(), self._granting.run(), self._watch(), self._lag.run())
+                for loop in (
+                    self._hear(),
+                    self._take_in(),
+                    self._granting.run(),
+                    self._watch(),
+                    self._lag.run(),
+                    self._awake.run(),
+                )
             ]
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
@@ -240,17 +251,17 @@ class Controller:
 
     async def _seal(self) -> None:
         """Seal a segment if one is due.  A full disk may have room again in a moment; meanwhile nothing is lost."""
-        now = asyncio.get_running_loop().time()
+        if not self._sealing.may_try:
+            return
         try:
             await asyncio.to_thread(self._books.segments.tick)
-        except SegmentError:
-            if self._unsealed_since is None:
-                log.exception("trying again for %d s", DISK_PATIENCE_S)
-                self._unsealed_since = now
-            elif now - self._unsealed_since > DISK_PATIENCE_S:
+        except SegmentError as error:
+            self._sealing.failed()
+            if self._sealing.is_exhausted:
                 raise
+            log.error("%s; %s", error, self._sealing.prospect)  # noqa: TRY400  it will be said again and again
         else:
-            self._unsealed_since = None
+            self._sealing.succeeded()
 
     async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  Generators are expendable; the others are not."""
@@ -272,6 +283,7 @@ class Controller:
         if self._checkpoints.awaits_trainer:
             log.warning("the run has failed; the trainer is writing a checkpoint, which is waited for")
         while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
+            self._awake.look()
             with suppress(ChannelTimeout):
                 name, message = await self._control.receive(WATCH_INTERVAL_S)
                 if isinstance(message, Heartbeat):

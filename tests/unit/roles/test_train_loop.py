@@ -167,9 +167,24 @@ async def test_a_run_does_not_end_before_its_last_checkpoint_is_written(tmp_path
         await asyncio.wait_for(training, PATIENCE_S)
 
 
-async def test_a_checkpoint_that_fails_in_the_background_ends_the_run_at_the_next_boundary(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_fails_is_followed_by_another_at_the_next_boundary(tmp_path: Path) -> None:
+    async with small_ring(saving_every(8, 4), tmp_path) as ring:
+        await ring.add_generator()
+
+        def fail_during_the_sixth(record: StepRecord) -> None:
+            ring.records.append(record)
+            if record.report.step == 5:
+                ring.saving.failure = CheckpointError("the disk is full")
+
+        ring.on_record = fail_during_the_sixth
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.saving.begun == [(4, 4), (6, 6), (8, 8)]
+
+
+async def test_checkpoints_that_fail_for_too_long_end_the_run_at_the_next_boundary(tmp_path: Path) -> None:
     async with small_ring(saving_every(100, 2), tmp_path) as ring:
         await ring.add_generator()
+        ring.saving.is_patience_over = True
 
         def fail_after_the_third(record: StepRecord) -> None:
             if record.report.step == 2:
