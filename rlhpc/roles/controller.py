@@ -28,6 +28,7 @@ from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.awake_clock import AwakeClock
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.deaths import Deaths
 from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.granting import Granting
@@ -109,6 +110,7 @@ class Controller:
         self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
         self._lag = LoopLag(clock)
         self._sealing = DiskPatience(self._awake)
+        self._deaths = Deaths(context, control, self._fleet, self._books)
         self._recorder = RunRecorder(
             context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
         )
@@ -137,6 +139,8 @@ class Controller:
             await self._outlast_save(stop.event)
             raise
         self._close_books()
+        if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
+            raise RoleFailed("no generator is left, and nobody starts another; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
@@ -153,12 +157,17 @@ class Controller:
             ]
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
-            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            deserted = group.create_task(self._deaths.nobody_is_left.wait())
+            await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
             self._granting.is_open = False
+            if deserted.done():
+                stop.event.set()
+            elif stopped.done():
+                await self._deaths.find()
             await self._publication.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
-            for task in (*loops, stopped, training):
+            for task in (*loops, stopped, deserted, training):
                 task.cancel()
 
     async def _train(self, stop: asyncio.Event) -> None:
@@ -211,6 +220,7 @@ class Controller:
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
+            self._deaths.is_back(name)
             await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
             self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
 
@@ -246,6 +256,7 @@ class Controller:
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
             await self._seal()
+            await self._deaths.write()
             self._granting.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
 
@@ -271,7 +282,7 @@ class Controller:
         if member is not None and member.hello.role == "trainer":
             raise RoleFailed(f"{name} {why}")
         if member is not None and member.hello.role == "generator":
-            self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
+            await self._deaths.of(name)
             await self._publication.lost(name)
             self._loop.groups_changed()  # perhaps only those are left who wait for their first weights
             self._granting.wake()
