@@ -82,8 +82,10 @@ class RolloutBuffer:
         group_ids = self.ledger.take(num_groups, step)
         return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
 
-    def consume(self, groups: Sequence[RolloutGroup], step: int) -> None:
+    def consume(self, groups: Sequence[RolloutGroup], step: int, *, trained_version: int, applied: bool) -> None:
         """Record that the optimiser step has used these groups.  Called after the step's report, before `release`.
+
+        trained_version: of the policy that the step began with; applied: whether it led to another.
 
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
@@ -92,7 +94,15 @@ class RolloutBuffer:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
         for group in groups:
             attempts = self.ledger.group(group.group_id).attempts
-            self.segments.add(ResolvedGroup(self._groups.pop(group.group_id), consumed_step=step, attempts=attempts))
+            self.segments.add(
+                ResolvedGroup(
+                    self._groups.pop(group.group_id),
+                    consumed_step=step,
+                    attempts=attempts,
+                    trained_version=trained_version,
+                    applied=applied,
+                )
+            )
 
     def release(self, group_ids: Sequence[int]) -> None:
         """Free the slots of consumed groups, once the weights of their step are live.

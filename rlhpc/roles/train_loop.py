@@ -176,7 +176,7 @@ class TrainLoop:
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
-        self._buffer.consume(groups, self.step)
+        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
         # The version before may still be settling, and would release everything that is listed: list these after it.
         await self._settled()
         self._unreleased += [group.group_id for group in groups]

@@ -48,7 +48,7 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
     assert summary["steps"] == NUM_STEPS
     assert summary["leases_regranted"] > 0
     assert summary["staleness_max"] <= summary["staleness_bound"]
-    assert max(r.consumed_step - r.admitted_version for r in consumed(layout.rollouts)) <= 1
+    assert max(r.trained_version - r.admitted_version for r in consumed(layout.rollouts)) <= 1
     assert _members_at_the_end(layout) == {"generator-0", "generator-1"} - {victim["name"]}
 
 

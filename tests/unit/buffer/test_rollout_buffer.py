@@ -69,7 +69,7 @@ def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollout
     batch = buffer.take(2, step=5)
     assert [group.group_id for group in batch] == [0, 1]
     assert buffer.take(2, step=6) is None
-    buffer.consume(batch, step=5)
+    buffer.consume(batch, step=5, trained_version=5, applied=True)
     buffer.release([0, 1])
     buffer.segments.seal()
     recorded = list(read_rollouts_directory(rollouts))
@@ -84,7 +84,7 @@ def test_a_late_copy_of_a_rollout_is_ignored_at_every_stage(buffer):
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
     batch = buffer.take(2, step=0)
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
-    buffer.consume(batch, step=0)
+    buffer.consume(batch, step=0, trained_version=0, applied=True)
     buffer.release([0, 1])
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
     assert buffer.assembler.partial() == {}
@@ -132,10 +132,10 @@ def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_th
     with pytest.raises(LedgerError, match="before they are consumed"):
         buffer.release([0])
     with pytest.raises(LedgerError, match="not taken for step 1"):
-        buffer.consume(batch, step=1)
-    buffer.consume(batch, step=0)
+        buffer.consume(batch, step=1, trained_version=1, applied=True)
+    buffer.consume(batch, step=0, trained_version=0, applied=True)
     with pytest.raises(LedgerError, match="consumed already"):
-        buffer.consume(batch, step=0)
+        buffer.consume(batch, step=0, trained_version=0, applied=True)
     assert buffer.segments.num_pending == 2
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buff
     admit(buffer, 0, 1, 2, 3)
     deliver(buffer, 0, 1)
     batch = buffer.take(2, step=0)
-    buffer.consume(batch, step=0)  # trained; its weights are not live yet
+    buffer.consume(batch, step=0, trained_version=0, applied=True)  # trained; its weights are not live yet
     deliver(buffer, 2)
     buffer.deliver("g-0", make_scored(3, 1))
     state = buffer.freeze(next_step=1).write(tmp_path)
@@ -171,14 +171,14 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     deliver(buffer, 0, 1)
     prefetched = buffer.take(2, step=1)
     state = buffer.freeze(next_step=1).write(tmp_path)
-    buffer.consume(prefetched, step=1)  # the timeline that will be lost
+    buffer.consume(prefetched, step=1, trained_version=1, applied=True)  # the timeline that will be lost
     buffer.release([0, 1])
     buffer.segments.seal()
 
     restored = restore(tmp_path, rollouts, state)
     batch = restored.take(2, step=1)
     assert [group.group_id for group in batch] == [0, 1]
-    restored.consume(batch, step=1)
+    restored.consume(batch, step=1, trained_version=1, applied=True)
     restored.release([0, 1])
     restored.segments.seal()
     restored.ledger.conservation()

@@ -73,7 +73,7 @@ class Desk:
                 self.buffer.deliver("somebody", scored(group_id, index))
         groups = self.buffer.take(len(group_ids), step)
         assert groups is not None
-        self.buffer.consume(groups, step)
+        self.buffer.consume(groups, step, trained_version=step, applied=True)
         self.buffer.release(group_ids)
 
     @property

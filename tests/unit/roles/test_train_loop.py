@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.publication import PublicationLimits
@@ -266,6 +267,24 @@ async def test_a_step_that_is_not_finite_keeps_the_version_and_too_many_of_them_
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         assert [record.report.applied for record in ring.records] == [False] * 4
         assert {record.report.policy_version for record in ring.records} == {0}
+
+
+async def test_staleness_can_be_told_from_segments_after_skipped_steps(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=12), tmp_path) as ring:
+        await ring.add_generator()
+        ring.trainer.is_finite = False
+
+        def every_fourth_is_finite(record: StepRecord) -> None:
+            ring.trainer.is_finite = record.report.step % 4 == 2
+
+        ring.on_record = every_fourth_is_finite
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        ring.buffer.segments.seal_all()
+        used = list(read_rollouts_directory(tmp_path))
+    bound = ring.ledger.staleness_bound
+    assert [resolved.applied for resolved in used[::2]] == [step % 4 == 3 for step in range(12)]
+    assert max(resolved.trained_version - resolved.group.admitted_version for resolved in used) <= bound
+    assert max(resolved.consumed_step - resolved.group.admitted_version for resolved in used) > bound
 
 
 async def test_a_finite_step_forgives_those_before(tmp_path: Path) -> None:
