@@ -77,6 +77,7 @@ bench: setup  ## print the benchmark tables
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer
+	$(BIN)/python bench/window.py
 
 clean:  ## delete the environment and caches, not runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

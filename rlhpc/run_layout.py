@@ -91,6 +91,11 @@ class RunLayout:
         """Figures of the whole run, as JSON, written at its end."""
         return self.root / "summary.json"
 
+    @property
+    def strikes(self) -> Path:
+        """Prompts that were being sampled when a generator died: JSON lines, appended; outlives every attempt."""
+        return self.root / "strikes.jsonl"
+
     # ------------------------------------------------------------------------------------------------- of Slurm jobs
 
     @property

@@ -133,6 +133,7 @@ class RunRecorder:
             "group/dropped_total": float(totals.groups_dropped),
             "group/replaced_total": float(totals.groups_without_spread),
             "group/regranted_total": float(totals.leases_regranted),
+            "checkpoint/failed_total": float(totals.checkpoints_failed),
             "wall_s": totals.wall_s,
         }
 
@@ -181,6 +182,7 @@ class RunRecorder:
         live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
         live.reward = figures.get("reward/mean", live.reward)
         live.staleness_max = self._totals.staleness_max
+        live.checkpoints_failed = self._totals.checkpoints_failed
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
         live.generator_tokens_per_s = figures["generator/tokens_per_s"]
         live.eta_s = self._eta.remaining_s()

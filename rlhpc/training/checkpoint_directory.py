@@ -142,6 +142,11 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
 
 
+def discard(temporary: Path) -> None:
+    """Delete what is left of a checkpoint that could not be completed, as far as the filesystem lets us."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Read every byte of a checkpoint; return what COMPLETE says.
 
