@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm gpu bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,7 +35,7 @@ soak: setup  ## a run through 100 time limits on a private Slurm; about two hour
 test: setup  ## all tests that this machine can run; those on Slurm beside the others (tests/conftest.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
+check: setup lint types imports spelling resolve test  ## format, lint, types, import rules, resolver, tests
 
 lint:
 	$(BIN)/ruff format --check .
@@ -49,6 +49,12 @@ imports:
 
 spelling:
 	$(BIN)/codespell README.md CHANGELOG.md docs configs rlhpc launch tests bench
+
+resolve: setup  # every extra on every Python, and the lock files, as a resolver sees them
+	$(BIN)/python -m bench.locks check
+
+locks: setup  ## write requirements/*.txt anew: LOCKS_ARGS=--upgrade for newer versions
+	$(BIN)/python -m bench.locks write $(LOCKS_ARGS)
 
 fix: setup  ## format and mend what can be mended
 	$(BIN)/ruff format .
