@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm gpu gpu-dry bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,11 @@ slurm: setup  ## only the tests that start a private Slurm cluster
 
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# GPU_DRY_PYTHON: an interpreter with '.[gpu]' installed; without one an environment of 9 GB is made below .cache.
+gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the CUDA build of torch; downloads GBs
+	$(BIN)/python -m tests.gpu_dry names
+	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
 bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
