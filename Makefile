@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm slurm-releases gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm \
+    slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,7 +41,7 @@ soak: setup  ## a run through 100 time limits on a private Slurm; about two hour
 test: setup  ## all tests that this machine can run; those on Slurm beside the others (tests/conftest.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
+check: setup lint types imports spelling resolve test  ## format, lint, types, import rules, resolver, tests
 
 lint:
 	$(BIN)/ruff format --check .
@@ -54,6 +55,12 @@ imports:
 
 spelling:
 	$(BIN)/codespell README.md CHANGELOG.md docs configs rlhpc launch tests bench
+
+resolve: setup  # every extra on every Python, and the lock files, as a resolver sees them
+	$(BIN)/python -m bench.locks check
+
+locks: setup  ## write requirements/*.txt anew: LOCKS_ARGS=--upgrade for newer versions
+	$(BIN)/python -m bench.locks write $(LOCKS_ARGS)
 
 fix: setup  ## format and mend what can be mended
 	$(BIN)/ruff format .
@@ -70,6 +77,11 @@ slurm-releases: setup  ## the tests on Slurm, on 22.05, 24.11 and 26.05 one afte
 
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# GPU_DRY_PYTHON: an interpreter with '.[gpu]' installed; without one an environment of 9 GB is made below .cache.
+gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the CUDA build of torch; downloads GBs
+	$(BIN)/python -m tests.gpu_dry names
+	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
 bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py

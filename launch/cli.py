@@ -123,6 +123,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a made-up run")
     doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
     doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for its jobs (300)")
+    doctor.add_argument("--report", type=Path, metavar="FILE", help="all of it in one file to send, without secrets")
 
 
 def _takes_submission(parser: argparse.ArgumentParser) -> None:
