@@ -168,7 +168,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def capacity_samples(self) -> int:
-        """Requests worth holding at once: bounded by KV cache and by max_num_seqs."""
+        """Requests worth holding at once: bounded by KV cache and by max_num_seqs.  May change as lengths are met."""
 
     @property
     @abstractmethod

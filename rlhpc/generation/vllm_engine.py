@@ -27,7 +27,7 @@ from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, rollout_of
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
-from rlhpc.generation.vllm_process import capacity_of, device_here, start_vllm, stop_vllm
+from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
 from rlhpc.generation.weight_link import BUSY, DONE, TORN
 from rlhpc.types import Int32, Rollout, RolloutRequest, WeightGroup, WeightManifest
@@ -57,7 +57,7 @@ class VllmEngine(GenerationEngine):
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
-        self._capacity_samples = capacity_of(llm.vllm_config, config.generation.max_num_seqs)
+        self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
@@ -97,8 +97,8 @@ class VllmEngine(GenerationEngine):
 
     @property
     def capacity_samples(self) -> int:
-        """Requests of the greatest length that the KV cache holds, at most max_num_seqs."""
-        return self._capacity_samples
+        """Requests of such lengths as have been met that fill the KV cache, at most max_num_seqs."""
+        return self._window.num_samples
 
     @property
     def num_weight_ranks(self) -> int:
@@ -243,6 +243,8 @@ class VllmEngine(GenerationEngine):
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
         self._num_tokens += len(completion.token_ids)
+        if completion.finish_reason != "abort":
+            self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
         versions = self._versions(flight, spans, len(completion.token_ids))
         return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
