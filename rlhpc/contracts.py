@@ -172,8 +172,8 @@ class GenerationEngine(ABC):
 
     @property
     @abstractmethod
-    def num_weight_ranks(self) -> int:
-        """Workers that take part in a weight group."""
+    def weight_devices(self) -> tuple[str, ...]:
+        """Devices of the workers that take part in a weight group, by rank: UUIDs of GPUs, "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:
