@@ -44,7 +44,7 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
         _refuse_gpu_settings_without_gpu(config, gpus)
         return GpuMap()
     _refuse_parts_that_cannot_meet(ranks, engines, words)
-    if len(gpus.words) == ranks == sum(engines) == 1:  # the only shortage that can work
+    if _can_share(config, len(words)):
         _refuse_shared_without_bound(config, gpus)
         words = gpus.words * 2
     if ranks + sum(engines) > len(words):
@@ -91,6 +91,12 @@ def _refuse_parts_that_cannot_meet(ranks: int, engines: list[int], words: tuple[
         )
 
 
+def _can_share(config: Config, num_gpus: int) -> bool:
+    """The only shortage that can work: one trainer rank beside one engine."""
+    ranks, engines = _wanted(config)
+    return num_gpus == ranks == sum(engines) == 1
+
+
 def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
     if config.generation.kv_cache_bytes is None:
         raise ConfigError(
@@ -118,7 +124,8 @@ def _what_fits(config: Config, num_gpus: int) -> str:
     for change in _changes(config, num_gpus):
         changed = _changed(config, change)
         ranks, engines = _wanted(changed)
-        if ranks + sum(engines) <= num_gpus and _is_legal(changed):
+        shares = _can_share(changed, num_gpus) and changed.generation.kv_cache_bytes is not None
+        if (ranks + sum(engines) <= num_gpus or shares) and _is_legal(changed):
             return "would fit: " + " ".join(f"{key}={_toml(value)}" for key, value in change.items())
     if num_gpus == 1:
         return (

@@ -244,7 +244,7 @@ class WeightsConfig(Section):
     """[weights]: how new weights reach the generators."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engine share one."""
+    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engines share one."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
     """Tensors travel in buckets of about this size; extra memory on the trainer is one bucket."""
     timeout_s: PositiveFloat = 120.0

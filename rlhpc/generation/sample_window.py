@@ -9,7 +9,7 @@ request takes is measured in two ways, of which the greater counts:
                      standard deviations of the sum over all that run, so that the cache is rarely over-full
 At first every request is believed to be of the greatest length; as many finished ones as fit then outweigh that
 belief, and the last ones count most, since lengths change while a model learns.  Short requests finish first, so the
-first to finish tell too little: that is what the belief is for.  An engine that runs out of room nevertheless pre-empts
+first to finish tell too little: that is what the belief is for.  An engine that runs out of room nevertheless preempts
 a request and computes it again: that costs time and no rollout.
 """
 
