@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhpc.contracts import WeightReceiver
 from rlhpc.errors import RlhpcError, TornWeights
 from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.device_scope import DeviceScope
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -23,9 +24,9 @@ BUSY, DONE, FAILED, TORN = "busy", "done", "failed", "torn"
 class WeightLink:
     """A WeightReceiver and the thread that waits for it."""
 
-    def __init__(self, receiver: WeightReceiver) -> None:
-        """The receiver belongs to the link from now on."""
-        self._receiver = receiver
+    def __init__(self, receiver: WeightReceiver, scope: DeviceScope) -> None:
+        """The receiver belongs to the link from now on; its thread works on the scope's device and stream."""
+        self._receiver, self._scope = receiver, scope
         self._thread: threading.Thread | None = None
         self._outcome: tuple[str, str] = (DONE, "")
         self._shadow: NamedTensors | None = None
@@ -71,7 +72,8 @@ class WeightLink:
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
-            task()
+            with self._scope.entered():
+                task()
         except TornWeights as error:
             self._outcome = (TORN, str(error))
         except RlhpcError as error:

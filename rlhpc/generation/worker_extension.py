@@ -19,6 +19,7 @@ import torch
 from rlhpc.errors import GroupFailed
 from rlhpc.generation.weight_link import FAILED, WeightLink
 from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.device_scope import DeviceScope, indexed
 from rlhpc.weights.make import make_receiver
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class WeightUpdateExtension:
         vllm_config: Any
 
     _rlhpc_link: WeightLink | None = None
+    _rlhpc_scope: DeviceScope | None = None
     _rlhpc_handlers: dict[signal.Signals, Any] | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
@@ -66,7 +68,10 @@ class WeightUpdateExtension:
         """Start joining a membership epoch, after leaving the previous one.  Returns what rlhpc_poll would."""
         self.rlhpc_leave()
         group = msgspec.json.decode(group_json, type=WeightGroup)
-        self._rlhpc_link = WeightLink(make_receiver(group.transport, device=str(self.device), timeout_s=timeout_s))
+        self._rlhpc_scope = self._rlhpc_scope or DeviceScope(indexed(self.device))
+        device = str(self._rlhpc_scope.device)
+        receiver = make_receiver(group.transport, device=device, timeout_s=timeout_s)
+        self._rlhpc_link = WeightLink(receiver, self._rlhpc_scope)
         return self._rlhpc_link.begin_join(group, group.first_rank(member) + self.rank)
 
     def rlhpc_begin_receive(self, manifest_json: str) -> tuple[str, str]:

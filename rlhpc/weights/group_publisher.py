@@ -28,13 +28,16 @@ from rlhpc.weights.process_group import SideGroup, open_store
 class GroupPublisher(WeightPublisher):
     """Rank 0 of a gloo or NCCL group."""
 
-    def __init__(self, backend: str, directory: Path, timeout_s: float, host: str = "") -> None:
-        """backend: "gloo" or "nccl".
+    def __init__(
+        self, backend: str, directory: Path, timeout_s: float, *, device: torch.device, host: str = ""
+    ) -> None:
+        """backend: "gloo" or "nccl".  device: the trainer's, with its index.
 
         host: address under which other machines reach this one; "": all members are on this machine and meet in a file
         of `directory`.
         """
-        self._backend, self._directory, self._timeout_s, self._host = backend, directory, timeout_s, host
+        self._backend, self._directory, self._timeout_s = backend, directory, timeout_s
+        self._device, self._host = device, host
         self._opened: WeightGroup | None = None
         self._store: Any = None
         self._group: SideGroup | None = None
@@ -51,7 +54,15 @@ class GroupPublisher(WeightPublisher):
         """Meet the receivers; see WeightPublisher."""
         if self._opened is None:
             raise GroupFailed("no meeting place is open")
-        self._group = SideGroup(self._backend, self._store, 0, self._opened.world_size, self._timeout_s, self._host)
+        self._group = SideGroup(
+            self._backend,
+            self._store,
+            0,
+            self._opened.world_size,
+            self._timeout_s,
+            device=self._device,
+            host=self._host,
+        )
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Broadcast and wait for everyone's word; see WeightPublisher.

@@ -23,9 +23,9 @@ from rlhpc.weights.process_group import SideGroup, find_store, is_on_this_machin
 class GroupReceiver(WeightReceiver):
     """A rank above 0 of a gloo or NCCL group."""
 
-    def __init__(self, backend: str, timeout_s: float) -> None:
-        """backend: "gloo" or "nccl"."""
-        self._backend, self._timeout_s = backend, timeout_s
+    def __init__(self, backend: str, device: torch.device, timeout_s: float) -> None:
+        """backend: "gloo" or "nccl".  device: the engine worker's, with its index."""
+        self._backend, self._device, self._timeout_s = backend, device, timeout_s
         self._epoch = -1
         self._group: SideGroup | None = None
 
@@ -34,7 +34,9 @@ class GroupReceiver(WeightReceiver):
         self.leave()
         store = find_store(group.address, group.world_size, self._timeout_s)
         host = "" if is_on_this_machine(group.address) else host_address()
-        self._group = SideGroup(self._backend, store, rank, group.world_size, self._timeout_s, host)
+        self._group = SideGroup(
+            self._backend, store, rank, group.world_size, self._timeout_s, device=self._device, host=host
+        )
         self._epoch = group.epoch
 
     def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:

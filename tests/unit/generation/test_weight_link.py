@@ -9,9 +9,12 @@ from rlhpc.contracts import WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.generation.weight_link import BUSY, DONE, FAILED, TORN, NamedTensors, WeightLink
 from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.device_scope import DeviceScope
+from tests.unit.weights.fake_cuda import FakeCuda
 
 GROUP = WeightGroup(1, "gloo", "file:///x", ("g",), (1,))
 MANIFEST = WeightManifest(1, 1, (), ())
+ON_CPU = DeviceScope(torch.device("cpu"))
 
 
 class GatedReceiver(WeightReceiver):
@@ -47,7 +50,7 @@ def ended(link: WeightLink) -> tuple[str, str]:
 
 
 def test_a_shadow_is_handed_over_once(receiver: GatedReceiver) -> None:
-    link = WeightLink(receiver)
+    link = WeightLink(receiver, ON_CPU)
     assert link.begin_receive(MANIFEST) == (BUSY, "")
     with pytest.raises(TornWeights):
         link.take()
@@ -59,7 +62,7 @@ def test_a_shadow_is_handed_over_once(receiver: GatedReceiver) -> None:
 
 
 def test_joining_passes_the_rank(receiver: GatedReceiver) -> None:
-    link = WeightLink(receiver)
+    link = WeightLink(receiver, ON_CPU)
     link.begin_join(GROUP, 3)
     assert ended(link) == (DONE, "")
     assert receiver.rank == 3
@@ -72,7 +75,7 @@ def test_joining_passes_the_rank(receiver: GatedReceiver) -> None:
 def test_whatever_goes_wrong_is_told_and_leaves_no_shadow(
     receiver: GatedReceiver, error: Exception, state: str
 ) -> None:
-    link = WeightLink(receiver)
+    link = WeightLink(receiver, ON_CPU)
     receiver.error = error
     receiver.gate.set()
     link.begin_receive(MANIFEST)
@@ -84,7 +87,7 @@ def test_whatever_goes_wrong_is_told_and_leaves_no_shadow(
 
 
 def test_a_second_task_does_not_wait_for_the_first(receiver: GatedReceiver) -> None:
-    link = WeightLink(receiver)
+    link = WeightLink(receiver, ON_CPU)
     link.begin_receive(MANIFEST)
     assert link.begin_receive(MANIFEST)[0] == FAILED
     receiver.gate.set()
@@ -92,10 +95,25 @@ def test_a_second_task_does_not_wait_for_the_first(receiver: GatedReceiver) -> N
 
 
 def test_leaving_drops_the_shadow(receiver: GatedReceiver) -> None:
-    link = WeightLink(receiver)
+    link = WeightLink(receiver, ON_CPU)
     receiver.gate.set()
     link.begin_receive(MANIFEST)
     ended(link)
     link.leave()
     with pytest.raises(TornWeights):
         link.take()
+
+
+def test_a_receiver_works_on_its_workers_gpu_and_on_a_stream_of_its_own(
+    receiver: GatedReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    seen: list[tuple[int, str]] = []
+    monkeypatch.setattr(receiver, "receive", lambda manifest: seen.append(cuda.here()) or [])
+    scope = DeviceScope(torch.device("cuda", 3))
+    for link in (WeightLink(receiver, scope), WeightLink(receiver, scope)):  # two epochs of one worker
+        link.begin_receive(MANIFEST)
+        assert ended(link) == (DONE, "")
+    assert seen == [(3, "stream 0 of cuda:3")] * 2  # one stream for life: its freed blocks are found again
+    assert cuda.here() == (0, "default")  # the engine's thread is left as it was
+    assert cuda.synchronized == ["stream 0 of cuda:3"] * 2  # done is said when the copies have ended
