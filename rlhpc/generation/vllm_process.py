@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -64,6 +65,11 @@ def device_here() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_gpus_here() -> int:
+    """GPUs of this machine, those that this process may not use included: their engines share the host's memory."""
+    return sum(1 for _ in Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def capacity_of(vllm_config: Any, max_num_seqs: int) -> int:

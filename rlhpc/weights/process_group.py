@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,27 @@ class SideGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""
+        self.begin_broadcast(tensor)()
+
+    def begin_broadcast(self, tensor: Tensor) -> Callable[[], None]:
+        """Start a broadcast and return what waits for its end.  All ranks begin theirs in the same order.
+
+        Nobody may write `tensor` before that end, nor read it on another rank than 0.  Both may raise GroupFailed.
+        """
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        with _failures_named("a broadcast did not complete"):
-            self._group.broadcast([tensor], options).wait(self._timeout)
+        with _failures_named("a broadcast did not begin"):
+            if self._group is None:
+                raise GroupFailed("this member has left the group")
+            work = self._group.broadcast([tensor], options)
+
+        def wait() -> None:
+            with _failures_named("a broadcast did not complete"):
+                work.wait(self._timeout)
+
+        return wait
 
     def total(self, value: int) -> int:
         """Sum of `value` over all ranks; returns once all have given theirs.  Raises GroupFailed."""
@@ -74,6 +89,8 @@ class SideGroup:
         options.reduceOp = c10d.ReduceOp.SUM
         options.timeout = self._timeout
         with _failures_named("a sum over all ranks did not complete"):
+            if self._group is None:
+                raise GroupFailed("this member has left the group")
             self._group.allreduce([tensor], options).wait(self._timeout)
         return int(tensor.item())
 
