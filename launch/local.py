@@ -11,6 +11,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.batch.exit_records import last_words
+from launch.batch.exit_records import ExitRecord, last_words, write_record
 from launch.batch.run_state import wants_abort, wants_stop
 from launch.plan import ProcessPlan, RunPlan
 from launch.run_owner import RunOwner
@@ -142,6 +143,7 @@ class LocalExecutor:
         """The run is over.  After success everybody has been told by the controller; after a failure they are now."""
         if status and self._deadline is None:
             self._failure, self._status = self._obituary(running, status), abs(status)
+            self._record_failure(running.plan, status)
             for other in self._running:
                 if other.process.poll() is None:
                     # SIGINT makes the controller close its books at once: nobody will finish the step it waits for.
@@ -153,6 +155,15 @@ class LocalExecutor:
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
         return f"{running.plan.name} ended with {cause}: {last_words(path.read_bytes())} (log: {path})"
+
+    def _record_failure(self, plan: ProcessPlan, status: int) -> None:
+        """For those who look later: a process that was killed has said nothing, and the controller ends well."""
+        layout, attempt = self._plan.layout, self._plan.attempt
+        words = last_words(layout.log(plan.role, plan.replica, attempt).read_bytes())
+        as_a_shell = 128 - status if status < 0 else status
+        record = ExitRecord(plan.name, as_a_shell, words, starts=1, host=socket.gethostname(), job="")
+        with contextlib.suppress(OSError):  # a full disk is perhaps what it failed of
+            write_record(layout.exit_record(plan.role, plan.replica, attempt), record)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C ends the run within seconds, a second one at once.  SIGTERM ends it well, however often it comes."""

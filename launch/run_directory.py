@@ -7,6 +7,7 @@ machine, whose launcher counts attempts, or as jobs of Slurm, of which the first
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from typing import Any
 
 from launch.batch.job_records import read_records
 from launch.batch.run_state import saved_step
+from launch.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
 from launch.run_owner import OWN_FILES, own_run, refuse_launcher
@@ -27,12 +30,13 @@ from rlhpc.config_file import config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
+
+log = logging.getLogger("rlhpc.run_directory")
 
 # What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
     "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
-
+MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content that was noted at the first start
 
 LIVES_ELSEWHERE_S = 60.0  # jobs of a run whose status is younger may live where Slurm does not say
 
@@ -47,29 +51,46 @@ class Attempt:
     changed: tuple[str, ...] = ()  # settings that differ from the attempt before: "key: old → new"
 
 
-def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> Attempt:
+def claim(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> Attempt:
     """Make the directory of a new run, or take up an old one; called by its launcher (run_owner.py).
 
     A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    a run lives in it; a setting differs that cannot change.
+    a run lives in it; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
-        _refuse_without_config(layout)
+        renewal = _renewal(config, layout)
         index = num_attempts(layout)
         owner = take_over(layout, index).owner  # from here on nothing of an earlier attempt changes what is read next
-        found = latest_complete(layout.checkpoints)
-        _refuse_shorter(config, layout, found[0] if found else 0)
-        changed = _take_up(config, layout)
-        return note_attempt(layout, Attempt(index, found[0] if found else None, owner, changed))
+        choice = choose(layout, resume_from, tell)
+        _refuse_shorter(config, layout, choice.step or 0)
+        _take_up(config, layout, renewal)
+        aside = put_aside(choice, tell)
+        return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
     if exists and fresh:
         _delete_contents(layout)
     _found(config, layout)
     return note_attempt(layout, Attempt(0, None, take_over(layout, 0).owner))
 
 
-def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> tuple[str, ...]:
+def claim_for_jobs(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> tuple[str, ...]:
     """Likewise for a run whose jobs are about to be submitted; returns the settings that differ from before.
 
     No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
@@ -77,9 +98,14 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
-        exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh)
+        exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if resume:
-            return _take_up(config, layout)
+            renewal = _renewal(config, layout)
+            choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
+            _refuse_shorter(config, layout, choice.step or 0)
+            _take_up(config, layout, renewal)
+            put_aside(choice, tell)
+            return renewal.changed
         if exists and fresh:
             _delete_contents(layout)
         if exists and not fresh:
@@ -88,14 +114,20 @@ def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bo
         return ()
 
 
-def refuse_claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> bool:
-    """Raise what claim_for_jobs would, and touch nothing; returns whether there is something in the directory."""
+def refuse_claim_for_jobs(
+    config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
+) -> bool:
+    """Raise what claim_for_jobs would but of damaged checkpoints, and touch nothing.
+
+    Returns whether there is something in the directory.
+    """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
-        _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
-        _changes(config, layout)
+        _renewal(config, layout)
+        if resume_from == NEWEST:
+            _refuse_complete(config, layout)
+            _refuse_shorter(config, layout, saved_step(layout))
     return exists
 
 
@@ -138,6 +170,10 @@ def renew_meeting_places(layout: RunLayout) -> None:
 
 def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
     """Return whether there is something in the directory; refuse what may not be taken over."""
+    if layout.root.is_symlink() and not layout.root.exists():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}, which is not there: make it first"
+        )
     entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
     if not entries - OWN_FILES:
         return False
@@ -149,6 +185,11 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(
             f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
             "or choose another run.name"
+        )
+    if fresh and layout.root.is_symlink():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}: --fresh deletes nothing through a link; delete that "
+            "directory's content by hand, or choose another run.name"
         )
     owner = layout.root.stat().st_uid
     if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
@@ -162,6 +203,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 def _found(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
     write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
+    write_inputs(layout, look_at_inputs(config))
     _make(layout)
 
 
@@ -199,11 +241,6 @@ def _age_s(path: Path) -> float:
         return float("inf")
 
 
-def _refuse_without_config(layout: RunLayout) -> None:
-    if not layout.config.exists():
-        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
-
-
 def _say_nothing(_: str) -> None:
     """Whatever is waited for, the submission says what came of it."""
 
@@ -219,24 +256,33 @@ def _delete_contents(layout: RunLayout) -> None:
             path.unlink()
 
 
-def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Write the new settings down; returns which have changed."""
-    changed = _changes(config, layout)
-    if changed:
-        write_resolved(config, layout, _commit())
-    _clear(layout)
-    return changed
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """What a resume writes down anew."""
+
+    changed: tuple[str, ...]
+    inputs: Inputs
 
 
-def _changes(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Settings that differ from those there.  Raises RunDirectoryError: one cannot change, or none are there."""
-    _refuse_without_config(layout)
+def _renewal(config: Config, layout: RunLayout) -> _Renewal:
+    """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
-    fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
+    may_move = MAY_MOVE if layout.inputs.exists() else ()
+    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
-    return tuple(changed)
+    return _Renewal(changed, refuse_other_inputs(config, layout))
+
+
+def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
+    """Write it down, and clear what was of the attempts before."""
+    write_inputs(layout, renewal.inputs)
+    if renewal.changed:
+        write_resolved(config, layout, _commit())
+    _clear(layout)
 
 
 def _clear(layout: RunLayout) -> None:

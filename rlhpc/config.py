@@ -112,7 +112,7 @@ class AdmissionConfig(Section):
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
     """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
-    Default: groups_per_step, or 1 (strict order) when max_staleness is 0."""
+    Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
     lease_deadline_s: PositiveFloat = 600.0
     """A generator that has not delivered by then loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
@@ -125,9 +125,7 @@ class AdmissionConfig(Section):
     @property
     def window(self) -> int:
         """W with its default filled in."""
-        if self.window_groups is not None:
-            return self.window_groups
-        return self.groups_per_step if self.max_staleness > 0 else 1
+        return 1 if self.window_groups is None else self.window_groups
 
     @property
     def num_slots(self) -> int:

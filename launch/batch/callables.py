@@ -167,7 +167,7 @@ class CallablesSupervisor:
         """True if Slurm has no other plan for this component; a requeue would wake up a cancelled job."""
         name = self._job_id if step.group is None else f"{self._job_id}+{step.group}"
         try:
-            words = ("squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
+            words = ("squeue", "--all", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
             rows = slurm(*words, patience_s=SLURM_PATIENCE_S).split()
         except SlurmError as error:
             _say(f"no word from Slurm: {error}")

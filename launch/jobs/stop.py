@@ -48,9 +48,15 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     if not _living(layout):
         tell(f"{layout.root}: nothing runs here")
         return 0
-    write_atomically(layout.abort_request if now else layout.stop_request, b"")
+    request = layout.abort_request if now else layout.stop_request
+    write_atomically(request, b"")
     try:
         _see_to_the_end(layout, now, tell)
+    except SlurmError as error:
+        raise SlurmError(
+            f"{error}; {request.name} stands in {layout.root}: what runs sees it and ends by itself, what waits in the "
+            f"queue does when it begins; the same command again, or `scancel {_ids(layout)}`, ends the rest"
+        ) from error
     except KeyboardInterrupt:
         tell(f"{layout.root}: the request stands and its jobs will end; `rlhpc status {layout.root}` shows them")
         return INTERRUPTED
@@ -87,6 +93,10 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
             said, said_at = words, time.monotonic()
         pause_s = min(2 * pause_s, ASK_S)
         time.sleep(pause_s)
+
+
+def _ids(layout: RunLayout) -> str:
+    return " ".join(str(record.job_id) for record in read_records(layout))
 
 
 def _living(layout: RunLayout) -> list[JobRow]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.batch.exit_records import read_failures
 from launch.batch.run_state import saved_step
 from launch.jobs.events import read_document
 from launch.overview.find import RunFiles
@@ -30,7 +31,8 @@ class Figures:
     step: int | None
     num_steps: int | None
     reward: float | None  # None before the first step
-    status_unix_s: float | None  # when the controller last wrote
+    status_unix_s: float  # when the controller last wrote; 0: it has not
+    launcher_unix_s: float  # when a launcher of `rlhpc run`, which writes every other second, last did
     began_unix_s: float | None  # the first attempt
     last_sign_unix_s: float
     attempt: int | None  # the newest; None: none has begun
@@ -58,7 +60,8 @@ def read_figures(files: RunFiles) -> Figures:
         step=step,
         num_steps=_integer(settings.get("num_steps")),
         reward=_number(status.get("reward")) if step else None,
-        status_unix_s=written["status.json"] if status else None,
+        status_unix_s=written["status.json"] if status else 0.0,
+        launcher_unix_s=written.get("launcher.json", 0.0),
         began_unix_s=_number(first.get("unix_time_s")),
         last_sign_unix_s=max(written.values(), default=0.0),
         attempt=_integer(last.get("index")),
@@ -68,8 +71,16 @@ def read_figures(files: RunFiles) -> Figures:
     )
 
 
+def recorded_failure(files: RunFiles, attempt: int | None) -> str:
+    """What the launcher has written of the process that failed first; "" if none has, or the launcher died as well."""
+    if attempt is None or "logs" not in files.names:
+        return ""
+    failures = read_failures(files.layout, attempt)
+    return failures[0].cause if failures else ""
+
+
 def fatal_error(files: RunFiles, attempt: int | None) -> str:
-    """What the first role of an attempt died of, "trainer-0: …"; "" if none of them has said."""
+    """What the first role of an attempt says that it died of, "trainer-0: …"; "" if none of them has said."""
     if attempt is None or "logs" not in files.names:
         return ""
     logs = sorted(files.layout.logs.glob(f"*/attempt_{attempt}.log"))[:_MOST_LOGS]

@@ -13,15 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-import psutil
-
 from launch.batch.job_records import JobRecord, read_records
 from launch.batch.verdict import Cause
 from launch.jobs.events import last_verdict
 from launch.jobs.queue import JobRow
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import EndedBy, Life
-from launch.overview.figures import Figures, fatal_error, read_figures
+from launch.overview.figures import Figures, fatal_error, read_figures, recorded_failure
 from launch.overview.find import RunFiles
 from launch.run_directory import LIVES_ELSEWHERE_S
 from launch.run_owner import launcher_of
@@ -118,7 +116,7 @@ def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | Non
     leading = [row for row in living if not row.component and (row.job_id in leads or not leads)]
     if leading and not (all(row.state.life is Life.ENDING for row in leading) and _told(found, records)):
         return _in_slurm(found, living, leading)
-    if (pid := _launcher(found.files)) is not None:
+    if (pid := launcher_of(found.files.layout)) is not None:
         return replace(found, state=_phase(found.figures), where=socket.gethostname(), remark=f"launcher pid {pid}")
     return None
 
@@ -127,7 +125,7 @@ def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: 
     """Ended, or alive where nobody here can see it."""
     figures, is_submitted = found.figures, _is_submitted(found.figures, records)
     told = _told(found, records) if is_submitted else None
-    silent_s = now - (figures.status_unix_s or 0.0)
+    silent_s = now - max(figures.status_unix_s, 0.0 if is_submitted else figures.launcher_unix_s)
     if told is None and silent_s < LIVES_ELSEWHERE_S and figures.phase != "stopped":
         if is_submitted:
             remark = "" if trouble else f"no job of it is in this queue; it wrote its status {silent_s:.0f} s ago"
@@ -153,8 +151,7 @@ def _in_slurm(found: Standing, living: tuple[JobRow, ...], leading: Sequence[Job
     lead, names = (there or leading)[0], found.files.names
     state, remark = State.QUEUED, ""
     if there:
-        written = found.figures.status_unix_s or 0.0
-        is_of_this_life = lead.start_unix_s is None or written > lead.start_unix_s - _CLOCK_SKEW_S
+        is_of_this_life = found.figures.status_unix_s > (lead.start_unix_s or 0.0) - _CLOCK_SKEW_S
         state = _phase(found.figures) if is_of_this_life else State.STARTING
     elif lead.state.life is Life.HELD or is_stuck(lead.reason):
         remark = f"stays where it is: {reason_in_words(lead.reason) or lead.state.sentence}"
@@ -166,20 +163,6 @@ def _in_slurm(found: Standing, living: tuple[JobRow, ...], leading: Sequence[Job
     if there and waiting and state is State.STARTING and not remark:
         remark = f"waits for jobs in {', '.join(sorted(waiting))}"
     return replace(found, state=state, where=_nodes(living, lead), remark=remark.replace("JOB", str(lead.job_id)))
-
-
-def _launcher(files: RunFiles) -> int | None:
-    try:
-        return launcher_of(files.layout) if "launcher.json" in files.names else None
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        OSError,
-        psutil.Error,
-    ):  # a damaged file, another user's process
-        return None
 
 
 def _phase(figures: Figures) -> State:
@@ -210,10 +193,12 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
 def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
     """Nobody lives and no job has said why: what the roles have written."""
     files, figures = found.files, found.figures
-    if not is_submitted and (error := fatal_error(files, figures.attempt)):
+    if not is_submitted and (error := recorded_failure(files, figures.attempt)):
         return State.FAILED, error
     if figures.phase == "stopped" or {"STOP", "ABORT"} & files.names:
         return State.STOPPED, ""
+    if not is_submitted and (error := fatal_error(files, figures.attempt)):
+        return State.FAILED, error
     if figures.attempt is None and not is_submitted:
         is_on = files.root.with_name(f".{files.root.name}.submitting").exists()
         return State.NEW, "is being submitted" if is_on else "nothing of it has been started"

@@ -20,6 +20,7 @@ from typing import Any
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
 from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
@@ -39,7 +40,9 @@ class AdmissionLedger:
         lease_deadline_s: float,
         max_attempts: int,
         clock: Clock,
+        strikes: StrikeBook | None = None,
     ) -> None:
+        """strikes: what is held against prompts from earlier attempts of the run; changes are noted in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = num_slots
@@ -48,7 +51,12 @@ class AdmissionLedger:
         self.group_size = group_size
         self._sampling = sampling
         self._clock = clock
-        self._leases = LeaseBook(lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock)
+        self._leases = LeaseBook(
+            lease_deadline_s=lease_deadline_s,
+            max_attempts=max_attempts,
+            clock=clock,
+            strikes=strikes if strikes is not None else StrikeBook(),
+        )
         self._next_group_id = 0
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
@@ -86,9 +94,10 @@ class AdmissionLedger:
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease free members of one group to a generator, at most credit_samples of them.
 
-        Groups that lost a lease come first, then fresh ones, oldest first within both.  None when nothing is free.
+        Groups that lost a lease come first, then fresh ones, oldest first within both; groups whose generators have
+        died again and again get one to themselves.  None when there is nothing for this holder.
         """
-        group = self._leases.grantable() if credit_samples > 0 else None
+        group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
             return None
         indices = tuple(group.free_indices[:credit_samples])
@@ -104,6 +113,11 @@ class AdmissionLedger:
             deadline_s=self._leases.lease_deadline_s,
             prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
         )
+
+    @property
+    def is_quarantining(self) -> bool:
+        """While it is, `grant` may have nothing for one generator and something for another."""
+        return self._leases.is_quarantining
 
     def outstanding(self, holder: str) -> int:
         """Samples leased to this generator that it neither delivered, lost nor handed back."""

@@ -18,6 +18,7 @@ from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
 from rlhpc.generation.make import start_engine
+from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -52,7 +53,7 @@ async def _generate(context: RoleContext) -> None:
     stop = stop_event(*(NOTICES if context.is_supervised else ()))
     config = context.config
     starting = asyncio.create_task(
-        start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        start_engine(config, seed=engine_seed(config.run.seed, context.replica), layout=context.layout)
     )
     engine = await unless_stopped(stop, starting)
     if engine is None:

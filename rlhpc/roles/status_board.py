@@ -33,6 +33,7 @@ class LiveFigures:
     save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
     attempt: int = 0
     resume_step: int | None = None  # the attempt went on from this checkpoint
+    checkpoints_failed: int = 0  # left out since the start because the disk did not take them
 
 
 class StatusBoard:

@@ -194,6 +194,40 @@ def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
     assert not found
 
 
+_SLURM = {"sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo", "srun", "sstat", "sprio", "salloc"}
+_SLURM_DOOR = "launch/batch/slurm_commands.py"
+_STARTS_STEPS = {"launch/batch/steps.py", "launch/batch/callable_step.py"}  # srun, whose tasks they watch
+
+
+def test_slurms_commands_are_called_in_one_place() -> None:
+    """What can start programs names none of Slurm's: those go through the door, which cleans their environment."""
+    found = []
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        if name == _SLURM_DOOR or name.startswith("launch/dev_cluster/"):  # the latter starts a Slurm of its own
+            continue
+        words = {node.value for node in ast.walk(_tree(path)) if isinstance(node, ast.Constant)} & _SLURM
+        allowed = {"srun"} if name in _STARTS_STEPS else set()
+        if "subprocess" in _imported(path) or re.search(
+            r"\bos\.(exec|spawn|posix_spawn|system|popen)", path.read_text()
+        ):
+            found += [f"{name}: {word}" for word in sorted(words - allowed)]
+    assert not found, f"call them by slurm() of {_SLURM_DOOR}"
+
+
+def test_squeue_is_asked_for_jobs_on_hidden_partitions_too() -> None:
+    """Without --all they are not shown, and what is not shown was taken for gone."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            parts = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            is_ours = not str(path.relative_to(ROOT)).startswith("launch/dev_cluster/")
+            if is_ours and words[:1] == ["squeue"] and "--all" not in words:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
 _BATCH = sorted([*(ROOT / "launch" / "batch").glob("*.py"), ROOT / "launch" / "supervisor.py"])
 _PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
 

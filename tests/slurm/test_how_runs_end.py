@@ -63,6 +63,22 @@ def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevClu
     assert "no step for 15 s" in str(run.events("kill"))
 
 
+def test_where_no_generator_is_left_before_the_first_step_nobody_holds_nodes(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(
+        slurm, lab, "end-without-generators", run={"num_steps": 400}, weights={"timeout_s": 120.0}, **LASTING
+    )
+    run.submit()
+    run.wait(lambda: role_pids(run, "generator") and role_pids(run, "controller"), "both have been started")
+    assert run.status().get("step", 0) == 0
+    slurm.run("scancel", f"{run.jobs['hetjob']}+2")
+    assert "component: Slurm has ended the generators' component" in wait_for_the_end(run, 300.0)
+    [alone] = [event for event in run.events("stop") if "no generator is left" in event["text"]]
+    [end] = run.events("attempt_end")
+    held_s = end["unix_time_s"] - alone["unix_time_s"]
+    print(f"controller and trainer held their nodes for {held_s:.1f} s")
+    assert held_s < 40
+
+
 def test_a_trainer_that_never_comes_is_named_and_nobody_waits_for_ever(slurm: DevCluster, lab: Lab) -> None:
     late = {"extra": ["--begin=now+3600"]}
     run = SlurmRun(slurm, lab, "end-alone", "jobs", site={"cluster": {"meet_s": 8}, "trainer": late})

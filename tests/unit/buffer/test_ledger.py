@@ -144,7 +144,7 @@ def test_everything_a_dead_generator_held_is_grantable_again(ledger):
     ledger.deliver("dead", 0, 0)
     assert ledger.forget_holder("dead") == [0, 1]
     assert ledger.outstanding("dead") == 0
-    assert [ledger.grant("g-1", 2).sample_indices for _ in range(2)] == [(1,), (0, 1)]
+    assert [ledger.grant(holder, 2).sample_indices for holder in ("g-1", "g-2")] == [(1,), (0, 1)]
     assert ledger.forget_holder("never heard of") == []
 
 

@@ -24,6 +24,7 @@ from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import begin, complete
 from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
@@ -109,8 +110,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written
 ) -> None:
     claim_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
-    layout.checkpoint(40).mkdir()
-    (layout.checkpoint(40) / "COMPLETE").write_text("{}")
+    complete(begin(layout.checkpoint(40)), layout.checkpoint(40), {})
     before = layout.config.read_bytes()
     with pytest.raises(RunDirectoryError, match="has come to step 40 already"):
         claim_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)

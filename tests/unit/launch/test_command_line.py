@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from launch import cli
+from launch.checkpoint_choice import ResumePoint
 from launch.cli import EXIT_USER, main
 from launch.plan import plan_run
 from launch.process_identity import ProcessIdentity
@@ -141,7 +142,23 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
     monkeypatch.setattr(cli, "run_locally", lambda config, **how: seen.append((config.run.num_steps, how)) or 0)
     assert main(["run", str(lab.run_file("bench")), "--fresh", "run.num_steps=9"]) == 0
     assert main(["run", str(lab.run_file("bench")), "run.num_steps=8", "--resume"]) == 0
-    assert seen == [(9, {"resume": False, "fresh": True}), (8, {"resume": True, "fresh": False})]
+    assert main(["run", str(lab.run_file("bench")), "--resume", "--step", "4", "run.num_steps=7"]) == 0
+    assert main(["run", str(lab.run_file("bench")), "run.num_steps=6", "--resume", "--from-start"]) == 0
+    assert seen == [
+        (9, {"resume": False, "fresh": True, "resume_from": ResumePoint()}),
+        (8, {"resume": True, "fresh": False, "resume_from": ResumePoint()}),
+        (7, {"resume": True, "fresh": False, "resume_from": ResumePoint(step=4)}),
+        (6, {"resume": True, "fresh": False, "resume_from": ResumePoint(from_start=True)}),
+    ]
+
+
+def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
+        assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_USER
+        assert capsys.readouterr().err.endswith("says where a resume begins: give --resume, too\n")
+    family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
+    assert main(family) == EXIT_USER
+    assert "--step and --from-start are of one run" in capsys.readouterr().err
 
 
 def test_a_word_that_may_be_left_out_may_stand_after_an_option(
@@ -260,7 +277,7 @@ def test_export_of_what_has_no_checkpoint_is_refused(
 ) -> None:
     claim(config, layout, resume=False, fresh=False)
     assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
-    assert "no complete checkpoint" in capsys.readouterr().err
+    assert "no sound checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_USER
     assert "not a run directory" in capsys.readouterr().err
 

@@ -244,7 +244,8 @@ NODE: dict[str, Any] = {
     "versions": {"rlhpc": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"}, "driver": "570.1", "has_rlhpc": True,
     "gpus": ["NVIDIA H100"] * 2, "visible": "0,1", "tmp": {"path": "/tmp", "free_bytes": 99 * GIB},
     "shm_bytes": 99 * GIB, "limits": {"nofile": -1, "memlock": -1}, "known_sha256": "k", "round_trip_s": 0.02,
-    "skew_s": 0.001, "address": "10.0.0.1",
+    "skew_s": 0.001, "address": "10.0.0.1", "compute_capabilities": ["9.0"] * 2, "cuda_library": "",
+    "vllm_compatibility": "", "compiler": "/usr/bin/gcc", "has_python_headers": True,
 }  # fmt: skip
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from launch.batch.exit_records import ExitRecord, write_record
 from launch.cli import EXIT_USER, main
 from launch.overview.find import find_runs
 from launch.overview.survey import survey
 from launch.run_owner import register_launcher
 from rlhpc.run_layout import RunLayout
+from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.runs_kit import Runs, age
 
 
@@ -73,7 +75,7 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = runs.local("failed")
-    runs.status(layout, "stopped", 5)  # the controller closes its books when another role fails
+    runs.status(layout, "training", 5)
     for role, second, words in (
         ("controller", "07", "PeerUnreachable: trainer-0"),
         ("trainer", "05", "CudaError: x y"),
@@ -83,18 +85,24 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
         line = f"2026-11-22 01:16:{second},123 {role}-0 rlhpc.lifecycle ERROR "
         log.write_text(f"{line}failed\nTraceback\n{line}{words}\nlibraries go on talking\n")
     assert state(capsys, "failed") == ("failed", "trainer-0: CudaError: x y")
+    record = ExitRecord("trainer-0", 137, "step 5", starts=1, host="vm", job="")
+    write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
+    runs.status(layout, "stopped", 5)  # and the controller closes its books
+    assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
 
 
 def test_a_run_on_another_machine_is_alive_while_it_writes_its_status(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = runs.local("there")
-    layout.launcher.write_text(json.dumps({"pid": 1, "host": "another-host", "created": 0.0}))
+    launcher_elsewhere(layout)
     line = json.loads(layout.attempts.read_text())
     layout.attempts.write_text(json.dumps(line | {"host": "another-host"}) + "\n")
-    runs.status(layout, "training", 7, ago_s=5)
     run = listed(capsys)["there"]
-    assert (run["state"], run["where"]) == ("running", "another-host")
+    assert (run["state"], run["where"]) == ("starting", "another-host")
+    age(layout.launcher, 300.0)
+    runs.status(layout, "training", 7, ago_s=5)
+    assert listed(capsys)["there"]["state"] == "running"
     runs.status(layout, "training", 7, ago_s=300)
     assert listed(capsys)["there"]["state"] == "lost"
 
