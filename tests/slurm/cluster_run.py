@@ -151,13 +151,6 @@ class SlurmRun:
         assert_full_batches_trained_once(self.layout.rollouts, step, groups_per_step=4, group_size=4)
         return step
 
-    def complete_after_stop(self, num_more_steps: int = 4) -> None:
-        """`rlhpc stop`, and `rlhpc resume` to an end some steps later, which it reaches."""
-        num_steps = self.stop() + num_more_steps
-        self.cli("resume", str(self.layout.root), f"run.num_steps={num_steps}")
-        self.wait_complete()
-        assert_whole(self, num_steps)
-
     def _trace(self) -> tuple[object, ...]:
         """Whatever moves while something still happens."""
         slurm = (self.queue(), self.cluster.node_states()) if self.cluster.is_reachable() else ()

@@ -98,4 +98,4 @@ def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: 
     run.wait(lambda: run.jobs["hetjob"] > first and run.status().get("attempt", 0) >= 1, "another job goes on")
     run.wait_more_steps()
     assert not run.events("requeue")
-    run.complete_after_stop()
+    run.stop()
