@@ -19,7 +19,7 @@ from launch.dev_cluster.installation import OWN_LIBRARIES, SlurmMissing
 from rlhpc.errors import ConfigError
 
 RELEASES = {"bookworm": "22.05", "trixie": "24.11", "sid": "26.05"}  # Slurm's; that of sid moves on
-_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _TOOLS = {"apt-get": "apt", "dpkg": "dpkg", "patchelf": "patchelf"}  # and the packages that have them
 # Of what apt would install: no interpreters, no init scripts, no documentation.
 _WANTED = re.compile(r"lib|slurm|munge|mariadb|gcc-.*-base|zlib")
@@ -58,7 +58,7 @@ def unpack(suite: str, roots: tuple[str, ...], scratch: Path, tree: Path, place:
         packages += _Apt(lender, scratch / lender).download(wanted)
     for package in packages:
         subprocess.run(["dpkg", "-x", str(package), str(tree)], check=True, capture_output=True)
-    _gather_libraries(tree)
+    gather_libraries(tree)
     _settle(tree, place)
 
 
@@ -68,7 +68,7 @@ def _require(suite: str) -> None:
     if _facts().get("ID") != "debian":
         raise SlurmMissing(f"{what}: taken from the package sources of a Debian machine; this is {_name()}")
     lacking = sorted(package for tool, package in _TOOLS.items() if shutil.which(tool) is None)
-    lacking += [] if _KEYRING.exists() else ["debian-archive-keyring"]
+    lacking += [] if KEYRING.exists() else ["debian-archive-keyring"]
     if lacking:
         raise SlurmMissing(f"{what}: lacks {', '.join(lacking)}; `apt-get install {' '.join(lacking)}` as root")
 
@@ -82,7 +82,7 @@ class _Apt:
         for name in ("lists/partial", "cache/archives/partial", "packages"):
             (scratch / name).mkdir(parents=True)
         (scratch / "status").touch()
-        entry = f"deb [signed-by={_KEYRING}] {_archive()} {suite} main\n"
+        entry = f"deb [signed-by={KEYRING}] {_archive()} {suite} main\n"
         (scratch / "sources.list").write_text(entry, encoding="utf-8")
         self._config = scratch / "apt.conf"
         lines = (
@@ -134,7 +134,7 @@ def _archive() -> str:
     return archives[0]
 
 
-def _gather_libraries(tree: Path) -> None:
+def gather_libraries(tree: Path) -> None:
     """Put all shared libraries into one directory, also those of suites whose /lib is not yet /usr/lib."""
     libraries = tree / OWN_LIBRARIES
     libraries.mkdir()

@@ -118,14 +118,22 @@ class SlurmRun:
         return time.time() - self.submitted_at
 
     def wait_more_steps(self, num_steps: int = 2) -> None:
-        """Wait until so many more steps are done, by whichever attempt."""
-        step, attempt = self.status()["step"], self.status().get("attempt")
-        self.wait(
-            lambda: (self.status()["step"] >= step + num_steps) or (self.status().get("attempt") != attempt),
-            "training goes on",
-        )
-        if self.status().get("attempt") != attempt:  # an attempt begins at the last checkpoint
-            self.wait_more_steps(num_steps)
+        """Wait until an attempt has done so many more steps than it has now."""
+
+        def seen() -> tuple[int, int]:
+            status = self.status()
+            return status.get("attempt", -1), status.get("step", 0)
+
+        attempt, step = seen()
+
+        def is_further() -> bool:
+            nonlocal attempt, step
+            now = seen()
+            if now[0] != attempt:  # it begins at the last checkpoint
+                attempt, step = now
+            return now[0] >= 0 and now[1] >= step + num_steps
+
+        self.wait(is_further, "training goes on")
 
     def wait_complete(self) -> float:
         """Wait until the run is complete and none of its jobs is left; returns the seconds that it took."""
@@ -142,13 +150,6 @@ class SlurmRun:
         step: int = self.status()["step"]
         assert_full_batches_trained_once(self.layout.rollouts, step, groups_per_step=4, group_size=4)
         return step
-
-    def complete_after_stop(self, num_more_steps: int = 4) -> None:
-        """`rlhpc stop`, and `rlhpc resume` to an end some steps later, which it reaches."""
-        num_steps = self.stop() + num_more_steps
-        self.cli("resume", str(self.layout.root), f"run.num_steps={num_steps}")
-        self.wait_complete()
-        assert_whole(self, num_steps)
 
     def _trace(self) -> tuple[object, ...]:
         """Whatever moves while something still happens."""

@@ -72,7 +72,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
     for event in run.events("attempt_end"):
         trained, saved = re.findall(r"step (\d+)", event["text"])
         assert int(trained) - int(saved) <= 1, event["text"]
-    run.complete_after_stop()
+    run.stop()
     assert trained_in_vain(run) == 0, run.story()
 
 
@@ -116,7 +116,7 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
     start_node(slurm, victim)
     run.wait(lambda: run.status().get("attempt") == 1, "its controller")
     run.wait_more_steps()
-    run.complete_after_stop()
+    run.stop()
 
 
 def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, lab: Lab) -> None:

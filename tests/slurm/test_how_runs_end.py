@@ -71,7 +71,7 @@ def test_where_no_generator_is_left_before_the_first_step_nobody_holds_nodes(slu
     run.wait(lambda: role_pids(run, "generator") and role_pids(run, "controller"), "both have been started")
     assert run.status().get("step", 0) == 0
     slurm.run("scancel", f"{run.jobs['hetjob']}+2")
-    assert "component: Slurm has ended the generators' component" in wait_for_the_end(run, 300.0)
+    assert "component: Slurm has ended the generators' component" in wait_for_the_end(run)
     [alone] = [event for event in run.events("stop") if "no generator is left" in event["text"]]
     [end] = run.events("attempt_end")
     held_s = end["unix_time_s"] - alone["unix_time_s"]
@@ -98,4 +98,4 @@ def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: 
     run.wait(lambda: run.jobs["hetjob"] > first and run.status().get("attempt", 0) >= 1, "another job goes on")
     run.wait_more_steps()
     assert not run.events("requeue")
-    run.complete_after_stop()
+    run.stop()

@@ -51,7 +51,7 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
     print(f"from the trainer's dead node to the next step: {time.monotonic() - began:.1f} s")
     assert role_pids(run, "generator") == generators
     start_node(slurm, victim)
-    run.complete_after_stop()
+    run.stop()
 
 
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
