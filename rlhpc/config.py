@@ -81,7 +81,7 @@ class GenerationConfig(Section):
     """A longer prompt in the dataset is refused before the run starts."""
     max_completion_tokens: Positive
     """Sampling stops here."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Below 1 the sampler renormalises over the nucleus; refused together with an importance ratio."""
