@@ -6,14 +6,19 @@ Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
+
+if TYPE_CHECKING:
+    from launch.gpu_map import GpuMap
 
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
@@ -169,14 +174,16 @@ def _takes_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from launch.gpu_map import GpuMap
     from launch.memory.verdict import memory_report
     from launch.plan import describe_plan, plan_run
     from launch.preflight import preflight
 
     config = load_config(options.run_file, options.overrides)
+    gpus = GpuMap() if options.site else _gpu_map(config)  # a site's GPUs are elsewhere
     findings = preflight(config)
     memory = memory_report(config, findings.model, findings.shape, options.site)
-    print(describe_plan(plan_run(config, RunLayout(config.run_directory)), config))
+    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
     size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset
@@ -186,6 +193,14 @@ def _check(options: argparse.Namespace) -> int:
     )
     print(memory)
     return 0
+
+
+def _gpu_map(config: Config) -> GpuMap:
+    """GPUs of this machine for every process.  Raises ConfigError: too few of them, or settings that need others."""
+    from launch.gpu_map import map_gpus
+    from launch.gpus import gpus_here
+
+    return map_gpus(config, gpus_here(os.environ))
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -208,10 +223,11 @@ def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) ->
     from launch.run_directory import claim, mint_keys, register_launcher
     from launch.watch import Watch
 
+    gpus = _gpu_map(config)
     preflight(config)
     layout = RunLayout(config.run_directory)
     attempt = claim(config, layout, resume=resume, fresh=fresh)
-    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step)
+    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, gpus=gpus)
     mint_keys(plan)
     register_launcher(layout)
     watch = Watch(layout, sys.stderr)
@@ -318,6 +334,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
+        _gpu_map(load_config(run_file, options.overrides))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 

@@ -25,7 +25,7 @@ from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, rollout_of
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
-from rlhpc.generation.vllm_process import capacity_of, device_here, start_vllm, stop_vllm
+from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
 from rlhpc.generation.weight_updates import WeightUpdates
 from rlhpc.types import Int32, Rollout, RolloutRequest, WeightGroup, WeightManifest
@@ -54,11 +54,12 @@ class VllmEngine(GenerationEngine):
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
-        self._capacity_samples = capacity_of(llm.vllm_config, config.generation.max_num_seqs)
+        self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock)
+        self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
         self._num_tokens = 0
@@ -90,13 +91,13 @@ class VllmEngine(GenerationEngine):
 
     @property
     def capacity_samples(self) -> int:
-        """Requests of the greatest length that the KV cache holds, at most max_num_seqs; 0 while weights are torn."""
-        return 0 if self._weights.is_torn else self._capacity_samples
+        """Requests of such lengths as have been met that fill the KV cache, at most max_num_seqs; 0 while torn."""
+        return 0 if self._weights.is_torn else self._window.num_samples
 
     @property
-    def num_weight_ranks(self) -> int:
+    def weight_devices(self) -> tuple[str, ...]:
         """One per tensor-parallel worker."""
-        return self._config.generation.tensor_parallel
+        return self._weight_devices
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Sample one completion; see GenerationEngine.
@@ -136,13 +137,14 @@ class VllmEngine(GenerationEngine):
         await self._switch.release(CALLER)
 
     def statistics(self) -> EngineStatistics:
-        """Tokens count when their request ends; what exceeds max_num_seqs counts as waiting."""
+        """Tokens count when their request ends, pre-emptions with the next version; beyond max_num_seqs it waits."""
         num_running = min(len(self._in_flight), self._config.generation.max_num_seqs)
         return EngineStatistics(
             num_running=num_running,
             num_waiting=len(self._in_flight) - num_running,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
+            num_preemptions=self._weights.num_preemptions,
         )
 
     # -------------------------------------------------------------------------------------------------- weights
@@ -180,6 +182,7 @@ class VllmEngine(GenerationEngine):
 
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
+        self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
@@ -216,6 +219,8 @@ class VllmEngine(GenerationEngine):
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
         self._num_tokens += len(completion.token_ids)
+        if completion.finish_reason != "abort":
+            self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
         versions = self._versions(flight, spans, len(completion.token_ids))
         return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))

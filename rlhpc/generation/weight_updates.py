@@ -14,7 +14,7 @@ Guarantee: no token is sampled while the weights are arriving or torn.  Requests
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from rlhpc.contracts import Clock, WeightTiming
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.staging_choice import choose_staging, free_host_bytes
+from rlhpc.generation.undisturbed import undisturbed
 from rlhpc.generation.vllm_process import device_here, num_gpus_here
 from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
 from rlhpc.types import WeightGroup, WeightManifest
@@ -58,6 +59,7 @@ class WeightUpdates:
         self._staging = ""  # chosen when the size of the model is known, and kept
         self._has_spans = hasattr(llm, "update_weight_version")
         self.pauses_to_load = False
+        self.num_preemptions = 0  # of requests, up to the last version
         self.is_torn = False  # the model is neither an old version nor a new one
         self.adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
         self.adopted.set()
@@ -84,7 +86,7 @@ class WeightUpdates:
                 raise TornWeights(self._with_state(error)) from error
             received = self._clock()
             load = self._load_shadow(version) if staging == "shadow" else self._load_arriving(version, name)
-            pause_s = await _undisturbed(load)
+            pause_s = await undisturbed(load)
             return WeightTiming(receive_s=received - began, pause_s=pause_s)
 
     async def leave(self) -> None:
@@ -100,7 +102,8 @@ class WeightUpdates:
         self.adopted.clear()
         try:
             # Sent together, so that few steps if any lie between them; if one fails the engine is dead.
-            loaded, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
+            loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
+            self.num_preemptions = max(preemptions)
             self._become(version, loaded[0][1])
         finally:
             self.adopted.set()
@@ -120,7 +123,8 @@ class WeightUpdates:
             await self._reached(DONE, BEGUN, name, POLL_PAUSED_S)
         except (TornWeights, GroupFailed) as error:
             raise TornWeights(self._with_state(error)) from error
-        await asyncio.gather(*self._calls_that_follow(version))
+        preemptions, *_ = await asyncio.gather(*self._calls_that_follow(version))
+        self.num_preemptions = max(preemptions)
         self._become(version, counts[0])
         await self._switch.release(UPDATE)
         return self._clock() - began
@@ -130,7 +134,7 @@ class WeightUpdates:
         self._adopt(version, counts)
 
     def _calls_that_follow(self, version: int) -> list[Awaitable[Any]]:
-        calls: list[Awaitable[Any]] = []
+        calls: list[Awaitable[Any]] = [self._rpc("rlhpc_num_preemptions")]
         if self._has_spans:
             calls.append(self._call(self._llm.update_weight_version(str(version))))
         if self._config.generation.recompute_kv:
@@ -166,13 +170,3 @@ class WeightUpdates:
         """Call a method of the extension on every worker.  Its errors do not cross as classes."""
         result: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
         return result
-
-
-async def _undisturbed(work: Coroutine[Any, Any, float]) -> float:
-    """Await to the end even if the caller is cancelled meanwhile: weights must not be half adopted."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

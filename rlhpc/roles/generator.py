@@ -74,7 +74,7 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
             return
         leases, services, control = channels
         judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
-        await control.send(hello(context, engine.num_weight_ranks))
+        await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges)
         loops = [
             generator.obey(control, visit),
@@ -198,7 +198,7 @@ class Generator:
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
             elif isinstance(message, RollCall):
-                await control.send(hello(self._context, self._engine.num_weight_ranks))
+                await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
                 visit.told_to_stop(message)
 
