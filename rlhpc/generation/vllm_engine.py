@@ -62,7 +62,7 @@ class VllmEngine(GenerationEngine):
         self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
-        self._num_tokens = self._num_preemptions = 0
+        self._num_tokens = 0
         self._death = ""  # why this engine is dead; "" while it lives
         self._has_spans = hasattr(llm, "update_weight_version")
         self._switch = PauseSwitch(llm, self._call, self._busy)
@@ -144,7 +144,7 @@ class VllmEngine(GenerationEngine):
             num_waiting=len(self._in_flight) - num_running,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._weights.num_preemptions,
         )
 
     # -------------------------------------------------------------------------------------------------- weights
@@ -157,9 +157,7 @@ class VllmEngine(GenerationEngine):
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
         """See GenerationEngine; weight_updates.py has the states."""
         self._require_life()
-        timing = await self._weights.receive(manifest)
-        self._num_preemptions = max(await self._rpc("rlhpc_num_preemptions"))
-        return timing
+        return await self._weights.receive(manifest)
 
     async def leave_weights(self) -> None:
         """See GenerationEngine."""

@@ -59,6 +59,7 @@ class WeightUpdates:
         self._staging = ""  # chosen when the size of the model is known, and kept
         self._has_spans = hasattr(llm, "update_weight_version")
         self.pauses_to_load = False
+        self.num_preemptions = 0  # of requests, up to the last version
         self.is_torn = False  # the model is neither an old version nor a new one
         self.adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
         self.adopted.set()
@@ -101,7 +102,8 @@ class WeightUpdates:
         self.adopted.clear()
         try:
             # Sent together, so that few steps if any lie between them; if one fails the engine is dead.
-            loaded, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
+            loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
+            self.num_preemptions = max(preemptions)
             self._become(version, loaded[0][1])
         finally:
             self.adopted.set()
@@ -121,7 +123,8 @@ class WeightUpdates:
             await self._reached(DONE, BEGUN, name, POLL_PAUSED_S)
         except (TornWeights, GroupFailed) as error:
             raise TornWeights(self._with_state(error)) from error
-        await asyncio.gather(*self._calls_that_follow(version))
+        preemptions, *_ = await asyncio.gather(*self._calls_that_follow(version))
+        self.num_preemptions = max(preemptions)
         self._become(version, counts[0])
         await self._switch.release(UPDATE)
         return self._clock() - began
@@ -131,7 +134,7 @@ class WeightUpdates:
         self._adopt(version, counts)
 
     def _calls_that_follow(self, version: int) -> list[Awaitable[Any]]:
-        calls: list[Awaitable[Any]] = []
+        calls: list[Awaitable[Any]] = [self._rpc("rlhpc_num_preemptions")]
         if self._has_spans:
             calls.append(self._call(self._llm.update_weight_version(str(version))))
         if self._config.generation.recompute_kv:
