@@ -122,7 +122,7 @@ def _stop_in_mid_write(run: Run, trainer: psutil.Process) -> Path:
     """
     deadline = time.monotonic() + CEILING_S
     while time.monotonic() < deadline:
-        for file in run.layout.checkpoints.glob(".step_*.tmp/trainer/*"):
+        for file in run.layout.checkpoints.glob(".owner_*/.step_*.tmp/trainer/*"):
             trainer.suspend()
             directory = file.parents[1]
             has_older = latest_complete(run.layout.checkpoints) is not None
