@@ -41,6 +41,7 @@ from launch.batch.verdict import Cause, Verdict
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
 SAVE_GRACE_S = 1800.0  # for the step that is on and its checkpoint
+ALONE_S = 10.0  # for a controller without generators that has nothing to save, and its trainer
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
 MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
@@ -109,7 +110,7 @@ class Lead:
         attempt = self._begin()
         if isinstance(attempt, Verdict):
             return attempt
-        self._cause, self._log.attempt = None, attempt.index
+        self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
         self._start_all(attempt)
@@ -252,9 +253,8 @@ class Lead:
         progress = read_progress(self._layout)
         has_news = progress is not None and progress.step > saved_step(self._layout)
         self._ask_controller(Cause.FAILED, "no generator is left")
-        if has_news:
-            self._patience_s = needed_to_stop_s(progress, self._limit.life_s)
-        elif self._controller is not None:  # it closes its books within seconds
+        self._patience_s = needed_to_stop_s(progress, self._limit.life_s) if has_news else ALONE_S
+        if not has_news and self._controller is not None:
             self._controller.ask_to_leave(signal.SIGINT)
 
     def _others_generate(self, name: str) -> bool:
@@ -274,7 +274,8 @@ class Lead:
         trainer = self._steps.get("trainer")
         if trainer is not None:
             trainer.asked = True
-            if not trainer.wait(self._grace_s() if status == 0 else POLL_S):
+            # One that has not met the controller yet was not told to leave.
+            if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
                 trainer.kill()
         told_to_end = self._notices.told_to_end
         verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)

@@ -26,7 +26,7 @@ LOOK_PATIENCE_S = 20.0
 # What sbatch says when its request was sent and the answer lost; slurmctld may have taken the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
          "Connection reset", "Broken pipe", "Unexpected message", "authentication error")  # fmt: skip
-_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com(?:m|me|men|ment)?(?![\w-])", re.MULTILINE)  # sbatch takes abbreviations
+_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com[a-z]*(?![\w-])", re.MULTILINE)  # sbatch takes abbreviations
 _NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", re.MULTILINE)
 
 

@@ -243,7 +243,7 @@ def test_status_of_a_heterogeneous_job_names_its_components_and_takes_less_than_
         [f"{job}+{k}", name, "RUNNING", "0"] for k, name in enumerate(("controller", "trainer", "generation"))
     ]
     assert [row[-2] for row in rows] == ["c0", "t0", "g0"]
-    assert f"its time limit, job {job}+0 saves, is requeued and goes on" in text
+    assert f"its time limit, job {job}+0 saves, is requeued or submits a successor, and goes on" in text
 
 
 def test_status_says_who_waits_for_whom_and_when_that_ends(cluster: DevCluster, tmp_path: Path) -> None:
