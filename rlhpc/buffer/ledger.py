@@ -158,6 +158,23 @@ class AdmissionLedger:
         if group is not None:
             self._leases.hand_back(group, holder, sample_indices, prefixes, is_failure)
 
+    def renew(
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
+    ) -> None:
+        """The holder goes on with these members: their deadline is as far away again as at the grant.
+
+        Kept for whoever is granted them next, should it die: what it shows of them.  Members that it does not hold (any
+        more) are left alone; so is an unknown group.  prefixes: none, or one per sample index; Raises LedgerError if
+        not, or for an index outside the group.
+        """
+        if prefixes and len(prefixes) != len(sample_indices):
+            raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
+        if not all(0 <= index < self.group_size for index in sample_indices):
+            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {self.group_size}")
+        group = self._untaken.get(group_id)
+        if group is not None:
+            self._leases.renew(group, holder, sample_indices, prefixes)
+
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
         return self._leases.expire()

@@ -20,7 +20,17 @@ from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
-from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, RollCall, SaveReport, StopRole, WeightsLive
+from rlhpc.messages import (
+    CancelGroup,
+    Heartbeat,
+    Hello,
+    LeaseProgress,
+    LeaseReturn,
+    RollCall,
+    SaveReport,
+    StopRole,
+    WeightsLive,
+)
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
@@ -234,6 +244,9 @@ class Controller:
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
                 self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+            elif isinstance(message, LeaseProgress):
+                self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
+                continue
             self._loop.groups_changed()
             self._granting.wake()
 
