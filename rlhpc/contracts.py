@@ -169,12 +169,12 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def capacity_samples(self) -> int:
-        """Requests worth holding at once: bounded by KV cache and by max_num_seqs."""
+        """Requests worth holding at once: bounded by KV cache and by max_num_seqs.  May change as lengths are met."""
 
     @property
     @abstractmethod
-    def num_weight_ranks(self) -> int:
-        """Workers that take part in a weight group."""
+    def weight_devices(self) -> tuple[str, ...]:
+        """Devices of the workers that take part in a weight group, by rank: UUIDs of GPUs, "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:

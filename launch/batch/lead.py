@@ -60,7 +60,7 @@ class Lead:
         self._keeper = JobKeeper(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to stop
         self._why = ""  # the same, in words
-        self._asked_at = 0.0
+        self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
 
     def run(self) -> Verdict:
         """Attempt after attempt, until there is a verdict that this life cannot change."""
@@ -97,7 +97,7 @@ class Lead:
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
         try:
-            attempt = begin_attempt(self._plan, self._job)
+            attempt = begin_attempt(self._plan, self._job, self._log.say)
         except BeginError as error:
             if self._notices.told_to_end:  # the signal ended that command too
                 return Verdict(Cause.SIGNAL, str(error))
@@ -201,6 +201,7 @@ class Lead:
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
+        self._patience_s = SAVE_GRACE_S
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()
@@ -209,7 +210,7 @@ class Lead:
         """The controller was asked to end: kill it when it takes too long, or when there is no time to wait for it."""
         waited_s = time.monotonic() - self._asked_at
         last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
-        if self._controller is None or (waited_s < SAVE_GRACE_S and self._limit.left_s() > last_moment_s):
+        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
             return
         self._log.say("kill", f"the controller has not ended {waited_s:.0f} s after it was asked to")
         self._controller.kill()
@@ -244,7 +245,17 @@ class Lead:
             # Nobody will finish the step that the controller waits for: it closes its books at once.
             self._controller.ask_to_leave(signal.SIGINT)
         elif name == "generation" and not self._others_generate(name):
-            self._ask_controller(Cause.FAILED, "no generator is left")
+            self._end_alone()
+
+    def _end_alone(self) -> None:
+        """No generator is left: what has been trained is saved, and nobody is waited for who cannot come."""
+        progress = read_progress(self._layout)
+        has_news = progress is not None and progress.step > saved_step(self._layout)
+        self._ask_controller(Cause.FAILED, "no generator is left")
+        if has_news:
+            self._patience_s = needed_to_stop_s(progress, self._limit.life_s)
+        elif self._controller is not None:  # it closes its books within seconds
+            self._controller.ask_to_leave(signal.SIGINT)
 
     def _others_generate(self, name: str) -> bool:
         """True if generators of other jobs are there."""

@@ -23,6 +23,7 @@ from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.contracts import Clock
 from rlhpc.crc import crc32
 from rlhpc.errors import SegmentError
+from rlhpc.ownership import Fence
 from rlhpc.run_layout import RunLayout
 
 Compression = Literal["none", "gzip"]
@@ -56,8 +57,9 @@ class SegmentWriter:
         compression: Compression,
         clock: Clock,
         wall_clock: Clock = time.time,
+        fence: Fence | None = None,
     ) -> None:
-        self._directory = directory
+        self._directory, self._fence = directory, fence
         self._next_index = first_index
         self._attributes: Attributes = {"run_name": run_name, "run_attempt": run_attempt}
         self._max_groups, self._max_s = max_groups, max_s
@@ -118,7 +120,8 @@ class SegmentWriter:
         """Write the oldest groups that wait, at most max_groups and none from beyond a cut; return the segment.
 
         None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
-        stay pending.
+        stay pending.  OwnershipLost: the run directory is another's by now, and the groups are part of a timeline that
+        was given up.
         """
         with self._sealing:
             with self._counting:
@@ -132,11 +135,17 @@ class SegmentWriter:
                 "sealed_unix_s": self._wall_clock(),
             }
             try:
-                write_sealed(path, to_hdf5(groups, attributes, self._compression))
+                write_sealed(path, to_hdf5(groups, attributes, self._compression), staging=self._staging())
             except SegmentError as error:
                 raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
             self._count_sealed(len(groups))
             return path
+
+    def _staging(self) -> Path | None:
+        if self._fence is None:
+            return None
+        self._fence.check()
+        return self._fence.staging(self._directory)
 
     def seal_all(self) -> list[Path]:
         """Seal until nothing waits.  Raises as seal does; what was sealed before stays sealed."""

@@ -130,9 +130,9 @@ class ScriptedEngine(GenerationEngine):
         return self.script.max_num_seqs
 
     @property
-    def num_weight_ranks(self) -> int:
-        """One."""
-        return 1
+    def weight_devices(self) -> tuple[str, ...]:
+        """One worker, on CPU."""
+        return ("",)
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Draw token after token; see GenerationEngine."""

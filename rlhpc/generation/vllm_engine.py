@@ -14,7 +14,6 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,9 @@ from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
+from rlhpc.generation.undisturbed import undisturbed
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
-from rlhpc.generation.vllm_process import capacity_of, device_here, start_vllm, stop_vllm
+from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_progress import num_tokens, partial_completion
 from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
 from rlhpc.generation.weight_link import BUSY, DONE, TORN
@@ -58,14 +58,15 @@ class VllmEngine(GenerationEngine):
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
-        self._capacity_samples = capacity_of(llm.vllm_config, config.generation.max_num_seqs)
+        self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock)
+        self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
-        self._num_tokens = 0
+        self._num_tokens = self._num_preemptions = 0
         self._is_paused = False
         self._death = ""  # why this engine is dead; "" while it lives
         self._has_spans = hasattr(llm, "update_weight_version")
@@ -98,13 +99,13 @@ class VllmEngine(GenerationEngine):
 
     @property
     def capacity_samples(self) -> int:
-        """Requests of the greatest length that the KV cache holds, at most max_num_seqs."""
-        return self._capacity_samples
+        """Requests of such lengths as have been met that fill the KV cache, at most max_num_seqs."""
+        return self._window.num_samples
 
     @property
-    def num_weight_ranks(self) -> int:
+    def weight_devices(self) -> tuple[str, ...]:
         """One per tensor-parallel worker."""
-        return self._config.generation.tensor_parallel
+        return self._weight_devices
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Sample one completion; see GenerationEngine.
@@ -169,13 +170,14 @@ class VllmEngine(GenerationEngine):
                 self._busy.resume()
 
     def statistics(self) -> EngineStatistics:
-        """Tokens count when their request ends; what exceeds max_num_seqs counts as waiting."""
+        """Tokens count when their request ends, pre-emptions with the next version; beyond max_num_seqs it waits."""
         num_running = min(len(self._in_flight), self._config.generation.max_num_seqs)
         return EngineStatistics(
             num_running=num_running,
             num_waiting=len(self._in_flight) - num_running,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
+            num_preemptions=self._num_preemptions,
         )
 
     # -------------------------------------------------------------------------------------------------- weights
@@ -199,7 +201,7 @@ class VllmEngine(GenerationEngine):
             except GroupFailed as error:
                 raise TornWeights(str(error)) from error
             received = self._clock()
-            pause_s = await _undisturbed(self._load(manifest.policy_version))
+            pause_s = await undisturbed(self._load(manifest.policy_version))
             return WeightTiming(receive_s=received - began, pause_s=pause_s)
 
     async def leave_weights(self) -> None:
@@ -225,6 +227,7 @@ class VllmEngine(GenerationEngine):
 
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
+        self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
@@ -265,6 +268,8 @@ class VllmEngine(GenerationEngine):
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
         self._num_tokens += len(completion.token_ids)
+        if completion.finish_reason != "abort":
+            self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
         versions = self._versions(flight, spans, len(completion.token_ids))
         return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
@@ -319,12 +324,13 @@ class VllmEngine(GenerationEngine):
 
     async def _load_between_steps(self, policy_version: int) -> list[Any]:
         """Sent together, so that few steps if any lie between them; if one fails the engine is dead."""
-        calls: list[Any] = [self._rpc("rlhpc_load")]
+        calls: list[Any] = [self._rpc("rlhpc_load"), self._rpc("rlhpc_num_preemptions")]
         if self._has_spans:
             calls.append(self._call(self._llm.update_weight_version(str(policy_version))))
         if self._config.generation.recompute_kv:
             calls.append(self._call(self._llm.reset_prefix_cache(reset_running_requests=True)))
-        loaded, *_ = await asyncio.gather(*calls)
+        loaded, preemptions, *_ = await asyncio.gather(*calls)
+        self._num_preemptions = max(preemptions)
         return list(loaded)
 
     def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
@@ -357,13 +363,3 @@ class VllmEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
-
-
-async def _undisturbed(work: Coroutine[Any, Any, float]) -> float:
-    """Await to the end even if the caller is cancelled meanwhile: weights must not be half adopted."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

@@ -17,8 +17,10 @@ import msgspec
 import torch
 
 from rlhpc.errors import GroupFailed
+from rlhpc.generation.preemption_count import PreemptionCount
 from rlhpc.generation.weight_link import FAILED, WeightLink
 from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.device_id import device_id
 from rlhpc.weights.make import make_receiver
 
 if TYPE_CHECKING:
@@ -39,15 +41,17 @@ class WeightUpdateExtension:
         model_config: Any
         vllm_config: Any
 
+    _rlhpc_preemptions: PreemptionCount | None = None
     _rlhpc_link: WeightLink | None = None
     _rlhpc_handlers: dict[signal.Signals, Any] | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
-        """Leave notices of the scheduler to the generator, and end when it ends, however that happens.
+        """Leave notices of the scheduler to the generator, end when it ends, however that happens; begin to count.
 
         Slurm signals every process of a step: an engine that heeded it would be gone before the generator has handed
         its partial rollouts back.  Only a direct child dies with its parent: vLLM's executor ends the others itself.
         """
+        self._rlhpc_preemptions = PreemptionCount(self.model_runner)
         if threading.current_thread() is threading.main_thread():
             self._rlhpc_handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
         if os.getppid() == parent_pid:
@@ -57,6 +61,14 @@ class WeightUpdateExtension:
         """Undo rlhpc_follow_parent's deafness, so that vLLM can end its processes."""
         for notice, handler in (self._rlhpc_handlers or {}).items():
             signal.signal(notice, handler)
+
+    def rlhpc_device_id(self) -> str:
+        """Which GPU this worker has, as no other has it; "" on CPU."""
+        return device_id(self.device)
+
+    def rlhpc_num_preemptions(self) -> int:
+        """Requests that were thrown out of the KV cache since rlhpc_follow_parent."""
+        return self._rlhpc_preemptions.total if self._rlhpc_preemptions is not None else 0
 
     def rlhpc_counts_tokens(self) -> bool:
         """True if rlhpc_load can say how many tokens each request had."""

@@ -35,6 +35,7 @@ class Books:
     totals: Totals
     step: int  # the step to begin with
     policy_version: int
+    attempt: int = 0  # of the run
     strikes: StrikeBook = field(default_factory=StrikeBook)  # no checkpoint's: no resume undoes it
 
 
@@ -43,6 +44,8 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
+    if saved is not None:
+        prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
     strikes = _read_strikes(layout)
     settings = _ledger_settings(context, tokenizer, clock) | {"strikes": strikes}
     ledger = (
@@ -50,6 +53,8 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         if saved is not None
         else AdmissionLedger(**settings)
     )
+    if context.fence is not None:
+        context.fence.check()  # what is set aside next may be a successor's otherwise
     segments = SegmentWriter(
         layout.rollouts,
         set_aside_later_segments(layout, saved, context.attempt),
@@ -59,16 +64,16 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         max_s=config.buffer.segment_s,
         compression=config.buffer.compression,
         clock=clock,
+        fence=context.fence,
     )
     buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
-    if saved is None:
-        return Books(prompts, tokenizer, ledger, segments, buffer, membership, Totals(), 0, 0, strikes)
-    buffer.load(layout.checkpoint(saved.step))
-    prompts.load_state(saved.prompts)
-    membership.load_state(saved.membership)
-    totals = Totals(**saved.totals)
+    totals, step, policy_version = Totals(), 0, 0
+    if saved is not None:
+        buffer.load(layout.checkpoint(saved.step))
+        membership.load_state(saved.membership)
+        totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
     return Books(
-        prompts, tokenizer, ledger, segments, buffer, membership, totals, saved.step, saved.policy_version, strikes
+        prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt, strikes
     )
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.ownership import Fence
 from rlhpc.roles.books import Books
 from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete, discard, prune
+from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, discard, prune
 
 log = logging.getLogger("rlhpc.checkpoint")
 
@@ -34,9 +35,17 @@ class CheckpointWriter:
     """Writes checkpoints of one run."""
 
     def __init__(
-        self, layout: RunLayout, keep: int, trainer: TrainerLink, books: Books, clock: Clock = time.monotonic
+        self,
+        layout: RunLayout,
+        keep: int,
+        trainer: TrainerLink,
+        books: Books,
+        *,
+        fence: Fence | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
+        self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
@@ -67,6 +76,7 @@ class CheckpointWriter:
         Raises CheckpointError if saving has failed for too long.
         """
         await self._ended()
+        self._check_ownership()
         self._failure = None
         requested, final = time.monotonic(), self._layout.checkpoint(step)
         write_own_part = self._freeze(step, policy_version)
@@ -77,9 +87,8 @@ class CheckpointWriter:
             self.raise_failure()
             return
         self._step, self._report = step, asyncio.get_running_loop().create_future()
-        self._completing = asyncio.create_task(
-            self._complete(self._report, temporary, final, {"step": step, "policy_version": policy_version}, requested)
-        )
+        manifest = {"step": step, "policy_version": policy_version, "attempt": self._books.attempt}
+        self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
@@ -107,17 +116,17 @@ class CheckpointWriter:
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
         raises CheckpointError, leaving nothing behind.
         """
-        books = self._books
+        books, fence = self._books, self._fence
         frozen = books.buffer.freeze(step)
         prompts, membership, totals = books.prompts.state(), books.membership.state(), books.totals.to_json()
 
         def write_own_part(final: Path) -> Path:
-            temporary = begin(final)
+            temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
                 state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
                 write_run_state(temporary, state)
             except (SegmentError, OSError) as error:
-                discard(temporary, final)
+                discard(temporary)
                 raise CheckpointError(f"{final}: the controller could not save: {error}") from error
             return temporary
 
@@ -127,6 +136,11 @@ class CheckpointWriter:
         """Wait for the end of the last one, whatever it is."""
         if self._completing is not None:
             await self._completing
+
+    def _check_ownership(self) -> None:
+        """Raises OwnershipLost: checkpoints here are another attempt's to make and to delete."""
+        if self._fence is not None:
+            self._fence.check()
 
     async def _complete(
         self,
@@ -138,14 +152,17 @@ class CheckpointWriter:
     ) -> None:
         began = time.monotonic()
         report = await reported
+        self._check_ownership()
         if problem := await asyncio.to_thread(_put_together, report, temporary, final, manifest):
-            await asyncio.to_thread(discard, temporary, final)
+            await asyncio.to_thread(discard, temporary)
             self._leave_out(problem)
             return
+        await asyncio.to_thread(self._known.note_sound, final)
         self._patience.succeeded()
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
+        self._check_ownership()
         try:
-            await asyncio.to_thread(prune, self._layout.checkpoints, self._keep)
+            await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
         except CheckpointError as error:
             log.warning("%s", error)
         self.write_s = time.monotonic() - began

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -103,6 +103,7 @@ class Controller:
             control,
             self._trainer,
             self._books.membership,
+            transport=config.weights.transport,
             limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
@@ -116,8 +117,10 @@ class Controller:
             version=lambda: self._publication.live_version,
         )
         self._loop = self._make_loop()
-        self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
-        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
+        self._checkpoints = CheckpointWriter(
+            context.layout, config.checkpoint.keep, self._trainer, self._books, fence=context.fence
+        )
+        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
         self._lag = LoopLag(clock)
         self._sealing = DiskPatience(self._awake)
         self._deaths = Deaths(context, control, self._fleet, self._books)
@@ -188,7 +191,7 @@ class Controller:
                 f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
                 "they restored different checkpoints"
             )
-        self._publication.describe(ready.manifest, ready.weight_transport)
+        self._publication.describe(ready.manifest, ready.device)
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
@@ -230,8 +233,14 @@ class Controller:
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
+            if misplaced := self._publication.misplaced(name, message.weight_devices):
+                log.error("%s is not admitted: %s", name, misplaced)
+                self._fleet.forget(name)
+                with suppress(ChannelError):  # it is gone already
+                    await self._control.send(name, StopRole(misplaced))
+                return
             self._deaths.is_back(name)
-            await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
+            await self._publication.joined(name, message.weight_devices, message.incarnation)
             self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:
@@ -332,7 +341,7 @@ class Controller:
             self._books.segments.seal_all()
             self._recorder.close_totals()
             bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._books.totals, bound, group_size)
+            summarise(self._context.layout, self._books.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
@@ -352,5 +361,5 @@ class Controller:
         self._recorder.close()
         try:
             self._books.segments.seal_all()
-        except SegmentError:
+        except (SegmentError, OwnershipLost):
             log.exception("%d groups could not be sealed", self._books.segments.num_pending)

@@ -19,6 +19,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
 from rlhpc.generation.finished_request import prefix_of
 from rlhpc.generation.make import start_engine
+from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -54,7 +55,7 @@ async def _generate(context: RoleContext) -> None:
     stop = stop_event(*(NOTICES if context.is_supervised else ()))
     config = context.config
     starting = asyncio.create_task(
-        start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        start_engine(config, seed=engine_seed(config.run.seed, context.replica), layout=context.layout)
     )
     engine = await unless_stopped(stop, starting)
     if engine is None:
@@ -76,7 +77,7 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
             return
         leases, services, control = channels
         judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
-        await control.send(hello(context, engine.num_weight_ranks))
+        await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges)
         loops = [
             generator.obey(control, visit),
@@ -211,7 +212,7 @@ class Generator:
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
             elif isinstance(message, RollCall):
-                await control.send(hello(self._context, self._engine.num_weight_ranks))
+                await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
                 visit.told_to_stop(message)
 

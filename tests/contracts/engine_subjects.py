@@ -148,7 +148,7 @@ class VllmSubject(Subject):
         forget_end_of_sequence(model)
         config = tiny_config(model, **generation)
         weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
-        publisher = make_publisher(weights, directory=directory / "weights", device=device, shares_gpu=True)
+        publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
         subject.engine = await VllmEngine.start(config, seed=0)
         return subject

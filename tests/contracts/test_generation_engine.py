@@ -274,7 +274,7 @@ async def test_statistics_count(subject: Subject) -> None:
     assert after.tokens_generated - before.tokens_generated == len(rollout.token_ids)
     assert after.busy_s > before.busy_s
     assert 1 <= subject.engine.capacity_samples <= 16
-    assert subject.engine.num_weight_ranks == 1
+    assert subject.engine.weight_devices == ("",)
 
 
 async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject) -> None:

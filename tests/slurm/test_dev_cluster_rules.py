@@ -14,8 +14,9 @@ from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
 from launch.dev_cluster.daemons import reserved_ports
 from launch.dev_cluster.description import Description
+from launch.dev_cluster.installation import Installation, SlurmMissing
 from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
-from launch.dev_cluster.packages import Installation, SlurmMissing, installed, private
+from launch.dev_cluster.packages import installed, private
 from launch.dev_cluster.processes import Process, process, read_record, write_record
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition, default_shape
 from rlhpc.errors import ConfigError, RunDirectoryError

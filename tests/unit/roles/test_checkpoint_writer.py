@@ -103,7 +103,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
 
     trainer = asyncio.create_task(take_snapshots())
     try:
-        writer = CheckpointWriter(layout, keep, TrainerLink(batches), books, clock)
+        writer = CheckpointWriter(layout, keep, TrainerLink(batches), books, clock=clock)
         yield Desk(layout, buffer, writer, asked, totals, clock)
     finally:
         trainer.cancel()
