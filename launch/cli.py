@@ -345,7 +345,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
-        _gpu_map(load_config(run_file, options.overrides))  # refused before the warm start
+        from launch.gpu_map import map_gpus
+        from launch.gpus import gpus_here
+
+        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 

@@ -247,7 +247,10 @@ class WeightsConfig(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engines share one."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
-    """Tensors travel in buckets of about this size; extra memory on the trainer is one bucket."""
+    """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
+    staging: Literal["auto", "shadow", "paused"] = "auto"
+    """Where a version waits until it is whole: "shadow" in host memory, beside decoding; "paused": nowhere, sampling
+    stops while it is loaded as it arrives.  "auto": shadow on CPU and where host memory has room, else paused."""
     timeout_s: PositiveFloat = 120.0
     """A broadcast that takes longer is given up and the epoch dissolved."""
 

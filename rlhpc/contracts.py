@@ -10,7 +10,7 @@ Async in controller, generator and reward service; blocking in the trainer and i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlhpc.types import (
 )
 
 if TYPE_CHECKING:  # torch must not load with the contracts: the login node has none
+    import torch
     from torch import Tensor
 
 # ---------------------------------------------------------------------------------------------------------- channels
@@ -212,8 +213,9 @@ class GenerationEngine(ABC):
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
         """Receive everything, verify it, then load it between two decoding steps and adopt its version.
 
-        Requests in flight are kept and go on with the new weights.  Raises TornWeights (old version stays live)
-        or EngineError (loading failed half-way: the engine is dead).
+        Requests in flight are kept and go on with the new weights.  Raises EngineError: the engine is dead.
+        Raises TornWeights: the old version stays live or, where weights are loaded as they arrive, no token is sampled
+        (policy_version −1, capacity_samples 0) until a whole version has been received.
         """
 
     @abstractmethod
@@ -233,8 +235,12 @@ class GenerationEngine(ABC):
 class WeightTiming:
     """How long one weight update took on a generator."""
 
-    receive_s: float  # from the call to the last verified byte; decoding goes on meanwhile
+    receive_s: float  # from the call until the pause; decoding goes on meanwhile
     pause_s: float  # no token could be sampled
+
+
+# Index of a bucket and the device it arrives on → contiguous uint8 of the bucket's size.  Raises GroupFailed: no room.
+Allocate = Callable[[int, "torch.device"], "Tensor"]
 
 
 class WeightReceiver(ABC):
@@ -245,8 +251,13 @@ class WeightReceiver(ABC):
         """Meet the others.  Raises GroupFailed after its timeout, a member of nothing."""
 
     @abstractmethod
-    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Return the manifest's tensors, verified, in its order.  Raises TornWeights, GroupFailed; keeps nothing."""
+    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+        """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
+
+        Nothing may be served before the iterator has ended by itself: only then does every checksum agree.  Closed
+        early, it takes in the rest and tells the publisher that this member has not got the version.
+        Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
+        """
 
     @abstractmethod
     def leave(self) -> None:

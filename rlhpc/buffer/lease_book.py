@@ -34,7 +34,6 @@ class LeaseBook:
         # All leases last equally long, so that they end in the order in which they were granted.
         self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
 
-    @property
     def is_quarantining(self) -> bool:
         """True while some group in flight is granted only to a generator that holds little else."""
         return not self._quarantine.is_empty

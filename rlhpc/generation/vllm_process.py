@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,6 +76,11 @@ def device_here() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_gpus_here() -> int:
+    """GPUs of this machine, those that this process may not use included: their engines share the host's memory."""
+    return sum(1 for _ in Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:

@@ -252,8 +252,12 @@ class Generator:
         )
 
     def _capacity(self) -> int:
-        """One group more than fits, so that a finished sequence is replaced within the same decoding step."""
-        return self._engine.capacity_samples + self._context.config.admission.group_size
+        """One group more than fits, so that a finished sequence is replaced within the same decoding step.
+
+        Nothing while the engine has no whole weights.
+        """
+        fits = self._engine.capacity_samples
+        return fits + self._context.config.admission.group_size if fits else 0
 
     async def leave(self, control: ClientChannel, *, hands_back: bool) -> None:
         """Stop sampling.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from rlhpc.config import WeightsConfig
 from rlhpc.contracts import WeightPublisher, WeightReceiver
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import TRANSPORTS
+from rlhpc.weights.device_scope import indexed
 from rlhpc.weights.disk import DiskPublisher, DiskReceiver
 from rlhpc.weights.group_publisher import GroupPublisher
 from rlhpc.weights.group_receiver import GroupReceiver
@@ -26,22 +25,23 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
     """
     transport = _known(weights.transport)
     if transport == "ipc":
-        return IpcPublisher(directory, torch.device(device), weights.timeout_s)
+        return IpcPublisher(directory, indexed(device), weights.timeout_s)
     if transport == "disk":
         return DiskPublisher(directory, weights.timeout_s)
-    return GroupPublisher(transport, directory, weights.timeout_s, host)
+    return GroupPublisher(transport, directory, weights.timeout_s, device=indexed(device), host=host)
 
 
 def make_receiver(transport: str, *, device: str, timeout_s: float) -> WeightReceiver:
     """An engine worker's end.  transport: a WeightGroup's; where it meets the publisher comes with the group.
 
+    device: the worker's; "cuda" without an index is the calling thread's current GPU, whatever thread receives later.
     Raises ConfigError for an unknown transport.
     """
     if _known(transport) == "ipc":
-        return IpcReceiver(torch.device(device), timeout_s)
+        return IpcReceiver(indexed(device), timeout_s)
     if transport == "disk":
         return DiskReceiver(timeout_s)
-    return GroupReceiver(transport, timeout_s)
+    return GroupReceiver(transport, indexed(device), timeout_s)
 
 
 def _known(transport: str) -> str:
