@@ -26,11 +26,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @contextmanager
 def small_disk(at: Path) -> Iterator[None]:
-    """A filesystem of its own in this place; the test is skipped where nobody lets us mount one."""
+    """A filesystem of its own in this place, with the same empty directories; skipped where nobody lets us mount one."""
+    directories = [path.name for path in at.iterdir() if path.is_dir()]  # in which the owner prepares files
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"a full disk needs the right to mount a small one: {done.stderr.strip()}")
+    for name in directories:
+        (at / name).mkdir()
     try:
         yield
     finally:
@@ -45,6 +48,7 @@ def fill(filler: Path, but_bytes: int) -> None:
         os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - but_bytes)
 
 
+@pytest.mark.timeout(500)
 def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_end(lab: Lab) -> None:
     layout = lab.layout("full")
     run_file = lab.run_file(
