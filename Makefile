@@ -90,6 +90,7 @@ bench: setup  ## print the benchmark tables
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer
 	$(BIN)/python bench/window.py
+	$(BIN)/python bench/length_bias.py
 
 clean:  ## delete the environment and caches, not runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -102,6 +102,9 @@ class GenerationConfig(Section):
     """After a weight update compute the KV cache of running requests anew; False keeps it (PipelineRL)."""
     prefix_caching: bool = True
     """Share the KV cache of equal prompts; salted by policy version."""
+    seeded_samples: bool = False
+    """Draw a sample that was lost with its generator as it was before, so that losses make rollouts no shorter
+    (docs/algorithms.md).  False: rollouts go on from the prefixes that generators report, which is nearly as good."""
 
 
 class AdmissionConfig(Section):
@@ -117,7 +120,7 @@ class AdmissionConfig(Section):
     """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
     Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
     lease_deadline_s: PositiveFloat = 600.0
-    """A generator that has not delivered by then loses the lease; the rest is granted to another."""
+    """A generator that neither delivers nor goes on for so long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
     """Leases lost by one member before its group is dropped as poison."""
     active_sampling: bool = True

@@ -34,7 +34,6 @@ class LeaseBook:
         # All leases last equally long, so that they end in the order in which they were granted.
         self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
 
-    @property
     def is_quarantining(self) -> bool:
         """True while some group in flight is granted only to a generator that holds little else."""
         return not self._quarantine.is_empty
@@ -109,6 +108,19 @@ class LeaseBook:
                 self._give_back(group, index, is_lost=is_lost)
             if member.is_free and prefixes:
                 member.prefix = _longer(member.prefix, prefixes[position])
+
+    def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
+        """Begin the deadline of the members that the holder has anew, and keep the longest prefix of each."""
+        lease, is_held = group.num_leases, False
+        for position, index in enumerate(indices):
+            member = group.members[index]
+            if member.holder == holder:
+                member.lease, is_held = lease, True
+                if prefixes:
+                    member.prefix = _longer(member.prefix, prefixes[position])
+        if is_held:
+            group.num_leases += 1
+            self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))
 
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of overdue leases; return (group_id, holder) of each such lease."""

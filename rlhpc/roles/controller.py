@@ -20,7 +20,17 @@ from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
-from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, RollCall, SaveReport, StopRole, WeightsLive
+from rlhpc.messages import (
+    CancelGroup,
+    Heartbeat,
+    Hello,
+    LeaseProgress,
+    LeaseReturn,
+    RollCall,
+    SaveReport,
+    StopRole,
+    WeightsLive,
+)
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
@@ -29,11 +39,11 @@ from rlhpc.roles.awake_clock import AwakeClock
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
 from rlhpc.roles.deaths import Deaths
-from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.granting import Granting
 from rlhpc.roles.intake import Intake
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.patient_sealing import PatientSealing
 from rlhpc.roles.publication import Publication, PublicationLimits
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
@@ -112,7 +122,7 @@ class Controller:
         )
         self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
         self._lag = LoopLag(clock)
-        self._sealing = DiskPatience(self._awake)
+        self._sealing = PatientSealing(self._books.segments, self._awake)
         self._deaths = Deaths(context, control, self._fleet, self._books)
         self._recorder = RunRecorder(
             context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
@@ -243,16 +253,18 @@ class Controller:
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
                 self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+            elif isinstance(message, LeaseProgress):
+                self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._granting.wake()
 
     async def _cancel_dropped(self) -> None:
         """Spare generators the work on groups that nobody wants any more."""
         while self._intake.cancelled:
-            cancel = CancelGroup(self._intake.cancelled.pop())
+            group_id = self._intake.cancelled.pop()
             for name in self._publication.ready_members:
                 with suppress(ChannelError):  # it is gone, or too busy to hear: then it works in vain
-                    await self._leases.send(name, cancel)
+                    await self._leases.send(name, CancelGroup(group_id))
 
     async def _watch(self) -> None:
         """Look for what does not announce itself: silence, lateness, poison, full segments."""
@@ -264,24 +276,10 @@ class Controller:
             for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
-            await self._seal()
+            await asyncio.to_thread(self._sealing.tick)
             await self._deaths.write()
             self._granting.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
-
-    async def _seal(self) -> None:
-        """Seal a segment if one is due.  A full disk may have room again in a moment; meanwhile nothing is lost."""
-        if not self._sealing.may_try:
-            return
-        try:
-            await asyncio.to_thread(self._books.segments.tick)
-        except SegmentError as error:
-            self._sealing.failed()
-            if self._sealing.is_exhausted:
-                raise
-            log.error("%s; %s", error, self._sealing.prospect)  # noqa: TRY400  it will be said again and again
-        else:
-            self._sealing.succeeded()
 
     async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  Generators are expendable; the others are not."""

@@ -62,7 +62,7 @@ class Granting:
                 return
             lease = self._ledger.grant(name, credit[name])
             if lease is None:
-                if not self._ledger.is_quarantining:
+                if not self._ledger.is_quarantining():
                     return
                 del credit[name]
                 continue

@@ -132,7 +132,8 @@ class TrainLoop:
                 break
             record(await self._train(groups, waited_s, checkpoints))
             checkpoints.raise_failure()
-            if (self.step % every == 0 or checkpoints.is_overdue) and self.step < last:
+            is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
+            if is_due and self.step < last:
                 await self._save(checkpoints)
                 saved = self.step
         await self._settled()

@@ -162,6 +162,7 @@ class FakeCheckpoints:
         self.is_disk_slow = False
         self.failure: CheckpointError | None = None
         self.is_patience_over = False
+        self.is_pausing = False  # after a failure
 
     @property
     def has_failed(self) -> bool:
@@ -169,7 +170,7 @@ class FakeCheckpoints:
 
     @property
     def is_overdue(self) -> bool:
-        return self.has_failed
+        return self.has_failed and not self.is_pausing
 
     async def write(self, step: int, policy_version: int) -> None:
         await self.written.wait()

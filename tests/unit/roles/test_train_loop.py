@@ -182,6 +182,21 @@ async def test_a_checkpoint_that_fails_is_followed_by_another_at_the_next_bounda
         assert ring.saving.begun == [(4, 4), (6, 6), (8, 8)]
 
 
+async def test_after_a_failure_the_schedule_waits_for_the_pause_to_end(tmp_path: Path) -> None:
+    async with small_ring(saving_every(9, 2), tmp_path) as ring:
+        await ring.add_generator()
+
+        def fail_early_and_pause(record: StepRecord) -> None:
+            if record.report.step == 2:
+                ring.saving.failure, ring.saving.is_pausing = CheckpointError("the disk is full"), True
+            elif record.report.step == 6:
+                ring.saving.is_pausing = False
+
+        ring.on_record = fail_early_and_pause
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [step for step, _ in ring.saving.begun] == [2, 7, 8, 9]
+
+
 async def test_checkpoints_that_fail_for_too_long_end_the_run_at_the_next_boundary(tmp_path: Path) -> None:
     async with small_ring(saving_every(100, 2), tmp_path) as ring:
         await ring.add_generator()
