@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
@@ -11,6 +12,8 @@ from rlhpc.run_layout import RunLayout
 
 def check_run_file(options: argparse.Namespace) -> int:
     """Print the plan, the model, the data and the memory of a run.  Raises ConfigError for what is illegal."""
+    from launch.gpu_map import GpuMap, map_gpus
+    from launch.gpus import gpus_here
     from launch.memory.verdict import memory_report
     from launch.plan import describe_plan, plan_run
     from launch.preflight import preflight
@@ -18,9 +21,10 @@ def check_run_file(options: argparse.Namespace) -> int:
     if options.json:
         raise ConfigError(f"--json: of a run directory, and {options.run_file} is none")
     config = load_config(options.run_file, options.overrides)
+    gpus = GpuMap() if options.site else map_gpus(config, gpus_here(os.environ))  # a site's GPUs are elsewhere
     findings = preflight(config)
     memory = memory_report(config, findings.model, findings.shape, options.site)
-    print(describe_plan(plan_run(config, RunLayout(config.run_directory)), config))
+    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
     size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset

@@ -6,6 +6,7 @@ Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -212,6 +213,8 @@ def run_locally(
 ) -> int:
     """Check everything, claim the run directory, run all roles here, return the exit status."""
     from launch.checkpoint_choice import NEWEST
+    from launch.gpu_map import map_gpus
+    from launch.gpus import gpus_here
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
@@ -219,6 +222,7 @@ def run_locally(
     from launch.run_owner import own_run
     from launch.watch import Watch
 
+    gpus = map_gpus(config, gpus_here(os.environ))
     preflight(config)
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr)
@@ -226,7 +230,14 @@ def run_locally(
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
         attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
         owner.begins(attempt.owner)
-        plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, owner=attempt.owner)
+        plan = plan_run(
+            config,
+            layout,
+            attempt=attempt.index,
+            resume_step=attempt.resume_step,
+            owner=attempt.owner,
+            gpus=gpus,
+        )
         mint_keys(plan)
         for change in attempt.changed:
             watch.tell(f"resumed with {change}")
@@ -334,6 +345,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
+        from launch.gpu_map import map_gpus
+        from launch.gpus import gpus_here
+
+        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from launch.gpu_map import GpuMap, describe_gpus
+from launch.gpus import VARIABLE
 from rlhpc.config import Config, TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
@@ -36,6 +38,7 @@ class RunPlan:
     layout: RunLayout
     attempt: int
     processes: tuple[ProcessPlan, ...]
+    gpus: GpuMap = field(default_factory=GpuMap)
 
 
 # Nothing on a compute node may look for the internet.
@@ -51,25 +54,33 @@ ROLE_DEFAULTS = {"OMP_NUM_THREADS": "1"}  # a library that starts a thread per c
 
 
 # A library that sees a GPU takes it, whatever it is told.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+NO_GPU = {VARIABLE: ""}
+NO_GPUS = GpuMap()
 
 
 def plan_run(
-    config: Config, layout: RunLayout, *, attempt: int = 0, resume_step: int | None = None, owner: str = ""
+    config: Config,
+    layout: RunLayout,
+    *,
+    attempt: int = 0,
+    resume_step: int | None = None,
+    owner: str = "",
+    gpus: GpuMap = NO_GPUS,
 ) -> RunPlan:
     """Lay out one attempt: controller, reward service, trainer ranks, generators.
 
-    owner: of the run directory, in whose name the processes write to it.
+    owner: of the run directory, in whose name the processes write to it.  gpus: which are whose.
     """
-    hidden = NO_GPU if config.trainer.device == "cpu" else {}
 
     def process(role: str, replica: int, *, num_ranks: int = 1, is_expendable: bool = False) -> ProcessPlan:
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
         arguments += ["--owner", owner] if owner else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
-        environment = ROLE_ENVIRONMENT | hidden if role == "trainer" else ROLE_ENVIRONMENT
-        return ProcessPlan(role, replica, tuple(arguments), environment, ROLE_DEFAULTS, is_expendable)
+        hidden = NO_GPU if role == "trainer" and config.trainer.device == "cpu" else {}
+        visible = gpus.variable(f"{role}-{replica}")
+        shown = hidden if visible is None else {VARIABLE: visible}
+        return ProcessPlan(role, replica, tuple(arguments), ROLE_ENVIRONMENT | shown, ROLE_DEFAULTS, is_expendable)
 
     ranks, rewards, generators = config.trainer.num_ranks, config.rewards.num_replicas, config.generation.num_replicas
     return RunPlan(
@@ -81,6 +92,7 @@ def plan_run(
             *(process("trainer", r, num_ranks=ranks) for r in range(ranks)),
             *(process("generator", r, is_expendable=True) for r in range(generators)),
         ),
+        gpus,
     )
 
 
@@ -99,7 +111,8 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}",
         f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
-        f"sequences each, weights by {config.weights.transport}",
+        f"sequences each, weights by {plan.gpus.transport or config.weights.transport}",
+        *([f"gpus        {describe_gpus(plan.gpus)}"] if plan.gpus.devices else []),
         f"sockets     {config.transport.kind}, "
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]

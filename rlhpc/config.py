@@ -81,7 +81,7 @@ class GenerationConfig(Section):
     """A longer prompt in the dataset is refused before the run starts."""
     max_completion_tokens: Positive
     """Sampling stops here."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Below 1 the sampler renormalises over the nucleus; refused together with an importance ratio."""
@@ -89,10 +89,13 @@ class GenerationConfig(Section):
     """0: all tokens; otherwise refused together with an importance ratio."""
     max_num_seqs: Positive = 256
     """Upper bound of sequences decoded at once by one replica."""
+    max_num_batched_tokens: Positive | None = None
+    """Tokens of one engine step, prompts and decoding together; None: 8192 on CUDA, vLLM's default on CPU."""
     kv_cache_bytes: Positive | None = None
-    """KV cache of one replica; None: what gpu_memory_utilization leaves (on CPU: 256 MiB)."""
+    """KV cache on each GPU of a replica; None: what gpu_memory_utilization leaves
+    (on CPU: 256 MiB).  Required where trainer and engine share a GPU: neither can measure what the other will take."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for the engine; lower it where the trainer shares the GPU."""
+    """Share of a GPU's memory for the engine; without effect where kv_cache_bytes is given."""
     enforce_eager: bool = False
     """No CUDA graphs: starts faster, decodes slower.  Always so on CPU."""
     recompute_kv: bool = False
@@ -239,9 +242,12 @@ class WeightsConfig(Section):
     """[weights]: how new weights reach the generators."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engine share one."""
+    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engines share one."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
-    """Tensors travel in buckets of about this size; extra memory on the trainer is one bucket."""
+    """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
+    staging: Literal["auto", "shadow", "paused"] = "auto"
+    """Where a version waits until it is whole: "shadow" in host memory, beside decoding; "paused": nowhere, sampling
+    stops while it is loaded as it arrives.  "auto": shadow on CPU and where host memory has room, else paused."""
     timeout_s: PositiveFloat = 120.0
     """A broadcast that takes longer is given up and the epoch dissolved."""
 

@@ -21,6 +21,16 @@ def budget_holds_longest_sample(config: Config) -> None:
         )
 
 
+def engine_step_holds_every_sequence(config: Config) -> None:
+    """While all decode, each takes a token of the step; vLLM refuses less after minutes of loading."""
+    tokens, sequences = config.generation.max_num_batched_tokens, config.generation.max_num_seqs
+    if tokens is not None and tokens < sequences:
+        raise ValueError(
+            f"generation.max_num_batched_tokens={tokens} is less than a token for each of "
+            f"generation.max_num_seqs={sequences}; legal: {sequences} or more"
+        )
+
+
 def window_leaves_slots(config: Config) -> None:
     """A wide window costs slots; a batch must still fit."""
     admission = config.admission
@@ -163,6 +173,7 @@ def format_has_its_backend(config: Config) -> None:
 
 RULES = (
     budget_holds_longest_sample,
+    engine_step_holds_every_sequence,
     window_leaves_slots,
     group_has_spread,
     ratio_is_unbiased,

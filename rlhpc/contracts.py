@@ -10,7 +10,7 @@ Async in controller, generator and reward service; blocking in the trainer and i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from rlhpc.types import (
 )
 
 if TYPE_CHECKING:  # torch must not load with the contracts: the login node has none
+    import torch
     from torch import Tensor
 
 # ---------------------------------------------------------------------------------------------------------- channels
@@ -168,12 +169,12 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def capacity_samples(self) -> int:
-        """Requests worth holding at once: bounded by KV cache and by max_num_seqs."""
+        """Requests worth holding at once: bounded by KV cache and by max_num_seqs.  May change as lengths are met."""
 
     @property
     @abstractmethod
-    def num_weight_ranks(self) -> int:
-        """Workers that take part in a weight group."""
+    def weight_devices(self) -> tuple[str, ...]:
+        """Devices of the workers that take part in a weight group, by rank: UUIDs of GPUs, "" for the CPU."""
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> Rollout:
@@ -203,8 +204,9 @@ class GenerationEngine(ABC):
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
         """Receive everything, verify it, then load it between two decoding steps and adopt its version.
 
-        Requests in flight are kept and go on with the new weights.  Raises TornWeights (old version stays live)
-        or EngineError (loading failed half-way: the engine is dead).
+        Requests in flight are kept and go on with the new weights.  Raises EngineError: the engine is dead.
+        Raises TornWeights: the old version stays live or, where weights are loaded as they arrive, no token is sampled
+        (policy_version −1, capacity_samples 0) until a whole version has been received.
         """
 
     @abstractmethod
@@ -224,8 +226,12 @@ class GenerationEngine(ABC):
 class WeightTiming:
     """How long one weight update took on a generator."""
 
-    receive_s: float  # from the call to the last verified byte; decoding goes on meanwhile
+    receive_s: float  # from the call until the pause; decoding goes on meanwhile
     pause_s: float  # no token could be sampled
+
+
+# Index of a bucket and the device it arrives on → contiguous uint8 of the bucket's size.  Raises GroupFailed: no room.
+Allocate = Callable[[int, "torch.device"], "Tensor"]
 
 
 class WeightReceiver(ABC):
@@ -236,8 +242,13 @@ class WeightReceiver(ABC):
         """Meet the others.  Raises GroupFailed after its timeout, a member of nothing."""
 
     @abstractmethod
-    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Return the manifest's tensors, verified, in its order.  Raises TornWeights, GroupFailed; keeps nothing."""
+    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+        """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
+
+        Nothing may be served before the iterator has ended by itself: only then does every checksum agree.  Closed
+        early, it takes in the rest and tells the publisher that this member has not got the version.
+        Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
+        """
 
     @abstractmethod
     def leave(self) -> None:

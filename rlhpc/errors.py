@@ -13,7 +13,7 @@
     │   └── PeerUnreachable    the named peer is not connected; nothing was sent                  (world)
     ├── EngineError            the generation engine is dead; its rollouts in flight are lost     (world)
     ├── WeightsError
-    │   ├── TornWeights        not all buckets arrived, or a checksum differs; nothing was loaded (world)
+    │   ├── TornWeights        not all buckets arrived, or a checksum differs; none of it is served (world)
     │   └── GroupFailed        a membership epoch could not be formed or lost a member            (world)
     ├── PackingError           a sample does not fit the token budget                             (user)
     ├── LedgerError            a group or lease was used against its life cycle                   (bug)
@@ -91,7 +91,7 @@ class WeightsError(RlhpcError):
 
 
 class TornWeights(WeightsError):
-    """Some buckets are missing or damaged; nothing was loaded, the old version stays live."""
+    """Some buckets are missing or damaged: no token is sampled by this version."""
 
 
 class GroupFailed(WeightsError):

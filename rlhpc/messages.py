@@ -18,6 +18,7 @@ class Hello:
     pid: int
     host: str
     num_weight_ranks: int = 0  # engine workers that receive weights; 0 for roles that receive none
+    weight_devices: tuple[str, ...] = ()  # of these workers: UUIDs of GPUs, "" for the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class TrainerReady:
 
     policy_version: int
     manifest: WeightManifest  # of what it will broadcast; epoch 0
-    weight_transport: str  # what weights.transport comes to on its device
+    device: str  # of the rank that broadcasts: the UUID of its GPU, "" for the CPU
 
 
 @dataclass(frozen=True, slots=True)

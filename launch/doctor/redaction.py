@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REMOVED = "(removed)"
-_SECRET_NAME = (
-    r"[\w.-]*(?:token|secret|passw|passphrase|credential|cookie|auth|api[_-]?key|access[_-]?key|_key|signature)[\w.-]*"
+_WORDS = (
+    r"token(?!iz)|secret|passw|passphrase|credential|cookie|auth(?!ors?\b)|api[_-]?key|access[_-]?key|_key|signature"
 )
+_SECRET_NAME = rf"[\w.-]*(?:{_WORDS})[\w.-]*"
 _SECRET = re.compile(_SECRET_NAME, re.IGNORECASE)
-# name = value, name: value, "name": "value", --name value; a bare number is a setting (token_budget = 8192).
+_VALUE = r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|\[[^\]\n]*\]|[^\s,;}\]]+)"
+# name = value, name: value, "name": "value", --name value
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?<![\w.-]){_SECRET_NAME}[\"']?(?:\s*[=:]\s*|\s+(?=[\"'])))"
-    r"(?!\s*-?\d+(?:\.\d+)?(?=[\s,}\]]|$))(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}\]]+)",
+    rf"(?P<name>(?<![\w.-]){_SECRET_NAME}(?:[\"']?\s*[=:]\s*|\s+(?=[\"']))|--{_SECRET_NAME}\s+){_VALUE}",
     re.IGNORECASE,
 )
+_COUNTED = re.compile(r"tokens|token_(?:budget|count|ids?)\b", re.IGNORECASE)  # the other kind of token
+_NUMBER = re.compile(r"-?[\d_.]+|\[.*|null|none|true|false", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _SHAPES = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|ya29\.|pypi-)[\w-]{8,}"  # as their issuers begin them
@@ -32,7 +35,7 @@ _SHAPES = re.compile(
     r"|\b[0-9a-fA-F]{32,}\b|(?<![\w/+.-])(?=[\w+]*\d)(?=[\w+]*[A-Z])[A-Za-z0-9+]{32,}={0,2}",  # hexadecimal, base64
     re.DOTALL,
 )
-_USER_INFO = re.compile(r"(?<=://)[^\s/@]+@")
+_USER_INFO = re.compile(r"(?<=//)[^\s/]+@")
 _EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 _ANY_HOME = re.compile(r"(?<![\w.~])/(?:home|users|Users|u)/[^\s/:\"',;]+")
 
@@ -66,7 +69,7 @@ def redact(text: str, private: Private) -> str:
         text = text.replace(value, REMOVED)
     text = _SHAPES.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
-    text = _ASSIGNED.sub(rf"\g<name>{REMOVED}", text)
+    text = _ASSIGNED.sub(_without_value, text)
     text = _EMAIL.sub(REMOVED, _USER_INFO.sub(f"{REMOVED}@", text))
     for home in sorted(filter(lambda home: len(home) > 1, private.homes), key=len, reverse=True):
         text = re.sub(rf"{re.escape(home.rstrip('/'))}(?![\w-])", "~", text)
@@ -75,3 +78,8 @@ def redact(text: str, private: Private) -> str:
         # In paths too (/scratch/ada/runs), but not within another word.
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "USER", text)
     return text
+
+
+def _without_value(found: re.Match[str]) -> str:
+    is_setting = _COUNTED.search(found["name"]) is not None and _NUMBER.fullmatch(found["value"]) is not None
+    return found[0] if is_setting else f"{found['name']}{REMOVED}"

@@ -88,6 +88,33 @@ class ModelShape:
         """Numbers in the largest tensor of the checkpoint."""
         return self.hidden * max(self.vocabulary, self.mlp_width, self.num_heads * self.head_size)
 
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Numbers in each tensor of the checkpoint, in the order in which weights are broadcast."""
+        heads, key_heads = self.num_heads * self.head_size, self.num_key_heads * self.head_size
+        sizes = [self.vocabulary * self.hidden]
+        for layer in range(self.num_layers):
+            for width in (heads, key_heads, key_heads):
+                sizes += [width * self.hidden] + [width] * self.has_qkv_bias
+            sizes += [heads * self.hidden] + [self.hidden] * self.has_output_bias
+            sizes += [self.head_size] * 2 * self.has_qk_norm
+            sizes += self._mlp_tensors(layer) + [self.hidden] * 2
+        return (*sizes, self.hidden, *([] if self.is_tied else [self.vocabulary * self.hidden]))
+
+    @property
+    def largest_module(self) -> int:
+        """Numbers in the largest matrix that an engine puts together from several tensors."""
+        key_heads = self.num_key_heads * self.head_size
+        sizes = [self.hidden * (self.num_heads * self.head_size + 2 * key_heads)]
+        sizes += [self._experts(layer) or 2 * self.hidden * self.mlp_width for layer in range(self.num_layers)]
+        return max(sizes)
+
+    def _mlp_tensors(self, layer: int) -> list[int]:
+        if layer in self.expert_layers:
+            return [self.num_experts * self.hidden] + [self.hidden * self.expert_width] * 3 * self.num_experts
+        matrices = [self.hidden * self.mlp_width] * 3
+        return matrices + [self.mlp_width, self.mlp_width, self.hidden] * self.has_mlp_bias
+
     def on_rank(self, layout: ParallelLayout, stage: int) -> RankParameters:
         """What Megatron holds on each rank of a pipeline stage.
 

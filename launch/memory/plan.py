@@ -21,6 +21,8 @@ from launch.memory.activations import RowMemory
 from launch.memory.model_shape import ModelShape, RankParameters
 from rlhpc.config import Config
 from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.types import TensorSpec
+from rlhpc.weights.buckets import plan_buckets
 
 GIB = 1 << 30
 FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
@@ -117,10 +119,19 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     )
 
 
+def bucket_sizes(config: Config, shape: ModelShape) -> list[int]:
+    """Bytes of every bucket that new weights travel in."""
+    b, sizes = ELEMENT_BYTES[config.model.dtype], shape.tensors
+    specs = [TensorSpec("", config.model.dtype, (size,)) for size in sizes]
+    ends = plan_buckets(specs, config.weights.bucket_bytes)
+    return [b * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
+
+
 def _export_bytes(config: Config, shape: ModelShape) -> int:
-    """One bucket and the largest tensor, on the rank that sends; a small model is one bucket of its own size."""
-    b = ELEMENT_BYTES[config.model.dtype]
-    return min(config.weights.bucket_bytes, b * shape.num_parameters) + b * shape.largest_tensor
+    """Two buckets that take turns and the largest tensor, on the rank that sends."""
+    buckets = bucket_sizes(config, shape)
+    largest = ELEMENT_BYTES[config.model.dtype] * shape.largest_tensor
+    return max(buckets[0::2], default=0) + max(buckets[1::2], default=0) + largest
 
 
 def _megatron(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.memory.advice import advise
+from launch.memory.engine import EngineMemory, plan_engine
+from launch.memory.engine_verdict import refuse_engine
 from launch.memory.model_shape import ModelShape
-from launch.memory.plan import ELEMENT_BYTES, GIB, RankMemory, fullest, plan_memory
+from launch.memory.plan import GIB, RankMemory, fullest, plan_memory
 from launch.site.site_file import Site, load_site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
@@ -38,7 +40,7 @@ def memory_report(config: Config, model: Mapping[str, Any], shape: ModelShape | 
     site = load_site(site_file) if site_file else None
     if shape is None:
         return f"memory      not known for model_type={model.get('model_type')!r}"
-    table = describe_memory(plan_memory(config, shape))
+    table = f"{describe_memory(plan_memory(config, shape))}\n{describe_engine(plan_engine(config, shape))}"
     if site is None or site_file is None:
         return f"{table}\nfits        not judged: no --site SITE.toml"
     if config.trainer.device == "cpu":
@@ -57,9 +59,23 @@ def describe_memory(plan: tuple[RankMemory, ...]) -> str:
     return "\n".join(lines)
 
 
+def describe_engine(need: EngineMemory) -> str:
+    """The same for one GPU of a generator."""
+    rows: tuple[tuple[str, int], ...] = (
+        ("weights", need.weights),
+        ("KV cache, at least", need.kv_cache),
+        ("new weights, arriving", need.beside),
+    )
+    rows += (("CUDA, activations", need.allowance), ("all, at least", need.total))
+    lines = [f"  {text:<34}{value / GIB:>10.2f}" for text, value in rows]
+    return "\n".join(["engine      estimate, GiB a GPU", *lines])
+
+
 def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, site: Site, source: Path) -> str:
     """The line that says by how much it fits.  Raises ConfigError if trainer or engine cannot."""
-    _refuse_engine(config, shape, site, source)
+    if config.generation.engine == "vllm":
+        gpu = f"generation.gpu={site.generation.gpu!r} ({site.generation.memory_gib:g} GiB) in {source}"
+        refuse_engine(config, shape, site.generation.memory_gib, gpu)
     limit = site.trainer.memory_gib
     plan = plan_memory(config, shape)
     need = fullest(plan).peak / GIB
@@ -70,27 +86,6 @@ def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, si
         f"{_layout_keys(config)}: a rank of stage {fullest(plan).stage} needs {need:.1f} GiB (estimate), "
         f"{need - limit:.1f} GiB more than the {gpu} in {source}; {advise(config, model, shape, limit)}"
     )
-
-
-def _refuse_engine(config: Config, shape: ModelShape, site: Site, source: Path) -> None:
-    """The engine's weights alone; what is left over is its KV cache."""
-    generation = config.generation
-    if generation.engine != "vllm":
-        return
-    weights = ELEMENT_BYTES[config.model.dtype] * shape.num_parameters / generation.tensor_parallel / GIB
-    limit = generation.gpu_memory_utilization * site.generation.memory_gib
-    if weights >= limit:
-        raise ConfigError(
-            f"generation.tensor_parallel={generation.tensor_parallel}: the weights alone take {weights:.1f} GiB of "
-            f"each GPU, and the engine may use {limit:.1f} GiB (generation.gpu_memory_utilization="
-            f"{generation.gpu_memory_utilization:g} of generation.gpu={site.generation.gpu!r} in {source}); "
-            f"legal: {_engine_ranks(shape, weights * generation.tensor_parallel, limit)}"
-        )
-
-
-def _engine_ranks(shape: ModelShape, weights: float, limit: float) -> str:
-    legal = [n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0 and weights / n < limit]
-    return f"{legal[0]} or more" if legal else "none for this model"
 
 
 def _layout_keys(config: Config) -> str:

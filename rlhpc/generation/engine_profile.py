@@ -13,8 +13,15 @@ from rlhpc.config import Config
 
 WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
 CPU_KV_CACHE_BYTES = 256 << 20
+CUDA_BATCHED_TOKENS = 8192  # vLLM's own 2,048 keeps prompts of a batch waiting for each other
+# vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and looks at it for nothing else when
+# the cache's size is given: a trainer on the same GPU may come first, last, or meanwhile.
+NEXT_TO_NOTHING = 0.01
 
 COMMON_ENVIRONMENT = {
+    # Whoever has asked for CUDA cannot use it in a child that was forked.  vLLM forks unless CUDA is initialised; to
+    # ask whether there is a device does not initialise it.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Compute nodes have no network: fail at once instead of after retries.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -58,7 +65,7 @@ def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
 
 def _common_args(config: Config, seed: int) -> dict[str, Any]:
     generation = config.generation
-    return {
+    args: dict[str, Any] = {
         "model": str(config.model.path.absolute()),
         "dtype": config.model.dtype,
         "seed": seed,
@@ -72,11 +79,16 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # The checkpoint's generation_config.json must not change how we sample.
         "generation_config": "vllm",
+        # The trainer's logits are float32.  Those of a bfloat16 head move log-probabilities, and so every ratio.
+        "hf_overrides": {"head_dtype": "float32"},
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
         "enable_log_requests": False,
         "distributed_executor_backend": "uni" if generation.tensor_parallel == 1 else "mp",
     }
+    if generation.max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = generation.max_num_batched_tokens
+    return args
 
 
 def _cpu_args(config: Config) -> dict[str, Any]:
@@ -85,10 +97,13 @@ def _cpu_args(config: Config) -> dict[str, Any]:
 
 def _cuda_args(config: Config) -> dict[str, Any]:
     generation = config.generation
-    args: dict[str, Any] = {
-        "enforce_eager": generation.enforce_eager,
-        "gpu_memory_utilization": generation.gpu_memory_utilization,
-    }
-    if generation.kv_cache_bytes is not None:
-        args["kv_cache_memory_bytes"] = generation.kv_cache_bytes
+    args: dict[str, Any] = {"enforce_eager": generation.enforce_eager}
+    if generation.kv_cache_bytes is None:
+        args["gpu_memory_utilization"] = generation.gpu_memory_utilization
+    else:
+        args |= {"kv_cache_memory_bytes": generation.kv_cache_bytes, "gpu_memory_utilization": NEXT_TO_NOTHING}
+    if generation.max_num_batched_tokens is None:
+        longest = generation.max_prompt_tokens + generation.max_completion_tokens
+        most = min(CUDA_BATCHED_TOKENS, generation.max_num_seqs * longest)
+        args["max_num_batched_tokens"] = max(most, generation.max_num_seqs)
     return args

@@ -130,9 +130,9 @@ class ScriptedEngine(GenerationEngine):
         return self.script.max_num_seqs
 
     @property
-    def num_weight_ranks(self) -> int:
-        """One."""
-        return 1
+    def weight_devices(self) -> tuple[str, ...]:
+        """One worker, on CPU."""
+        return ("",)
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Draw token after token; see GenerationEngine."""
@@ -198,7 +198,7 @@ class ScriptedEngine(GenerationEngine):
             if self._receiver is None:
                 raise TornWeights("this engine is in no weight group")
             try:
-                await asyncio.to_thread(self._receiver.receive, manifest)
+                await asyncio.to_thread(_receive_for_nothing, self._receiver, manifest)
             except GroupFailed as error:
                 raise TornWeights(str(error)) from error
         self._policy_version = manifest.policy_version
@@ -254,3 +254,10 @@ class ScriptedEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
+
+
+def _receive_for_nothing(receiver: WeightReceiver, manifest: WeightManifest) -> None:
+    from rlhpc.weights.shadow import blocks_in_turn  # loads torch, as receivers do
+
+    for _ in receiver.receive(manifest, blocks_in_turn(manifest)):
+        pass

@@ -1,9 +1,9 @@
-"""Sample with vLLM: continuous batching, and weights that change between two decoding steps.
+"""Sample with vLLM: continuous batching, and weights that change while requests go on.
 
-Eats RolloutRequest and WeightManifest, makes Rollout.  Tokens in, tokens out; one request is one vLLM request.
-New weights are received by a thread of each worker while it decodes, then loaded between two steps; requests go on.
-Every token's version is recorded from the number of tokens each request had at that moment, and held against vLLM's
-own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name, never by version number.
+Input: RolloutRequest and WeightManifest; output: Rollout.  Tokens in, tokens out; one request is one vLLM request.
+How new weights get in: weight_updates.py.  Every token's version is recorded from the number of tokens each request had
+at that moment, and held against vLLM's own record.  vLLM 0.26 to 0.33: what differs between them is asked for by name,
+never by version number.
 """
 
 from __future__ import annotations
@@ -14,32 +14,29 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTiming
-from rlhpc.errors import EngineError, GroupFailed, TornWeights
+from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
 from rlhpc.generation.finished_request import FinishedRequest, rollout_of
+from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
-from rlhpc.generation.vllm_process import capacity_of, device_here, start_vllm, stop_vllm
+from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
 from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
-from rlhpc.generation.weight_link import BUSY, DONE, TORN
+from rlhpc.generation.weight_updates import WeightUpdates
 from rlhpc.types import Int32, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
     import psutil
 
+CALLER = "caller"  # in whose name pause() holds
 NO_VERSION = -1  # of the weights an engine starts with: nobody has said what they are
-POLL_S = (0.002, 0.05)  # how often a worker is asked whether it has received: at first, and at most
 ABORT_ALL_S = 5.0  # at close; what has not ended by then is failed
 ABORT_AGAIN_S = 0.05  # an abort may overtake the request it is for
-DRAIN_S = 0.02  # outputs that left the engine before a pause reach their requests within this
 
 
 @dataclass(slots=True)
@@ -57,22 +54,19 @@ class VllmEngine(GenerationEngine):
     def __init__(self, llm: Any, processes: list[psutil.Process], config: Config, clock: Clock) -> None:
         """Use VllmEngine.start."""
         self._llm, self._processes, self._config = llm, processes, config
-        self._capacity_samples = capacity_of(llm.vllm_config, config.generation.max_num_seqs)
+        self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock)
+        self._weight_devices: tuple[str, ...] = ()
         self._policy_version = NO_VERSION
         self._num_updates = 0
         self._num_tokens = 0
-        self._is_paused = False
         self._death = ""  # why this engine is dead; "" while it lives
         self._has_spans = hasattr(llm, "update_weight_version")
-        self._updating = asyncio.Lock()
-        self._adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
-        self._adopted.set()
-        self._pausing = asyncio.Lock()
-        self._pauses_for_update = False
+        self._switch = PauseSwitch(llm, self._call, self._busy)
+        self._weights = WeightUpdates(llm, self._call, self._switch, self._adopt, config=config, clock=clock)
 
     @classmethod
     async def start(cls, config: Config, *, seed: int, clock: Clock = time.monotonic) -> VllmEngine:
@@ -92,18 +86,18 @@ class VllmEngine(GenerationEngine):
 
     @property
     def policy_version(self) -> int:
-        """−1 until the first weights have been received: those of the checkpoint have no version."""
-        return self._policy_version
+        """−1 until the first weights have been received, as those of the checkpoint have no version; and while torn."""
+        return NO_VERSION if self._weights.is_torn else self._policy_version
 
     @property
     def capacity_samples(self) -> int:
-        """Requests of the greatest length that the KV cache holds, at most max_num_seqs."""
-        return self._capacity_samples
+        """Requests of such lengths as have been met that fill the KV cache, at most max_num_seqs; 0 while torn."""
+        return 0 if self._weights.is_torn else self._window.num_samples
 
     @property
-    def num_weight_ranks(self) -> int:
+    def weight_devices(self) -> tuple[str, ...]:
         """One per tensor-parallel worker."""
-        return self._config.generation.tensor_parallel
+        return self._weight_devices
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Sample one completion; see GenerationEngine.
@@ -119,7 +113,7 @@ class VllmEngine(GenerationEngine):
         try:
             output = await self._run(request_id, request)
             # What was sampled after a load may overtake the load's own answer, which says from which token on.
-            await self._adopted.wait()
+            await self._weights.adopted.wait()
             return self._finish(flight, output)
         finally:
             self._busy.leave()
@@ -135,29 +129,22 @@ class VllmEngine(GenerationEngine):
     async def pause(self) -> None:
         """Stop after the present step; see GenerationEngine."""
         self._require_life()
-        async with self._pausing:
-            if not self._is_paused:
-                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-                self._is_paused = True
-                self._busy.pause()
+        await self._switch.hold(CALLER)
 
     async def resume(self) -> None:
-        """Go on; see GenerationEngine."""
+        """Go on, unless the weights are torn: then as soon as they are whole; see GenerationEngine."""
         self._require_life()
-        async with self._pausing:
-            if self._is_paused:
-                await self._call(self._llm.resume_generation())
-                self._is_paused = False
-                self._busy.resume()
+        await self._switch.release(CALLER)
 
     def statistics(self) -> EngineStatistics:
-        """Tokens count when their request ends; what exceeds max_num_seqs counts as waiting."""
+        """Tokens count when their request ends, pre-emptions with the next version; beyond max_num_seqs it waits."""
         num_running = min(len(self._in_flight), self._config.generation.max_num_seqs)
         return EngineStatistics(
             num_running=num_running,
             num_waiting=len(self._in_flight) - num_running,
             tokens_generated=self._num_tokens,
             busy_s=self._busy.seconds,
+            num_preemptions=self._weights.num_preemptions,
         )
 
     # -------------------------------------------------------------------------------------------------- weights
@@ -165,29 +152,17 @@ class VllmEngine(GenerationEngine):
     async def join_weights(self, group: WeightGroup, member: str) -> None:
         """Meet the others while decoding goes on; see GenerationEngine."""
         self._require_life()
-        async with self._updating:
-            timeout_s = self._config.weights.timeout_s
-            begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)
-            await self._received(begun, f"epoch {group.epoch}")
+        await self._weights.join(group, member)
 
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
-        """Receive beside decoding, load between two steps; see GenerationEngine."""
+        """See GenerationEngine; weight_updates.py has the states."""
         self._require_life()
-        async with self._updating:
-            began = self._clock()
-            try:
-                begun = await self._rpc("rlhpc_begin_receive", msgspec.json.encode(manifest).decode())
-                await self._received(begun, f"version {manifest.policy_version}, epoch {manifest.epoch}")
-            except GroupFailed as error:
-                raise TornWeights(str(error)) from error
-            received = self._clock()
-            pause_s = await _undisturbed(self._load(manifest.policy_version))
-            return WeightTiming(receive_s=received - began, pause_s=pause_s)
+        return await self._weights.receive(manifest)
 
     async def leave_weights(self) -> None:
         """See GenerationEngine."""
         if not self._death:
-            await self._rpc("rlhpc_leave")
+            await self._weights.leave()
 
     async def close(self) -> None:
         """Requests in flight return what they have, then every process ends; see GenerationEngine."""
@@ -207,6 +182,7 @@ class VllmEngine(GenerationEngine):
 
     async def _prepare(self) -> None:
         await self._rpc("rlhpc_follow_parent", os.getpid())
+        self._weight_devices = tuple(await self._rpc("rlhpc_device_id"))
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
@@ -216,7 +192,7 @@ class VllmEngine(GenerationEngine):
         # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
         # request that has ended must have reached us before the others are counted.
         scheduler = self._llm.vllm_config.scheduler_config
-        self._pauses_for_update = bool(getattr(scheduler, "async_scheduling", False)) or not self._has_spans
+        self._weights.pauses_to_load = bool(getattr(scheduler, "async_scheduling", False)) or not self._has_spans
         if self._has_spans:
             await self._call(self._llm.update_weight_version(str(self._policy_version)))
 
@@ -243,6 +219,8 @@ class VllmEngine(GenerationEngine):
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]
         self._num_tokens += len(completion.token_ids)
+        if completion.finish_reason != "abort":
+            self._window.finished(len(output.prompt_token_ids), len(completion.token_ids))
         spans = getattr(completion, "weight_versions", None)
         versions = self._versions(flight, spans, len(completion.token_ids))
         return rollout_of(flight.request, FinishedRequest.of_vllm(completion, versions))
@@ -265,45 +243,6 @@ class VllmEngine(GenerationEngine):
                 await asyncio.wait_for(flight.ended.wait(), ABORT_AGAIN_S)
             except TimeoutError:
                 continue
-
-    async def _received(self, states: list[Any], what: str) -> None:
-        """Ask the workers until all have ended what was begun.  Raises TornWeights or GroupFailed if one failed."""
-        interval, longest = POLL_S
-        while any(state == BUSY for state, _ in states):
-            await asyncio.sleep(interval)
-            interval = min(interval * 1.5, longest)
-            states = await self._rpc("rlhpc_poll")
-        for state, message in states:
-            if state != DONE:
-                raise (TornWeights if state == TORN else GroupFailed)(f"{what}: {message}")
-
-    async def _load(self, policy_version: int) -> float:
-        """Load what was received and adopt its version.  Returns the seconds in which no token could be sampled."""
-        pausing = self._pauses_for_update and not self._is_paused
-        began = self._clock()
-        if pausing:
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-            await asyncio.sleep(DRAIN_S)
-        self._adopted.clear()
-        try:
-            loaded = await self._load_between_steps(policy_version)
-            self._adopt(policy_version, loaded[0][1])
-        finally:
-            self._adopted.set()
-        if pausing:
-            await self._call(self._llm.resume_generation())
-            return self._clock() - began
-        return max(float(seconds) for seconds, _ in loaded)
-
-    async def _load_between_steps(self, policy_version: int) -> list[Any]:
-        """Sent together, so that few steps if any lie between them; if one fails the engine is dead."""
-        calls: list[Any] = [self._rpc("rlhpc_load")]
-        if self._has_spans:
-            calls.append(self._call(self._llm.update_weight_version(str(policy_version))))
-        if self._config.generation.recompute_kv:
-            calls.append(self._call(self._llm.reset_prefix_cache(reset_running_requests=True)))
-        loaded, *_ = await asyncio.gather(*calls)
-        return list(loaded)
 
     def _adopt(self, policy_version: int, counts: dict[str, int] | None) -> None:
         self._policy_version = policy_version
@@ -335,13 +274,3 @@ class VllmEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
-
-
-async def _undisturbed(work: Coroutine[Any, Any, float]) -> float:
-    """Await to the end even if the caller is cancelled meanwhile: weights must not be half adopted."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

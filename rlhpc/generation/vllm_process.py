@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhpc.errors import EngineError
 from rlhpc.generation.engine_profile import EngineProfile
+from rlhpc.generation.sample_window import SampleWindow
 
 log = logging.getLogger("rlhpc.generation")
 
@@ -26,7 +29,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     Must run on the main thread: the engine's process is told to die with the thread that started it.
     Raises EngineError if the engine does not come up; its processes are gone then.
     """
-    os.environ.update(profile.environment)
+    set_environment(profile.environment)
     before = set(psutil.Process().children(recursive=True))
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,6 +41,15 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         # Any error at all leaves an engine process that nobody holds.
         stop_processes(_started_since(before))
         raise EngineError(f"vLLM did not start: {error}") from error
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Set what an engine needs, whatever a user's shell says, with a word about each variable that is overridden."""
+    for name, value in environment.items():
+        theirs = os.environ.get(name)
+        if theirs not in (None, value):
+            log.warning("%s=%r of the environment is overridden with %r for the engine", name, theirs, value)
+        os.environ[name] = value
 
 
 def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
@@ -66,11 +78,20 @@ def device_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def capacity_of(vllm_config: Any, max_num_seqs: int) -> int:
-    """Sequences of the greatest length that the KV cache holds, from 1 to `max_num_seqs`."""
+def num_gpus_here() -> int:
+    """GPUs of this machine, those that this process may not use included: their engines share the host's memory."""
+    return sum(1 for _ in Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
+    """The sample window of an engine that has sized its KV cache."""
     cache = vllm_config.cache_config
-    kv_tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
-    return int(max(1, min(max_num_seqs, kv_tokens // vllm_config.model_config.max_model_len)))
+    return SampleWindow(
+        kv_tokens=getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size,
+        longest_tokens=vllm_config.model_config.max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_tokens=cache.block_size,
+    )
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:

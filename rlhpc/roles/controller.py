@@ -93,6 +93,7 @@ class Controller:
             control,
             self._trainer,
             self._books.membership,
+            transport=config.weights.transport,
             limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
@@ -180,7 +181,7 @@ class Controller:
                 f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
                 "they restored different checkpoints"
             )
-        self._publication.describe(ready.manifest, ready.weight_transport)
+        self._publication.describe(ready.manifest, ready.device)
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
@@ -222,8 +223,14 @@ class Controller:
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
+            if misplaced := self._publication.misplaced(name, message.weight_devices):
+                log.error("%s is not admitted: %s", name, misplaced)
+                self._fleet.forget(name)
+                with suppress(ChannelError):  # it is gone already
+                    await self._control.send(name, StopRole(misplaced))
+                return
             self._deaths.is_back(name)
-            await self._publication.joined(name, message.num_weight_ranks, message.incarnation)
+            await self._publication.joined(name, message.weight_devices, message.incarnation)
             self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:

@@ -75,7 +75,7 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
             return
         leases, services, control = channels
         judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
-        await control.send(hello(context, engine.num_weight_ranks))
+        await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges)
         loops = [
             generator.obey(control, visit),
@@ -199,7 +199,7 @@ class Generator:
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
             elif isinstance(message, RollCall):
-                await control.send(hello(self._context, self._engine.num_weight_ranks))
+                await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
                 visit.told_to_stop(message)
 
@@ -239,8 +239,12 @@ class Generator:
         )
 
     def _capacity(self) -> int:
-        """One group more than fits, so that a finished sequence is replaced within the same decoding step."""
-        return self._engine.capacity_samples + self._context.config.admission.group_size
+        """One group more than fits, so that a finished sequence is replaced within the same decoding step.
+
+        Nothing while the engine has no whole weights.
+        """
+        fits = self._engine.capacity_samples
+        return fits + self._context.config.admission.group_size if fits else 0
 
     async def leave(self, control: ClientChannel, *, hands_back: bool) -> None:
         """Stop sampling.

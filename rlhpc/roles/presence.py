@@ -15,8 +15,8 @@ from rlhpc.messages import Heartbeat, Hello
 from rlhpc.roles.lifecycle import RoleContext
 
 
-def hello(context: RoleContext, num_weight_ranks: int = 0) -> Hello:
-    """Return the first message of this process."""
+def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
+    """Return the first message of this process.  weight_devices: of the workers that receive weights, by rank."""
     return Hello(
         role=context.role,
         replica=context.replica,
@@ -24,7 +24,8 @@ def hello(context: RoleContext, num_weight_ranks: int = 0) -> Hello:
         config_hash=context.config_hash,
         pid=os.getpid(),
         host=socket.gethostname(),
-        num_weight_ranks=num_weight_ranks,
+        num_weight_ranks=len(weight_devices),
+        weight_devices=weight_devices,
     )
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlhpc.contracts import Clock, ServerChannel
-from rlhpc.errors import PeerUnreachable, RoleFailed
+from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
@@ -28,6 +28,7 @@ from rlhpc.messages import (
 )
 from rlhpc.roles.trainer_link import TrainerLink
 from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.choice import choose_transport
 from rlhpc.weights.membership import Membership
 
 log = logging.getLogger("rlhpc.publication")
@@ -58,13 +59,15 @@ class Publication:
         trainer: TrainerLink,
         membership: Membership,
         *,
+        transport: str,
         limits: PublicationLimits,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`clock` counts the time that others are given."""
+        """transport: weights.transport, with "auto" as it stands.  `clock` counts the time that others are given."""
         self._control, self._trainer, self._membership = control, trainer, membership
         self._limits, self._clock = limits, clock
-        self._transport = ""
+        self._wish, self._trainer_device = transport, ""
+        self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the present epoch, while it is sound
         self._changed = asyncio.Condition()
@@ -73,16 +76,30 @@ class Publication:
         self.publish_s = 0.0  # of the last broadcast, on the trainer
         self.last_acks: dict[str, WeightsLive] = {}
 
-    def describe(self, manifest: WeightManifest, transport: str) -> None:
-        """Note what the trainer will broadcast, and how."""
-        self._manifest, self._transport = manifest, transport
+    def describe(self, manifest: WeightManifest, device: str) -> None:
+        """Note what the trainer will broadcast, and from which device."""
+        self._manifest, self._trainer_device = manifest, device
 
     # ---------------------------------------------------------------------------------------- what generators tell us
 
-    async def joined(self, name: str, num_ranks: int, incarnation: str) -> None:
-        """A generator is here; it takes part from the next epoch on."""
+    def misplaced(self, name: str, devices: tuple[str, ...]) -> str:
+        """Why a generator with workers on these devices cannot get the weights that others get already; "" if it can.
+
+        Before the first version is live nobody is turned away: that its weights cannot travel then ends the run.
+        """
+        if self.live_version < 0:
+            return ""
+        try:
+            self._choose({member: self._devices[member] for member in self._membership.candidates} | {name: devices})
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    async def joined(self, name: str, devices: tuple[str, ...], incarnation: str) -> None:
+        """A generator is here, with a worker on each of these devices; it takes part from the next epoch on."""
         async with self._changed:
-            self._membership.hello(name, num_ranks, incarnation)
+            self._devices[name] = devices
+            self._membership.hello(name, len(devices), incarnation)
             self._changed.notify_all()
 
     async def lost(self, name: str) -> None:
@@ -171,16 +188,23 @@ class Publication:
         return self._group
 
     async def _form(self) -> WeightGroup | None:
-        """Open a new epoch with everyone who is alive.  Raises RoleFailed when nobody turns up."""
+        """Open a new epoch with everyone who is alive.
+
+        Raises RoleFailed when nobody turns up, ConfigError when weights cannot travel between these devices.
+        """
         if not await self._somebody():
             return None
-        group = self._membership.next_group(self._transport)
+        members = self._membership.candidates
+        group = self._membership.next_group(self._choose({name: self._devices[name] for name in members}))
         opened = await self._trainer.ask(FormGroup(group), GroupOpened)
         if opened.error:
             raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
-        log.info("epoch %d: %s", group.epoch, ", ".join(group.members))
+        log.info("epoch %d, by %s: %s", group.epoch, group.transport, ", ".join(group.members))
         await asyncio.gather(*(self._tell(name, JoinGroup(opened.group)) for name in group.members))
         return opened.group
+
+    def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:
+        return choose_transport(self._wish, self._trainer_device, engines)
 
     async def _somebody(self) -> bool:
         """Wait until a generator that can be reached is there.  False: the run is ending, and none is."""

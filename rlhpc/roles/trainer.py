@@ -47,7 +47,8 @@ from rlhpc.training.process_group import LOOPBACK
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher, resolve_transport
+from rlhpc.weights.device_id import device_id
+from rlhpc.weights.make import make_publisher
 
 log = logging.getLogger("rlhpc.trainer")
 TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
@@ -99,6 +100,7 @@ class Trainer:
         self._loss = make_policy_loss(self._config.algorithm)
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
+        self._transport = ""  # of the publisher
         self._manifest: WeightManifest | None = None  # of what is broadcast; version and epoch filled in each time
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
@@ -113,17 +115,7 @@ class Trainer:
             return
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
         self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
-        weights = self._config.weights
-        device, shares_gpu = self._backend.device, _shares_gpu(self._config)
-        transport = resolve_transport(weights.transport, device, shares_gpu)
-        self._publisher = make_publisher(
-            weights,
-            directory=self._context.layout.weights,
-            device=device,
-            shares_gpu=shares_gpu,
-            host=_host(self._config),
-        )
-        self._channel.send(TrainerReady(self._version, self._manifest, transport))
+        self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device)))
         self._presence.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:
@@ -189,15 +181,30 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def _form(self, command: FormGroup) -> None:
-        if self._publisher is None or self._channel is None:
+        if self._channel is None:
             return
+        publisher = self._publisher_by(command.group.transport)
         try:
-            group = self._publisher.open(command.group)
+            group = publisher.open(command.group)
             self._channel.send(GroupOpened(group))
-            self._publisher.form()
+            publisher.form()
         except WeightsError as error:
             log.warning("epoch %d not formed: %s", command.group.epoch, error)
-            self._publisher.dissolve()
+            publisher.dissolve()
+
+    def _publisher_by(self, transport: str) -> WeightPublisher:
+        """The publisher of the epochs before, or another where the controller has chosen another transport."""
+        if self._publisher is None or transport != self._transport:
+            if self._publisher is not None:
+                self._publisher.dissolve()
+            self._publisher = make_publisher(
+                self._config.weights.model_copy(update={"transport": transport}),
+                directory=self._context.layout.weights,
+                device=self._backend.device,
+                host=_host(self._config),
+            )
+            self._transport = transport
+        return self._publisher
 
     def _publish(self, command: PublishWeights) -> None:
         """Broadcast; on failure the epoch is dissolved and the controller forms another."""
@@ -206,7 +213,10 @@ class Trainer:
         weights = self._backend.weights()
         if self._publisher is None or self._channel is None or self._manifest is None:
             for _ in weights:
-                pass  # ranks besides the lead take part in the export
+                pass  # ranks besides the lead take part in the export, and all of them where nobody takes it
+            if self._channel is not None:
+                error = f"epoch {command.epoch} is not formed"
+                self._channel.send(PublishReport(command.epoch, command.policy_version, 0.0, error))
             return
         manifest = replace(self._manifest, policy_version=command.policy_version, epoch=command.epoch)
         try:
@@ -245,12 +255,6 @@ class Trainer:
 def _host(config: Config) -> str:
     """Address under which other hosts reach this one; "" for a run within one machine."""
     return host_address() if config.transport.kind == "tcp" else ""
-
-
-def _shares_gpu(config: Config) -> bool:
-    """True on a machine with fewer GPUs than trainer ranks and engine workers together."""
-    wanted = config.trainer.num_ranks + config.generation.num_replicas * config.generation.tensor_parallel
-    return 0 < torch.cuda.device_count() < wanted
 
 
 def _figures(result: StepResult, num_loss_tokens: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ def check_header(manifest: WeightManifest, received: list[int]) -> None:
     for field, want, got in zip(FIELDS, header_of(manifest), received, strict=True):
         if want != got:
             name = f"version {manifest.policy_version}, epoch {manifest.epoch}"
-            raise TornWeights(f"{name}: the sender's {field} is {got}, not {want}; nothing was loaded")
+            raise TornWeights(f"{name}: the sender's {field} is {got}, not {want}")
 
 
 def check_sums(manifest: WeightManifest, published: list[int], computed: list[int]) -> None:
@@ -40,5 +40,5 @@ def check_sums(manifest: WeightManifest, published: list[int], computed: list[in
         if want != got:
             raise TornWeights(
                 f"version {manifest.policy_version}, epoch {manifest.epoch}: bucket {index} of {len(published)} has "
-                f"checksum {got:016x}, not {want:016x}; nothing was loaded"
+                f"checksum {got:016x}, not {want:016x}"
             )

@@ -3,7 +3,7 @@
 Eats a WeightManifest; publisher and receivers share nothing but a directory with atomic rename:
 
     epoch_000003/joined_0001                    rank 1 takes part
-    epoch_000003/version_000012/bucket_0000.safetensors …
+    epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out
     epoch_000003/version_000012/checksums.json  written last: a version without it does not exist
     epoch_000003/version_000012/verified_0001   rank 1 has it, whole ("torn_0001": it has not)
 
@@ -15,24 +15,22 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from rlhpc.contracts import WeightPublisher, WeightReceiver
+from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.files import write_atomically
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.flat_tensors import exhaust, is_as_specified, next_weight
+from rlhpc.weights.flat_tensors import exhaust, fill_block
 from rlhpc.weights.meeting_file import file_of
 
 NUM_KEPT_VERSIONS = 2
@@ -132,22 +130,33 @@ class DiskReceiver(WeightReceiver):
             raise GroupFailed(f"no meeting place at {group.address!r}: {error}") from error
         self._group, self._rank = group, rank
 
-    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Wait, read, verify; see WeightReceiver."""
+    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+        """Read every bucket as soon as it is there, verify at the end; see WeightReceiver."""
         group = self._group
         if group is None or group.epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
         directory = _version_directory(group, manifest.policy_version)
-        if not _wait((directory / CHECKSUMS).exists, self._timeout_s):
-            self.leave()
-            raise GroupFailed(f"{directory} did not appear within {self._timeout_s:g} s")
+        verdict = "torn"
         try:
-            weights = _read_version(directory, manifest)
-        except TornWeights:
-            _leave_verdict(directory, f"torn_{self._rank:04d}")
-            raise
-        _leave_verdict(directory, f"verified_{self._rank:04d}")
-        return weights
+            sums: list[int] = []
+            for index, bucket in enumerate(buckets_of(manifest)):
+                self._wait_for(_bucket_file(directory, index), directory)
+                block = allocate(index, torch.device("cpu"))
+                _read_bucket(_bucket_file(directory, index), block, bucket.num_bytes)
+                sums.append(checksum64(block))
+                yield block
+            self._wait_for(directory / CHECKSUMS, directory)
+            _verify(directory, manifest, sums)
+            verdict = "verified"
+        finally:
+            if self._group is not None:
+                _leave_verdict(directory, f"{verdict}_{self._rank:04d}")
+
+    def _wait_for(self, path: Path, directory: Path) -> None:
+        """Raises GroupFailed if it does not appear, a member of nothing from then on."""
+        if not _wait(lambda: path.exists() or (directory / CHECKSUMS).exists(), self._timeout_s):
+            self.leave()
+            raise GroupFailed(f"{path} did not appear within {self._timeout_s:g} s")
 
     def leave(self) -> None:
         """Take the mark back; see WeightReceiver."""
@@ -159,40 +168,45 @@ class DiskReceiver(WeightReceiver):
 def _write_version(directory: Path, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
     directory.mkdir(exist_ok=True)
     sums: list[int] = []
-    for index, bucket in enumerate(buckets_of(manifest)):
-        tensors: dict[str, Tensor] = {}
-        for spec in bucket.tensors:
-            name, tensor = next_weight(spec, weights)
-            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        data = bytearray(safetensors.torch.save(tensors))
-        sums.append(checksum64(torch.frombuffer(data, dtype=torch.uint8)))
-        write_atomically(_bucket_file(directory, index), data)
+    buckets = buckets_of(manifest)
+    buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
+    for index, bucket in enumerate(buckets):
+        block = buffer[: bucket.num_bytes]
+        fill_block(bucket, weights, block)
+        path = _bucket_file(directory, index)
+        # Not synced: a version that a power cut destroys has nobody left to read it, and checksums guard the rest.
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(_bytes_of(block))
+        temporary.replace(path)
+        sums.append(checksum64(block))
     write_atomically(directory / CHECKSUMS, json.dumps({"header": header_of(manifest), "checksums": sums}).encode())
 
 
-def _read_version(directory: Path, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
+def _bytes_of(block: Tensor) -> memoryview:
+    array: Any = block.numpy()
+    return memoryview(array)
+
+
+def _read_bucket(path: Path, block: Tensor, num_bytes: int) -> None:
+    """Raises TornWeights if the file is not there or not of this size."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            view, filled = _bytes_of(block), 0
+            while filled < num_bytes and (count := file.readinto(view[filled:])):
+                filled += count
+            if filled != num_bytes or file.read(1):
+                raise TornWeights(f"{path} has not {num_bytes} bytes")
+    except OSError as error:
+        raise TornWeights(f"{path}: {error!r}") from error
+
+
+def _verify(directory: Path, manifest: WeightManifest, sums: list[int]) -> None:
     try:
         record = json.loads((directory / CHECKSUMS).read_bytes())
         check_header(manifest, record["header"])
-        blocks = [_read_bytes(_bucket_file(directory, index)) for index in range(len(manifest.bucket_ends))]
-        check_sums(manifest, record["checksums"], [checksum64(block) for block in blocks])
-        tensors = {name: tensor for block in blocks for name, tensor in _parsed(block).items()}
-        weights = [(spec.name, tensors[spec.name]) for spec in manifest.tensors]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise TornWeights(f"{directory}: {error!r}; nothing was loaded") from error
-    for spec, (name, tensor) in zip(manifest.tensors, weights, strict=True):
-        if not is_as_specified(spec, name, tensor):
-            raise TornWeights(f"{directory}: {name} is {tensor.dtype} {tuple(tensor.shape)}; nothing was loaded")
-    return weights
-
-
-def _read_bytes(path: Path) -> Tensor:
-    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
-
-
-def _parsed(block: Tensor) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = safetensors.torch.load(block.numpy().tobytes())
-    return tensors
+        check_sums(manifest, record["checksums"], sums)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TornWeights(f"{directory}: {error!r}") from error
 
 
 def _leave_verdict(directory: Path, name: str) -> None:
@@ -221,4 +235,4 @@ def _version_directory(group: WeightGroup, policy_version: int) -> Path:
 
 
 def _bucket_file(directory: Path, index: int) -> Path:
-    return directory / f"bucket_{index:04d}.safetensors"
+    return directory / f"bucket_{index:04d}.bin"

@@ -1,13 +1,14 @@
 """Broadcast weights over a process group: the trainer's end.
 
-Eats a WeightManifest and an iterator of tensors; every bucket goes through one reused block of bytes, so that the extra
-memory is one bucket.  Protocol of one publication, all from rank 0: header, blocks, checksums; then a sum in which
+Input: a WeightManifest and an iterator of tensors.  Two reused blocks of bytes take turns: one is filled while the
+other is on its way, so that the extra memory is two buckets.  Protocol of one publication, from rank 0 unless said
+otherwise: header; a sum in which every receiver says whether it can take the version; blocks; checksums; a sum in which
 every receiver says whether its checksums agree.  A publication that returns has arrived everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,22 @@ from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
 from rlhpc.weights.process_group import SideGroup, open_store
+from rlhpc.weights.room import room_for
 
 
 class GroupPublisher(WeightPublisher):
     """Rank 0 of a gloo or NCCL group."""
 
-    def __init__(self, backend: str, directory: Path, timeout_s: float, host: str = "") -> None:
-        """backend: "gloo" or "nccl".
+    def __init__(
+        self, backend: str, directory: Path, timeout_s: float, *, device: torch.device, host: str = ""
+    ) -> None:
+        """backend: "gloo" or "nccl".  device: the trainer's, with its index.
 
         host: address under which other machines reach this one; "": all members are on this machine and meet in a file
         of `directory`.
         """
-        self._backend, self._directory, self._timeout_s, self._host = backend, directory, timeout_s, host
+        self._backend, self._directory, self._timeout_s = backend, directory, timeout_s
+        self._device, self._host = device, host
         self._opened: WeightGroup | None = None
         self._store: Any = None
         self._group: SideGroup | None = None
@@ -51,7 +56,15 @@ class GroupPublisher(WeightPublisher):
         """Meet the receivers; see WeightPublisher."""
         if self._opened is None:
             raise GroupFailed("no meeting place is open")
-        self._group = SideGroup(self._backend, self._store, 0, self._opened.world_size, self._timeout_s, self._host)
+        self._group = SideGroup(
+            self._backend,
+            self._store,
+            0,
+            self._opened.world_size,
+            self._timeout_s,
+            device=self._device,
+            host=self._host,
+        )
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Broadcast and wait for everyone's word; see WeightPublisher.
@@ -78,32 +91,47 @@ class GroupPublisher(WeightPublisher):
         group = self._group
         if group is None or self._opened is None or self._opened.epoch != manifest.epoch:
             raise GroupFailed(f"epoch {manifest.epoch} is not formed")
-        buckets = buckets_of(manifest)
         group.broadcast(torch.tensor(header_of(manifest), dtype=torch.int64, device=group.device))
-        sums = self._send_blocks(group, buckets, weights)
+        _require_all(group, manifest, "cannot take it: no room, or another version is expected")
+        sums = self._send_blocks(group, buckets_of(manifest), weights)
         signed = [value - SIGN_SHIFT for value in sums]
         group.broadcast(torch.tensor(signed, dtype=torch.int64, device=group.device))
-        num_whole = group.total(0)
-        if num_whole != group.world_size - 1:
-            raise GroupFailed(
-                f"version {manifest.policy_version}: {group.world_size - 1 - num_whole} of {group.world_size - 1} "
-                "receivers found the weights torn"
-            )
+        _require_all(group, manifest, "found the weights torn, or could not load them")
 
     def _send_blocks(
         self, group: SideGroup, buckets: tuple[Bucket, ...], weights: Iterator[tuple[str, Tensor]]
     ) -> list[int]:
-        size = max((bucket.num_bytes for bucket in buckets), default=0)
-        buffer = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        sizes = [bucket.num_bytes for bucket in buckets]
+        with room_for(f"two buckets, the largest of {max(sizes, default=0)} bytes, on the trainer"):
+            turns = [max(sizes[start::2]) for start in range(len(sizes[:2]))]
+            blocks = [torch.zeros(size, dtype=torch.uint8, device=group.device) for size in turns]
         sums: list[int] = []
-        for bucket in buckets:
-            block = buffer[: bucket.num_bytes]
-            fill_block(bucket, weights, block)
-            group.broadcast(block)
-            sums.append(checksum64(block))
+        arrivals: list[Callable[[], None]] = []
+        try:
+            for index, bucket in enumerate(buckets):
+                if index > 1:
+                    arrivals[index - 2]()  # its block is written again
+                block = blocks[index % 2][: bucket.num_bytes]
+                fill_block(bucket, weights, block)
+                arrivals.append(group.begin_broadcast(block))
+                sums.append(checksum64(block))
+            for wait in arrivals[-2:]:
+                wait()
+        finally:
+            # A broadcast under way keeps its connections open, and the traceback of a failure would keep it.
+            arrivals.clear()
         return sums
 
     def _cut(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group = None
+
+
+def _require_all(group: SideGroup, manifest: WeightManifest, otherwise: str) -> None:
+    """Hear every receiver's vote.  Raises GroupFailed unless all are in favour."""
+    num_receivers = group.world_size - 1
+    num_in_favour = group.total(0)
+    if num_in_favour != num_receivers:
+        against = f"{num_receivers - num_in_favour} of {num_receivers} receivers"
+        raise GroupFailed(f"version {manifest.policy_version}: {against} {otherwise}")

@@ -1,31 +1,34 @@
 """Receive weights over a process group: an engine worker's end.
 
-Eats a WeightManifest, makes named tensors.  Every bucket arrives in a block of its own and the tensors are views of it:
-nothing is copied, and the shadow is as large as the model.  Nothing is handed out before every checksum agrees.
+Input: a WeightManifest and memory; output: one block of bytes after the other, the next one on its way while the last
+is used.  What goes wrong on this side (no room, another version than announced, a consumer that gives up) is said in
+one of the two votes of the protocol (group_publisher.py), so that nobody waits for a time-out on its account.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import WeightReceiver
+from rlhpc.contracts import Allocate, WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.host_address import host_address
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import FIELDS, SIGN_SHIFT, check_header, check_sums
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.flat_tensors import tensors_in_block
 from rlhpc.weights.process_group import SideGroup, find_store, is_on_this_machine
+from rlhpc.weights.room import room_for
 
 
 class GroupReceiver(WeightReceiver):
     """A rank above 0 of a gloo or NCCL group."""
 
-    def __init__(self, backend: str, timeout_s: float) -> None:
-        """backend: "gloo" or "nccl"."""
-        self._backend, self._timeout_s = backend, timeout_s
+    def __init__(self, backend: str, device: torch.device, timeout_s: float) -> None:
+        """backend: "gloo" or "nccl".  device: the engine worker's, with its index."""
+        self._backend, self._device, self._timeout_s = backend, device, timeout_s
         self._epoch = -1
         self._group: SideGroup | None = None
 
@@ -34,21 +37,42 @@ class GroupReceiver(WeightReceiver):
         self.leave()
         store = find_store(group.address, group.world_size, self._timeout_s)
         host = "" if is_on_this_machine(group.address) else host_address()
-        self._group = SideGroup(self._backend, store, rank, group.world_size, self._timeout_s, host)
+        self._group = SideGroup(
+            self._backend, store, rank, group.world_size, self._timeout_s, device=self._device, host=host
+        )
         self._epoch = group.epoch
 
-    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Receive, verify, then hand out; see WeightReceiver.
+    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+        """Receive, verify at the end; see WeightReceiver.
 
-        After TornWeights because of a checksum the group lives on; after any other failure this rank has left it.
+        After a vote against the version the group lives on; after any other failure this rank has left it.
         """
         group = self._group
         if group is None or self._epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
+        incoming = _Incoming(group, manifest, allocate)
         try:
-            return self._receive(group, manifest)
-        except (GroupFailed, ValueError):
+            incoming.agree_to_begin()
+            for _ in incoming.sizes:
+                yield from self._next_block(incoming)
+            incoming.verify()
+        except _Lost as error:
             self.leave()
+            raise GroupFailed(str(error)) from error
+        finally:
+            incoming.forget()
+
+    def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
+        """Hand one block out.  If there is no memory for another, or it is the last that is wanted, refuse the rest."""
+        try:
+            yield incoming.next_block()
+        except _Lost:
+            raise
+        except BaseException:
+            try:
+                incoming.refuse_the_rest()
+            except (_Lost, GroupFailed):
+                self.leave()
             raise
 
     def leave(self) -> None:
@@ -57,23 +81,109 @@ class GroupReceiver(WeightReceiver):
             self._group.close()
         self._group, self._epoch = None, -1
 
-    def _receive(self, group: SideGroup, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        header = torch.zeros(len(FIELDS), dtype=torch.int64, device=group.device)
-        group.broadcast(header)
+
+class _Lost(Exception):
+    """The connection to the others failed; no collective of this group will match any more."""
+
+
+class _Incoming:
+    """One publication, as it arrives."""
+
+    def __init__(self, group: SideGroup, manifest: WeightManifest, allocate: Allocate) -> None:
+        self._group, self._manifest, self._allocate = group, manifest, allocate
+        self.sizes = [bucket.num_bytes for bucket in buckets_of(manifest)]
+        self._sums: list[int] = []
+        self._coming: tuple[Tensor, Callable[[], None]] | None = None
+        self._spare: Tensor | None = None  # memory for the second bucket, taken before anything is promised
+
+    def agree_to_begin(self) -> None:
+        """Check what is announced, take memory for two buckets, and say whether both went well.
+
+        Raises TornWeights or GroupFailed if not, or if another member said so.
+        """
+        header = torch.zeros(len(FIELDS), dtype=torch.int64, device=self._group.device)
+        self._broadcast(header)
+        problem: Exception | None = None
+        first: Tensor | None = None
         try:
-            check_header(manifest, header.tolist())
-        except TornWeights:
-            self.leave()  # what follows has sizes unknown here: no later collective of this group would match
-            raise
-        blocks: list[Tensor] = []
-        for bucket in buckets_of(manifest):
-            blocks.append(torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device))
-            group.broadcast(blocks[-1])
-        computed = [checksum64(block) for block in blocks]
-        published = torch.zeros(len(blocks), dtype=torch.int64, device=group.device)
-        group.broadcast(published)
-        sums = [value + SIGN_SHIFT for value in published.tolist()]
-        group.total(1 if sums == computed else 0)
-        check_sums(manifest, sums, computed)
-        pairs = zip(buckets_of(manifest), blocks, strict=True)
-        return [named for bucket, block in pairs for named in tensors_in_block(bucket, block)]
+            check_header(self._manifest, header.tolist())
+            first = self._memory(0)
+            self._spare = self._memory(1)
+        except (TornWeights, GroupFailed) as error:
+            problem = error
+        if problem is not None:
+            self._vote(False)
+            raise problem
+        if self._vote(True) != self._group.world_size - 1:
+            raise GroupFailed(f"version {self._manifest.policy_version}: another member of the group cannot take it")
+        if first is not None:
+            self._coming = first, self._begin(first)
+
+    def next_block(self) -> Tensor:
+        """Wait for a bucket, start the next one, then take this one's checksum."""
+        assert self._coming is not None
+        block, wait = self._coming
+        self._wait(wait)
+        self._sums.append(0)
+        self._coming = None
+        following = len(self._sums)
+        if following < len(self.sizes):
+            memory, self._spare = self._spare if following == 1 else self._memory(following), None
+            assert memory is not None
+            self._coming = memory, self._begin(memory)
+        self._sums[-1] = checksum64(block)
+        return block
+
+    def verify(self) -> None:
+        """Compare checksums and vote.  Raises TornWeights."""
+        published = self._published_sums()
+        self._vote(published == self._sums)
+        check_sums(self._manifest, published, self._sums)
+
+    def refuse_the_rest(self) -> None:
+        """Take part in what is left, so that the others go on undisturbed, and vote against the version."""
+        if self._coming is not None:
+            self._wait(self._coming[1])
+            self._coming = None
+            self._sums.append(0)
+        rest = self.sizes[len(self._sums) :]
+        if rest:
+            with room_for("buckets that nobody here wants"):
+                scratch = torch.empty(max(rest), dtype=torch.uint8, device=self._group.device)
+            for size in rest:
+                self._broadcast(scratch[:size])
+        self._published_sums()
+        self._vote(False)
+
+    def forget(self) -> None:
+        """A broadcast under way keeps its connections open, and the traceback of a failure would keep it."""
+        self._coming = self._spare = None
+
+    def _memory(self, index: int) -> Tensor | None:
+        return self._allocate(index, self._group.device) if index < len(self.sizes) else None
+
+    def _published_sums(self) -> list[int]:
+        published = torch.zeros(len(self.sizes), dtype=torch.int64, device=self._group.device)
+        self._broadcast(published)
+        return [value + SIGN_SHIFT for value in published.tolist()]
+
+    def _vote(self, is_well: bool) -> int:
+        try:
+            return self._group.total(1 if is_well else 0)
+        except GroupFailed as error:
+            raise _Lost(str(error)) from error
+
+    def _begin(self, block: Tensor) -> Callable[[], None]:
+        try:
+            return self._group.begin_broadcast(block)
+        except GroupFailed as error:
+            raise _Lost(str(error)) from error
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except GroupFailed as error:
+            raise _Lost(str(error)) from error
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._wait(self._begin(tensor))

@@ -1,13 +1,15 @@
 """Move weights between processes that share a GPU, by CUDA IPC.
 
-NCCL refuses two ranks on one device; here the publisher fills one shared block, tells every receiver over a unix socket
-in the run directory, and waits until all have copied it before it fills it again.  Messages are lines of JSON:
+NCCL refuses two ranks on one device; here the publisher fills two shared blocks in turn and tells every receiver over a
+unix socket in the run directory; before it fills a block again all have copied it.  Messages are lines of JSON:
 
-    receiver → publisher   {"rank": 1}                             joins
-    publisher → receiver   {"header": [...], "block": handle}      once per publication
-    publisher → receiver   {"bucket": 0, "checksum": "…"}          the block is full …
-    receiver → publisher   {"copied": 0}                           … and may be overwritten
-    receiver → publisher   {"whole": true}                         after the last bucket
+    receiver → publisher   {"rank": 1}                              joins
+    publisher → receiver   {"header": [...], "blocks": [handle, …]}  once per publication
+    receiver → publisher   {"refused": ""}                          or why it cannot take it
+    publisher → receiver   {"bucket": 0}                            a block is full …
+    receiver → publisher   {"copied": 0}                            … and may be overwritten
+    publisher → receiver   {"checksums": ["…", …]}                  after the last bucket
+    receiver → publisher   {"whole": true}
 
 A process that dies closes its socket, so that the others fail at once.
 """
@@ -19,7 +21,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import WeightPublisher, WeightReceiver
+from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
-from rlhpc.weights.buckets import buckets_of
+from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.flat_tensors import exhaust, fill_block, tensors_in_block
+from rlhpc.weights.flat_tensors import exhaust, fill_block
 from rlhpc.weights.meeting_file import file_of
+from rlhpc.weights.room import room_for
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
 
@@ -107,20 +110,43 @@ class IpcPublisher(WeightPublisher):
             raise GroupFailed(f"epoch {manifest.epoch} is not whole: form it, or another one")
         buckets = buckets_of(manifest)
         size = max((bucket.num_bytes for bucket in buckets), default=0)
-        name = f"epoch_{manifest.epoch:06d}"
-        block, handle = make_block(size, self._device, self._directory, name)
+        name, shared = f"epoch_{manifest.epoch:06d}", []
         try:
-            self._tell({"header": header_of(manifest), "block": handle})
-            for index, bucket in enumerate(buckets):
-                fill_block(bucket, weights, block[: bucket.num_bytes])
-                _finish_copies(self._device)
-                self._tell({"bucket": index, "checksum": f"{checksum64(block[: bucket.num_bytes]):016x}"})
-                self._hear("copied")
+            with room_for(f"two buckets of {size} bytes on the trainer"):
+                for index in range(len(buckets[:2])):
+                    shared.append(make_block(size, self._device, self._directory, f"{name}_{index}"))
+            self._tell({"header": header_of(manifest), "blocks": [handle for _, handle in shared]})
+            self._require_none("refused", manifest)
+            sums = self._send_blocks(buckets, [block for block, _ in shared], weights)
+            self._tell({"checksums": [f"{value:016x}" for value in sums]})
             torn = [rank for rank, whole in self._hear("whole").items() if not whole]
         finally:
-            discard_block(handle)
+            for _, handle in shared:
+                discard_block(handle)
         if torn:
             raise GroupFailed(f"version {manifest.policy_version}: ranks {torn} found the weights torn")
+
+    def _send_blocks(
+        self, buckets: tuple[Bucket, ...], blocks: list[Tensor], weights: Iterator[tuple[str, Tensor]]
+    ) -> list[int]:
+        """Fill one block while the receivers copy the other.  Returns the checksums."""
+        sums: list[int] = []
+        for index, bucket in enumerate(buckets):
+            if index > 1:
+                self._hear("copied")  # of the bucket before the last: its block is filled again
+            block = blocks[index % 2][: bucket.num_bytes]
+            fill_block(bucket, weights, block)
+            _finish_copies(self._device)
+            self._tell({"bucket": index})
+            sums.append(checksum64(block))
+        for _ in buckets[:2]:
+            self._hear("copied")
+        return sums
+
+    def _require_none(self, key: str, manifest: WeightManifest) -> None:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in self._hear(key).items() if reason]
+        if reasons:
+            raise GroupFailed(f"version {manifest.policy_version} cannot be taken by {'; '.join(reasons)}")
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line in self._receivers.values():
@@ -158,14 +184,31 @@ class IpcReceiver(WeightReceiver):
         self._line.write({"rank": rank})
         self._epoch = group.epoch
 
-    def receive(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        """Copy, verify, then hand out; see WeightReceiver."""
+    def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
+        """Copy, verify at the end; see WeightReceiver."""
         if self._line is None or self._epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
+        incoming = _Incoming(self._line, manifest, allocate, self._device)
         try:
-            return self._receive(self._line, manifest)
-        except GroupFailed:
+            incoming.open_blocks()
+            while incoming.num_left:
+                yield from self._next_block(incoming)
+            incoming.verify()
+        except _Lost as error:
             self.leave()
+            raise GroupFailed(str(error)) from error
+
+    def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
+        """Hand one block out.  If there is no memory for it, or it is the last that is wanted, refuse the rest."""
+        try:
+            yield incoming.next_block()
+        except _Lost:
+            raise
+        except BaseException:
+            try:
+                incoming.refuse_the_rest()
+            except _Lost:
+                self.leave()
             raise
 
     def leave(self) -> None:
@@ -174,34 +217,76 @@ class IpcReceiver(WeightReceiver):
             self._line.close()
         self._line, self._epoch = None, -1
 
-    def _receive(self, line: _Line, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        opening = line.read()
+
+class _Incoming:
+    """One publication, as it arrives."""
+
+    def __init__(self, line: _Line, manifest: WeightManifest, allocate: Allocate, device: torch.device) -> None:
+        self._line, self._manifest, self._allocate, self._device = line, manifest, allocate, device
+        self._buckets = buckets_of(manifest)
+        self._shared: list[Tensor] = []
+        self._first: Tensor | None = None  # memory for the first bucket, taken before anything is promised
+        self._sums: list[int] = []
+        self._num_heard = 0  # buckets that were announced and answered
+
+    @property
+    def num_left(self) -> int:
+        """Buckets still to come."""
+        return len(self._buckets) - self._num_heard
+
+    def open_blocks(self) -> None:
+        """Check what is announced and say whether it can be taken.  Raises TornWeights, GroupFailed."""
+        opening = self._line.read()
         try:
-            check_header(manifest, opening["header"])
-        except TornWeights:
-            self.leave()  # what follows has sizes unknown here
+            check_header(self._manifest, opening["header"])
+            self._shared = [self._opened(handle) for handle in opening["blocks"]]
+            self._first = self._allocate(0, self._device) if self._buckets else None
+        except (TornWeights, GroupFailed) as error:
+            self._line.write({"refused": str(error)})
             raise
+        self._line.write({"refused": ""})
+
+    def next_block(self) -> Tensor:
+        """Copy the next bucket, say so, and take the copy's checksum."""
+        index = self._line.read()["bucket"]
+        own, self._first = (self._first if index == 0 else None), None
         try:
-            block = open_block(opening["block"], self._device)
+            own = self._allocate(index, self._device) if own is None else own
+            own.copy_(self._shared[index % 2][: self._buckets[index].num_bytes])
+            _finish_copies(self._device)
+        finally:
+            self._num_heard += 1
+            self._line.write({"copied": index})
+        self._sums.append(checksum64(own))
+        return own
+
+    def verify(self) -> None:
+        """Compare checksums and say what came of it.  Raises TornWeights."""
+        published = [int(value, 16) for value in self._line.read()["checksums"]]
+        self._line.write({"whole": published == self._sums})
+        check_sums(self._manifest, published, self._sums)
+
+    def refuse_the_rest(self) -> None:
+        """Let what is left pass, and say that this member has not got the version."""
+        while self.num_left:
+            self._line.write({"copied": self._line.read()["bucket"]})
+            self._num_heard += 1
+        self._line.read()
+        self._line.write({"whole": False})
+
+    def _opened(self, handle: dict[str, Any]) -> Tensor:
+        try:
+            return open_block(handle, self._device)
         except (RuntimeError, OSError) as error:
             raise GroupFailed(f"the shared block could not be opened: {error}") from error
-        copies: list[Tensor] = []
-        published: list[int] = []
-        for bucket in buckets_of(manifest):
-            full = line.read()
-            published.append(int(full["checksum"], 16))
-            copies.append(block[: bucket.num_bytes].clone())
-            _finish_copies(self._device)
-            line.write({"copied": full["bucket"]})
-        computed = [checksum64(copy) for copy in copies]
-        line.write({"whole": computed == published})
-        check_sums(manifest, published, computed)
-        pairs = zip(buckets_of(manifest), copies, strict=True)
-        return [named for bucket, copy in pairs for named in tensors_in_block(bucket, copy)]
+
+
+class _Lost(GroupFailed):
+    """The other end of a line has gone, or did not answer."""
 
 
 class _Line:
-    """A socket that carries lines of JSON.  Every failure is a GroupFailed."""
+    """A socket that carries lines of JSON.  Every failure is a _Lost."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         connection.settimeout(timeout_s)
@@ -213,15 +298,15 @@ class _Line:
             self._file.write(json.dumps(message).encode() + b"\n")
             self._file.flush()
         except (OSError, ValueError) as error:
-            raise GroupFailed(f"a member of the group has gone: {error}") from error
+            raise _Lost(f"a member of the group has gone: {error}") from error
 
     def read(self) -> dict[str, Any]:
         try:
             text = self._file.readline()
         except (OSError, ValueError) as error:
-            raise GroupFailed(f"a member of the group did not answer: {error}") from error
+            raise _Lost(f"a member of the group did not answer: {error}") from error
         if not text.endswith(b"\n"):
-            raise GroupFailed("a member of the group has gone")
+            raise _Lost("a member of the group has gone")
         message: dict[str, Any] = json.loads(text)
         return message
 
@@ -242,6 +327,9 @@ def _short_path(path: Path) -> Iterator[str]:
 
 
 def _finish_copies(device: torch.device) -> None:
-    """Kernels of two processes are not ordered by streams: wait for ours before the other side is told."""
+    """Kernels of two processes are not ordered by streams: wait for ours before the other side is told.
+
+    Ours are on the calling thread's stream; to wait for the device would be to wait for the engine's decoding too.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlhpc.errors import GroupFailed
 from rlhpc.weights.meeting_file import file_of
+from rlhpc.weights.nccl_group import meet, nccl_group
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -28,30 +29,58 @@ c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 class SideGroup:
     """One rank's end of a gloo or NCCL group.  Blocking; used by one thread at a time."""
 
-    def __init__(self, backend: str, store: Any, rank: int, world_size: int, timeout_s: float, host: str) -> None:
+    def __init__(
+        self,
+        backend: str,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        *,
+        device: torch.device,
+        host: str = "",
+    ) -> None:
         """Meet all ranks.  Raises GroupFailed if they are not all there within `timeout_s`.
 
+        device: this rank's GPU, with its index, for NCCL; gloo works on CPU tensors wherever they go to afterwards.
         host: address under which the other ranks reach this one, for gloo; "" when all are on this machine.
         """
         self.world_size = world_size
+        self.device = torch.device("cpu") if backend == "gloo" else device  # where tensors of a collective must live
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._store = store
         with _failures_named(f"rank {rank} of {world_size} could not meet the others within {timeout_s:g} s"):
+            # Gloo connects lazily on some builds and NCCL always: the first collective is the meeting.
             if backend == "gloo":
                 self._group: Any = _gloo_group(store, rank, world_size, self._timeout, host)
+                self.total(1)
             else:
-                self._group = _nccl_group(store, rank, world_size, self._timeout)
-            # Gloo connects lazily on some builds and NCCL always: the first collective is the meeting.
-            self.total(1)
+                self._group = nccl_group(store, rank, world_size, self._timeout)
+                meet(self._group, device, lambda: self.total(1), timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""
+        self.begin_broadcast(tensor)()
+
+    def begin_broadcast(self, tensor: Tensor) -> Callable[[], None]:
+        """Start a broadcast and return what waits for its end.  All ranks begin theirs in the same order.
+
+        Nobody may write `tensor` before that end, nor read it on another rank than 0.  Both may raise GroupFailed.
+        """
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        with _failures_named("a broadcast did not complete"):
-            self._group.broadcast([tensor], options).wait(self._timeout)
+        with _failures_named("a broadcast did not begin"):
+            if self._group is None:
+                raise GroupFailed("this member has left the group")
+            work = self._group.broadcast([tensor], options)
+
+        def wait() -> None:
+            with _failures_named("a broadcast did not complete"):
+                work.wait(self._timeout)
+
+        return wait
 
     def total(self, value: int) -> int:
         """Sum of `value` over all ranks; returns once all have given theirs.  Raises GroupFailed."""
@@ -60,21 +89,16 @@ class SideGroup:
         options.reduceOp = c10d.ReduceOp.SUM
         options.timeout = self._timeout
         with _failures_named("a sum over all ranks did not complete"):
+            if self._group is None:
+                raise GroupFailed("this member has left the group")
             self._group.allreduce([tensor], options).wait(self._timeout)
         return int(tensor.item())
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors of a collective must live."""
-        if isinstance(self._group, c10d.ProcessGroupGloo):
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-
     def close(self) -> None:
         """Cut the connections; ranks that still wait for this one fail at once.  Idempotent."""
-        if self._group is not None and not isinstance(self._group, c10d.ProcessGroupGloo):
-            self._group.abort()
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and not isinstance(group, c10d.ProcessGroupGloo):
+            group.abort()
         self._store = None
 
 
@@ -140,16 +164,6 @@ def _gloo_devices(host: str) -> list[Any]:
         return [create(interface=name.strip()) for name in names.split(",")]
     # On one machine the loopback interface always works; its host name need not resolve.
     return [create(hostname=host or "127.0.0.1")]
-
-
-def _nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    if not (c10d.is_nccl_available() and torch.cuda.is_available()):
-        raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
-    options = c10d.ProcessGroupNCCL.Options()
-    # Longer than the time-out of a single wait: our wait raises before NCCL's watchdog ends the whole process.
-    options._timeout = timeout * 3
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
 
 
 @contextmanager

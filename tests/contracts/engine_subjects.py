@@ -40,7 +40,7 @@ LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # 
 MAX_TOKENS = 600
 
 
-def tiny_config(model: Path, **generation: object) -> Config:
+def tiny_config(model: Path, staging: str = "auto", **generation: object) -> Config:
     tables: dict[str, object] = {
         "run": {"name": "test", "num_steps": 1},
         "model": {"path": model, "dtype": "float32"},
@@ -51,7 +51,7 @@ def tiny_config(model: Path, **generation: object) -> Config:
         },
         "admission": {"groups_per_step": 2, "group_size": 2},
         "trainer": {"token_budget": 1024},
-        "weights": {"timeout_s": 10.0, "transport": "gloo"},
+        "weights": {"timeout_s": 10.0, "transport": "gloo", "staging": staging},
     }  # fmt: skip
     return Config.model_validate(tables)
 
@@ -76,10 +76,16 @@ def forget_end_of_sequence(model: Path) -> None:
         (model / name).write_text(json.dumps({**settings, "eos_token_id": None}))
 
 
+class PublisherDied(Exception):
+    """Its sockets close, as they do when its process is killed."""
+
+
 class Subject(ABC):
     """An engine that stops only where it is told to, and the trainer's end of its weights."""
 
     engine: GenerationEngine
+    loads_arriving = False  # new weights are loaded while they arrive, and nothing is sampled meanwhile
+    bucket_bytes = 1 << 20
 
     def __init__(self, publisher: WeightPublisher, transport: str = "gloo") -> None:
         self.publisher, self.transport = publisher, transport
@@ -98,11 +104,12 @@ class Subject(ABC):
 
     def manifest(self, version: int) -> WeightManifest:
         specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.weights(version)]
-        return make_manifest(version, self.epoch, specs, 1 << 20)
+        return make_manifest(version, self.epoch, specs, self.bucket_bytes)
 
-    async def update(self, version: int) -> WeightTiming:
+    async def update(self, version: int, cut_off_after: int | None = None) -> WeightTiming:
+        """cut_off_after: the publisher dies when it has given so many tensors."""
         manifest = self.manifest(version)
-        weights: Iterator[tuple[str, torch.Tensor]] = iter(self.weights(version))
+        weights = self._until(version, cut_off_after)
         receiving = asyncio.create_task(self.engine.receive_weights(manifest))
         publishing = asyncio.create_task(asyncio.to_thread(self.publisher.publish, manifest, weights))
         await asyncio.wait([receiving, publishing])
@@ -110,6 +117,16 @@ class Subject(ABC):
             await publishing
         publishing.exception()
         return await receiving
+
+    def _until(self, version: int, cut_off_after: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, named in enumerate(self.weights(version)):
+            if index == cut_off_after:
+                raise PublisherDied
+            yield named
+
+    async def num_tokens(self) -> list[int]:
+        """Of every request in flight."""
+        raise NotImplementedError
 
 
 class ScriptedSubject(Subject):
@@ -142,16 +159,23 @@ class VllmSubject(Subject):
         tied: bool,
         transport: str = "gloo",
         device: str = "cpu",
+        staging: str = "auto",
         **generation: object,
     ) -> VllmSubject:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
         forget_end_of_sequence(model)
-        config = tiny_config(model, **generation)
+        config = tiny_config(model, staging, **generation)
         weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
-        publisher = make_publisher(weights, directory=directory / "weights", device=device, shares_gpu=True)
+        publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)
         subject.engine = await VllmEngine.start(config, seed=0)
+        subject.loads_arriving = staging == "paused"
         return subject
+
+    async def num_tokens(self) -> list[int]:
+        assert isinstance(self.engine, VllmEngine)
+        counts = (await self.engine._llm.collective_rpc("_rlhpc_num_tokens"))[0]
+        return sorted(counts.values())
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(version)

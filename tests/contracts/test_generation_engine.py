@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-from engine_subjects import LONG_PROMPT, MAX_TOKENS, ScriptedSubject, Subject, VllmSubject, request_of
+from engine_subjects import LONG_PROMPT, MAX_TOKENS, PublisherDied, ScriptedSubject, Subject, VllmSubject, request_of
 
 from rlhpc.config import WeightsConfig
 from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
+from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.make import make_publisher
+from rlhpc.weights.process_group import SideGroup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+SMALL_BUCKET = 1 << 16  # several of them, and layers that straddle
 TOLERANCE = 1e-4  # float32, another order of sums
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)]
+    scope="module",
+    loop_scope="module",
+    params=["scripted", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm paused"))],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     directory: Path = tmp_path_factory.mktemp("engine")
@@ -32,7 +38,8 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         config = WeightsConfig(transport="gloo", timeout_s=10.0)
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
     else:
-        made = await VllmSubject.start(directory, family="qwen2", tied=True)
+        staging = "paused" if request.param.endswith("paused") else "auto"
+        made = await VllmSubject.start(directory, family="qwen2", tied=True, staging=staging)
     await made.join()
     await made.update(0)
     yield made
@@ -203,6 +210,8 @@ async def test_an_engine_that_is_paused_stays_paused_over_an_update(subject: Sub
 
 
 async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    if subject.loads_arriving:
+        pytest.skip("there are no old ones any more")
     old = subject.engine.policy_version
     with monkeypatch.context() as damage:
         damage.setattr("rlhpc.weights.group_publisher.checksum64", lambda block: 12345)
@@ -213,6 +222,99 @@ async def test_torn_weights_leave_the_old_ones_live(subject: Subject, monkeypatc
     await subject.join()
     await subject.update(old + 1)
     assert_sampled_by(subject, old + 1, await subject.engine.generate(request_of(4)))
+
+
+async def assert_healed_by(subject: Subject, old: int, running: asyncio.Task[Rollout]) -> None:
+    """Whatever came of an update of a request's weights, it was not sampled by torn ones, and the next one helps."""
+    is_torn = subject.engine.policy_version == -1
+    late = asyncio.create_task(subject.engine.generate(request_of(7)))
+    if is_torn:
+        assert subject.engine.capacity_samples == 0
+        await subject.engine.resume()  # nobody can make it sample
+        frozen = await subject.num_tokens()
+        _, pending = await asyncio.wait([running, late], timeout=0.1)
+        assert len(pending) == 2
+        assert await subject.num_tokens() == frozen
+    else:
+        assert subject.engine.policy_version == old
+        assert_sampled_by(subject, old, await late)
+    await subject.join()
+    await subject.update(old + 1)
+    assert subject.engine.capacity_samples > 0
+    if is_torn:
+        assert_sampled_by(subject, old + 1, await asyncio.wait_for(late, 30))
+    rollout = await asyncio.wait_for(running, 30)
+    assert_well_formed(rollout)
+    assert len(rollout.token_ids) == MAX_TOKENS
+    assert set(rollout.versions) <= {old, old + 1}
+    border = int(np.count_nonzero(rollout.versions == old))
+    by_old = subject.expected_logprobs(old, rollout)
+    np.testing.assert_allclose(rollout.behaviour_logprobs[:border], by_old[:border], atol=TOLERANCE)
+    assert_sampled_by(subject, old + 1, await subject.engine.generate(request_of(0, prompt=LONG_PROMPT)))
+
+
+@pytest.mark.parametrize("boundary", range(8))
+async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample_from(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, boundary: int
+) -> None:
+    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    ends = (0, *subject.manifest(0).bucket_ends)
+    if boundary >= len(ends):
+        pytest.skip("a small model has few buckets")
+    old = subject.engine.policy_version
+    running = asyncio.create_task(subject.engine.generate(_long(1)))
+    await until_sampling()
+    if ends[boundary] < ends[-1]:
+        with pytest.raises(TornWeights):
+            await subject.update(old + 1, cut_off_after=ends[boundary])
+    else:  # all buckets are here, their checksums are not
+        with monkeypatch.context() as damage:
+            damage.setattr("rlhpc.weights.group_publisher._require_all", _fails_at_the_end())
+            with pytest.raises(TornWeights):
+                await subject.update(old + 1)
+    await assert_healed_by(subject, old, running)
+
+
+@pytest.mark.parametrize("bucket", range(7))
+async def test_a_damaged_bucket_is_never_sampled_from(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    if bucket >= len(subject.manifest(0).bucket_ends):
+        pytest.skip("a small model has few buckets")
+    old = subject.engine.policy_version
+    running = asyncio.create_task(subject.engine.generate(_long(1)))
+    await until_sampling()
+    sums = itertools.count()
+    with monkeypatch.context() as damage:
+        damage.setattr(
+            "rlhpc.weights.group_publisher.checksum64",
+            lambda block: checksum64(block) ^ (1 if next(sums) == bucket else 0),
+        )
+        with pytest.raises(TornWeights, match=f"bucket {bucket} "):
+            await subject.update(old + 1)
+    assert subject.engine.policy_version == (-1 if subject.loads_arriving else old)
+    await assert_healed_by(subject, old, running)
+
+
+async def test_an_engine_with_torn_weights_hands_back_what_it_has(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not subject.loads_arriving:
+        pytest.skip("its weights are never torn")
+    monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
+    old = subject.engine.policy_version
+    running = asyncio.create_task(subject.engine.generate(_long(1)))
+    await until_sampling()
+    with pytest.raises(TornWeights, match="no token is sampled before a whole version has come"):
+        await subject.update(old + 1, cut_off_after=len(subject.weights(0)) - 1)
+    await subject.engine.abort(_long(1).request_id)
+    rollout = await asyncio.wait_for(running, 10)
+    assert rollout.finish_reason is FinishReason.ABORT
+    assert len(rollout.token_ids) > 0
+    assert_sampled_by(subject, old, rollout)
+    await subject.join()
+    await subject.update(old + 1)
 
 
 async def test_an_engine_outside_a_group_receives_nothing(subject: Subject) -> None:
@@ -251,7 +353,7 @@ async def test_statistics_count(subject: Subject) -> None:
     assert after.tokens_generated - before.tokens_generated == len(rollout.token_ids)
     assert after.busy_s > before.busy_s
     assert 1 <= subject.engine.capacity_samples <= 16
-    assert subject.engine.num_weight_ranks == 1
+    assert subject.engine.weight_devices == ("",)
 
 
 async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject) -> None:
@@ -306,6 +408,18 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
         subject.publisher.dissolve()
     assert (await last).finish_reason is FinishReason.ABORT
     assert _children() == []
+
+
+def _fails_at_the_end() -> Callable[..., None]:
+    """The second vote is never taken: the connection breaks first."""
+    votes = itertools.count()
+
+    def require(group: SideGroup, *rest: object) -> None:
+        if next(votes) == 1:
+            raise PublisherDied
+        group.total(0)
+
+    return require
 
 
 def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:

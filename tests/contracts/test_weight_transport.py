@@ -31,12 +31,13 @@ def processes() -> Iterator[list[ReceiverProcess]]:
         receiver.kill()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*((kind, "shadow") for kind in KINDS), *((kind, "paused") for kind in ("gloo", "ipc", "disk"))])
 def broadcast(request: pytest.FixtureRequest, tmp_path: Path, processes: list[ReceiverProcess]) -> Iterator[Broadcast]:
-    transport = request.param.split()[0]
+    kind, staging = request.param
+    transport = kind.split()[0]
     config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S)
-    publisher = make_publisher(config, directory=tmp_path / "weights", device="cpu", host=KINDS[request.param])
-    yield Broadcast(publisher, transport, processes, TIMEOUT_S, "cpu")
+    publisher = make_publisher(config, directory=tmp_path / "weights", device="cpu", host=KINDS[kind])
+    yield Broadcast(publisher, transport, processes, TIMEOUT_S, "cpu", staging)
     publisher.dissolve()
 
 
@@ -67,7 +68,7 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(broadcast: Broad
 
     doomed.kill()
     drawn: list[str] = []
-    survivors[0].tell("receive", manifest=_plain(manifest_of(2, 2, 1)))
+    broadcast.tell(survivors[0], manifest_of(2, 2, 1))
     began = time.monotonic()
     with pytest.raises(GroupFailed):
         broadcast.publisher.publish(manifest_of(2, 2, 1), counting(draw_weights(2), drawn))
@@ -91,6 +92,34 @@ def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: py
         answer = receiver.answer()
         assert answer["error"] == "TornWeights"
         assert "bucket 0" in answer["message"]
+    broadcast.form(epoch=2)
+    publish(broadcast, 2, epoch=2)
+    assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(2))}] * 2
+
+
+@pytest.mark.parametrize("bucket", range(3))
+@pytest.mark.parametrize("how", ["no room", "fails at"])
+def test_a_receiver_that_cannot_take_a_version_says_so_instead_of_being_waited_for(
+    broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch, how: str, bucket: int
+) -> None:
+    """The trainer learns why at once, the other receiver is not held up, and nothing runs into a time-out."""
+    monkeypatch.setattr(broadcast, "timeout_s", 60.0)
+    monkeypatch.setattr(broadcast.publisher, "_timeout_s", 60.0)
+    manifest, drawn = manifest_of(1, 1, 1), list[str]()
+    assert len(manifest.bucket_ends) == 3
+    broadcast.form(epoch=1)
+    small, roomy = broadcast.receivers
+    broadcast.tell(small, manifest, f"{how} {bucket}")
+    broadcast.tell(roomy, manifest)
+    began = time.monotonic()
+    with pytest.raises(GroupFailed, match=r"cannot|torn"):
+        broadcast.publisher.publish(manifest, counting(draw_weights(1), drawn))
+    why = small.answer()
+    assert why["error"] == "GroupFailed"
+    assert ("CUDA out of memory" if how == "no room" else "a layer could not be put together") in why["message"]
+    roomy.answer()  # it may have the version whole, or know that another has not
+    assert time.monotonic() - began < 60.0
+    assert drawn == [name for name, _ in draw_weights(1)]
     broadcast.form(epoch=2)
     publish(broadcast, 2, epoch=2)
     assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(2))}] * 2
@@ -157,9 +186,3 @@ def test_a_stranger_is_told_that_it_is_no_member(broadcast: Broadcast) -> None:
     broadcast.form(epoch=1)
     broadcast.tell_all(replace(manifest_of(1, 1, 1), epoch=9))
     assert [receiver.answer()["error"] for receiver in broadcast.receivers] == ["GroupFailed"] * 2
-
-
-def _plain(manifest: WeightManifest) -> object:
-    import msgspec
-
-    return msgspec.to_builtins(manifest)

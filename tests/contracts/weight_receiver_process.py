@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import torch
 
 from rlhpc.contracts import WeightReceiver
-from rlhpc.errors import WeightsError
+from rlhpc.errors import GroupFailed, WeightsError
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.make import make_receiver
+from rlhpc.weights.room import room_for
+from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
+
+SHADOW = HostShadow(is_pinned=False)
 
 
 def fingerprint(weights: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:
@@ -24,6 +29,39 @@ def hash_of(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
+def received(receiver: WeightReceiver, manifest: WeightManifest, staging: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a version, as an engine's worker would come by them.
+
+    staging "no room N": memory ends at bucket N.  "fails at N": what is done with bucket N raises.
+    """
+    words, _, number = staging.rpartition(" ")
+    if words:
+        return failing(receiver, manifest, words, int(number))
+    if staging == "shadow":
+        SHADOW.receive(receiver, manifest)
+        return SHADOW.take()
+    with closing(receiver.receive(manifest, fresh_blocks(manifest))) as arriving:
+        return list(named_tensors(manifest, arriving))
+
+
+def failing(
+    receiver: WeightReceiver, manifest: WeightManifest, how: str, bucket: int
+) -> list[tuple[str, torch.Tensor]]:
+    roomy = fresh_blocks(manifest)
+
+    def allocate(index: int, device: torch.device) -> torch.Tensor:
+        with room_for(f"bucket {index}"):
+            if how == "no room" and index == bucket:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return roomy(index, device)
+
+    with closing(receiver.receive(manifest, allocate)) as arriving:
+        for index, _ in enumerate(arriving):
+            if how == "fails at" and index == bucket:
+                raise GroupFailed("a layer could not be put together")
+    raise AssertionError("nothing failed")
+
+
 def obey(command: dict[str, Any], receiver: WeightReceiver | None) -> tuple[Any, WeightReceiver | None]:
     if command["do"] == "join":
         group = msgspec.convert(command["group"], WeightGroup)
@@ -32,7 +70,8 @@ def obey(command: dict[str, Any], receiver: WeightReceiver | None) -> tuple[Any,
         return "joined", receiver
     assert receiver is not None
     if command["do"] == "receive":
-        return fingerprint(receiver.receive(msgspec.convert(command["manifest"], WeightManifest))), receiver
+        manifest = msgspec.convert(command["manifest"], WeightManifest)
+        return fingerprint(received(receiver, manifest, command["staging"])), receiver
     receiver.leave()
     return "left", receiver
 

@@ -60,9 +60,10 @@ class Broadcast:
         receivers: list[ReceiverProcess],
         timeout_s: float,
         device: str,
+        staging: str = "shadow",
     ) -> None:
         self.publisher, self.transport, self.receivers = publisher, transport, receivers
-        self.timeout_s, self.device = timeout_s, device
+        self.timeout_s, self.device, self.staging = timeout_s, device, staging
 
     def form(self, epoch: int, receivers: list[ReceiverProcess] | None = None) -> None:
         self.receivers = self.receivers if receivers is None else receivers
@@ -81,7 +82,10 @@ class Broadcast:
 
     def tell_all(self, manifest: WeightManifest) -> None:
         for receiver in self.receivers:
-            receiver.tell("receive", manifest=msgspec.to_builtins(manifest))
+            self.tell(receiver, manifest)
+
+    def tell(self, receiver: ReceiverProcess, manifest: WeightManifest, staging: str = "") -> None:
+        receiver.tell("receive", manifest=msgspec.to_builtins(manifest), staging=staging or self.staging)
 
 
 def draw_weights(seed: int, device: str = "cpu") -> Weights:

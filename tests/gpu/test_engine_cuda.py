@@ -46,7 +46,7 @@ def test_weights_reach_another_process_on_the_same_gpu(
     transport: str, tmp_path: Path, receiver: ReceiverProcess
 ) -> None:
     config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S)
-    publisher = make_publisher(config, directory=tmp_path, device="cuda", shares_gpu=True)
+    publisher = make_publisher(config, directory=tmp_path, device="cuda")
     broadcast = Broadcast(publisher, transport, [receiver], TIMEOUT_S, "cuda")
     broadcast.form(epoch=1)
     for version in range(3):
@@ -98,6 +98,6 @@ async def test_vllm_takes_new_weights_by_ipc_while_it_samples(tmp_path: Path) ->
 
 
 def test_an_ipc_group_needs_no_network(tmp_path: Path) -> None:
-    publisher = make_publisher(WeightsConfig(transport="ipc"), directory=tmp_path, device="cuda", shares_gpu=True)
+    publisher = make_publisher(WeightsConfig(transport="ipc"), directory=tmp_path, device="cuda")
     assert publisher.open(WeightGroup(1, "ipc", "", ("g",), (1,))).address.startswith("file://")
     publisher.dissolve()

@@ -43,13 +43,7 @@ def receivers() -> dict[str, Receivers]:
         "rlhpc/generation/finished_request.py": Receivers(
             {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
         ),
-        "rlhpc/generation/worker_extension.py": Receivers(
-            {
-                "self.model_runner": RUNNERS,
-                "current_platform": ("vllm.platforms.interface.Platform",),
-            },
-            nothing,
-        ),
+        "rlhpc/generation/worker_extension.py": Receivers({"self.model_runner": RUNNERS}, nothing),
         "rlhpc/training/zero_engine.py": Receivers(
             {"get_accelerator()": ("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator",)}, nothing
         ),

@@ -32,6 +32,7 @@ class Receivers:
     expanded: Mapping[str, frozenset[str]]
 
 
+OBJECTS = {"vllm.platforms.current_platform": "vllm.platforms.interface.Platform"}  # imported, and no classes
 NO_RECEIVERS = Receivers({}, {})
 
 
@@ -132,7 +133,7 @@ class _File:
         if owner in self.receivers.classes:
             self.seen.add(owner)
             return [f"{each}.{node.attr}" for each in self.receivers.classes[owner]]
-        return [f"{each}.{node.attr}" for each in self._meaning(node.value)]
+        return [f"{OBJECTS.get(each, each)}.{node.attr}" for each in self._meaning(node.value)]
 
     def _bindings(self) -> Iterator[tuple[str, str]]:
         """Names of this file that stand for something foreign; an annotated one stands for its class."""

@@ -220,7 +220,9 @@ def test_stop_cancels_what_waits_in_the_queue(desk: Desk, placement: str, capsys
     assert desk.submit(f"stop-{placement}", desk.site(cluster={"placement": placement})) == 0
     layout = desk.lab.layout(f"stop-{placement}")
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out.endswith(f"{layout.root}: stopped; `rlhpc resume {layout.root}` goes on\n")
+    assert capsys.readouterr().out.endswith(
+        f"{layout.root}: stopped before the first step; `rlhpc resume {layout.root}` goes on\n"
+    )
     assert desk.queued() == [str(other)]
     assert main(["stop", str(layout.root)]) == 0
     assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
 
 from rlhpc.config import Config
 from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, WORKER_EXTENSION, engine_profile
@@ -67,3 +73,48 @@ def test_nothing_is_looked_for_on_the_network() -> None:
     for device in ("cpu", "cuda"):
         environment = engine_profile(config_with(), seed=0, device=device).environment
         assert environment["HF_HUB_OFFLINE"] == environment["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_no_environment_of_a_user_makes_vllm_fork_its_engine() -> None:
+    """A forked child of a process that has asked for CUDA cannot use it; on CPU vLLM spawns whatever it is told."""
+    code = (
+        "import logging; logging.basicConfig(format='%(message)s');"
+        "from rlhpc.generation.engine_profile import COMMON_ENVIRONMENT;"
+        "from rlhpc.generation.vllm_process import set_environment; set_environment(COMMON_ENVIRONMENT);"
+        "from vllm.utils.system_utils import get_mp_context; print(get_mp_context().get_start_method())"
+    )
+    environment = os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "spawn"
+    assert "VLLM_WORKER_MULTIPROC_METHOD='fork' of the environment is overridden with 'spawn'" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_head_computes_in_float32_as_the_trainers_does(device: str) -> None:
+    assert engine_profile(config_with(), seed=0, device=device).engine_args["hf_overrides"] == {"head_dtype": "float32"}
+
+
+def test_a_kv_cache_of_given_size_asks_for_no_share_of_a_gpu_that_the_trainer_may_have_filled() -> None:
+    """vLLM refuses to start where less than this share is free, and uses it for nothing else then."""
+    shared = engine_profile(config_with(kv_cache_bytes=1 << 30), seed=0, device="cuda").engine_args
+    assert shared["gpu_memory_utilization"] <= 0.01
+    alone = engine_profile(config_with(), seed=0, device="cuda").engine_args
+    assert alone["gpu_memory_utilization"] == 0.9
+
+
+def test_a_step_takes_eight_thousand_tokens_on_cuda_and_what_the_run_file_says_everywhere() -> None:
+    def batched(device: str, **generation: object) -> object:
+        arguments = engine_profile(config_with(**generation), seed=0, device=device).engine_args
+        return arguments.get("max_num_batched_tokens")
+
+    assert batched("cuda") == 8192
+    assert batched("cpu") is None
+    assert batched("cuda", max_num_seqs=16) == 16 * 128  # there are no more tokens in all sequences together
+    assert batched("cuda", max_num_seqs=9000) == 9000  # each sequence takes one when all decode
+    assert batched("cuda", max_num_batched_tokens=1024) == batched("cpu", max_num_batched_tokens=1024) == 1024
+
+
+def test_a_step_that_does_not_hold_a_token_of_every_sequence_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"generation\.max_num_batched_tokens=100 .* legal: 256 or more"):
+        config_with(max_num_batched_tokens=100)

@@ -36,6 +36,10 @@ SECRETS = {
         ("export HF_TOKEN=hf_short; run", "export HF_TOKEN=(removed); run"),
         ('{"password": "x", "n": 3}', '{"password": (removed), "n": 3}'),
         ("--token 'abc' --n 3", "--token (removed) --n 3"),
+        ("rlhpc --api-key sk-12 --n 3", "rlhpc --api-key (removed) --n 3"),
+        ("MY_PASSWORD=123456 and secret: 42", "MY_PASSWORD=(removed) and secret: (removed)"),
+        ("token = 12345", "token = (removed)"),
+        ("//ada:p@ss@mirror.example/simple", "//(removed)@mirror.example/simple"),
         ("https://ada:pw@mirror.example/simple", "https://(removed)@mirror.example/simple"),
         ("mail ada.l@uni.example now", "mail (removed) now"),
         ("said open sesame 1 twice", "said (removed) twice"),
@@ -54,7 +58,9 @@ def test_what_nobody_else_should_read_is_taken_out(text, wanted):
 @pytest.mark.parametrize(
     "text",
     [
-        "token_budget = 8192",
+        "token_budget = 8_192",
+        "transformers==5.19.0 tokenizers==0.23.3 TOKENIZERS_PARALLELISM=false",
+        '{"num_tokens": 5, "stop_token_ids": [1, 2]}',
         'max_prompt_tokens = 512\n[trainer]\nbackend = "megatron"',
         "generation.max_completion_tokens=1024, 3 tokens a step",
         "NVIDIA A100-SXM4-80GB, 81920 MiB, 535.183.06, 8.0",

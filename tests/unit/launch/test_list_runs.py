@@ -213,7 +213,8 @@ def test_where_squeue_does_not_answer_the_directory_says_what_it_can(
         "trains": "running", "silent": "unknown", "given-up": "failed",
     }  # fmt: skip
     assert "Unable to contact slurm controller" in said["notes"][0]
-    assert len(runs.calls()) == 1
+    assert len(set(runs.calls())) == 1  # for two seconds again and again, and not for each run
+    assert "--jobs" not in runs.calls()[0]
 
 
 def test_a_machine_without_slurm_is_silent_about_it_unless_it_matters(

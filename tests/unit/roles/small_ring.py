@@ -121,6 +121,7 @@ class FakeTrainer:
         self.version = 0
         self.batches: list[PackedBatch] = []
         self.formed: list[tuple[str, ...]] = []  # members of each epoch
+        self.transports: list[str] = []  # of each epoch
         self.published: list[int] = []
         self.is_finite = True
         self.failing_broadcasts = 0
@@ -137,6 +138,7 @@ class FakeTrainer:
                 return StepReport(command.step, self.version, self.is_finite, {"loss": 0.5})
             case FormGroup():
                 self.formed.append(command.group.members)
+                self.transports.append(command.group.transport)
                 return GroupOpened(replace(command.group, address="memory"))
             case PublishWeights():
                 self.published.append(command.policy_version)
@@ -235,8 +237,10 @@ class SmallRing:
         self.control, batches = MemoryServer(CONTROL), MemoryServer(BATCHES)
         self.trainer, self.membership = FakeTrainer(), Membership()
         link = TrainerLink(batches)
-        self.publication = Publication(self.control, link, self.membership, limits=limits)
-        self.publication.describe(MANIFEST, "gloo")
+        self.publication = Publication(
+            self.control, link, self.membership, transport=config.weights.transport, limits=limits
+        )
+        self.publication.describe(MANIFEST, "")
         self.buffer = make_buffer(config, directory)
         self.ledger = self.buffer.ledger
         self.is_generating = True
@@ -260,11 +264,13 @@ class SmallRing:
                 self.buffer.deliver("somebody", scored(group_id, index))
         self.loop.groups_changed()
 
-    async def add_generator(self, name: str = "generator-0", incarnation: str = "first") -> FakeGenerator:
+    async def add_generator(
+        self, name: str = "generator-0", incarnation: str = "first", devices: tuple[str, ...] = ("",)
+    ) -> FakeGenerator:
         """Start one and greet it as the controller does."""
         generator = FakeGenerator(name, self.control)
         self._start(generator.obey())
-        await self.publication.joined(name, 1, incarnation)
+        await self.publication.joined(name, devices, incarnation)
         self.loop.groups_changed()
         return generator
 

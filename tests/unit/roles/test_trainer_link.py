@@ -14,7 +14,7 @@ from rlhpc.topology import BATCHES
 from rlhpc.transport.memory import MemoryServer
 from tests.unit.roles.small_ring import MANIFEST
 
-READY = TrainerReady(0, MANIFEST, "gloo")
+READY = TrainerReady(0, MANIFEST, "")
 
 
 async def test_ranks_that_do_not_come_are_named() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.weights.checksum import NUM_LANES, checksum64
+from rlhpc.weights.checksum import NUM_LANES, checksum64, lanes_by_halves, lanes_in_order
 
 LONG = 3 * 8 * NUM_LANES + 24  # three rows of lanes and a bit
 
@@ -71,3 +74,31 @@ def test_only_flat_bytes_are_taken() -> None:
         checksum64(torch.zeros(4))
     with pytest.raises(ValueError, match="flat bytes"):
         checksum64(torch.zeros(8, dtype=torch.uint8)[::2])
+
+
+@pytest.mark.parametrize(
+    "num_words", [0, 1, NUM_LANES - 1, NUM_LANES, 2 * NUM_LANES + 7, 7 * NUM_LANES, 13 * NUM_LANES + 1]
+)
+def test_few_launches_give_the_same_lanes(num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhpc.weights.checksum.MOST_ROWS", 4)
+    words = torch.randint(-(2**62), 2**62, (num_words,), generator=torch.Generator().manual_seed(num_words))
+    assert torch.equal(lanes_by_halves(words), lanes_in_order(words))
+
+
+class CountLaunches(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func in (torch.ops.aten.add.Tensor, torch.ops.aten.add.out)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_bucket_takes_dozens_of_launches_and_not_hundreds() -> None:
+    """256 MiB, on a device that has no memory."""
+    words = torch.empty(512 * NUM_LANES, dtype=torch.int64, device="meta")
+    with CountLaunches() as few:
+        lanes_by_halves(words)
+    with CountLaunches() as many:
+        lanes_in_order(words)
+    assert many.num == 512
+    assert few.num < 40

@@ -7,30 +7,14 @@ import pytest
 from rlhpc.config import WeightsConfig
 from rlhpc.errors import ConfigError, GroupFailed
 from rlhpc.types import WeightGroup
-from rlhpc.weights.make import make_publisher, make_receiver, resolve_transport
+from rlhpc.weights.make import make_publisher, make_receiver
 
 
-@pytest.mark.parametrize(
-    ("transport", "device", "shares_gpu", "resolved"),
-    [
-        ("auto", "cpu", False, "gloo"),
-        ("auto", "cuda", False, "nccl"),
-        ("auto", "cuda:0", True, "ipc"),
-        ("disk", "cpu", False, "disk"),
-        ("gloo", "cuda", True, "gloo"),
-    ],
-)
-def test_auto_takes_what_the_devices_allow(transport: str, device: str, shares_gpu: bool, resolved: str) -> None:
-    assert resolve_transport(transport, device, shares_gpu) == resolved
-
-
-@pytest.mark.parametrize(
-    ("transport", "device", "shares_gpu"),
-    [("nccl", "cpu", False), ("nccl", "cuda", True), ("pigeon", "cpu", False)],
-)
-def test_a_transport_that_cannot_work_is_refused(transport: str, device: str, shares_gpu: bool) -> None:
-    with pytest.raises(ConfigError, match=r"weights\.transport"):
-        resolve_transport(transport, device, shares_gpu)
+@pytest.mark.parametrize("transport", ["auto", "pigeon"])
+def test_a_publisher_is_of_a_transport_that_was_chosen(transport: str, tmp_path: Path) -> None:
+    weights = WeightsConfig().model_copy(update={"transport": transport})
+    with pytest.raises(ConfigError, match=rf"weights\.transport='{transport}'; legal: gloo, nccl, ipc, disk"):
+        make_publisher(weights, directory=tmp_path, device="cpu")
 
 
 def test_an_unknown_transport_has_no_receiver() -> None:

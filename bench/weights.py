@@ -1,0 +1,123 @@
+"""How fast a new version of the weights gets from the trainer's memory into a generator's, on one host, on CPU.
+
+    python bench/weights.py [--megabytes 1024] [--receivers 1] [--bucket-megabytes 64] [--versions 5]
+
+A process for each receiver; publisher and receivers go through the code of a run: buckets, checksums, votes.  The
+denominator is one memcpy of the same bytes in the same run, taken between versions, so that a busy machine slows both.
+"first" is the first version, whose memory nobody has touched; "ratio" is memcpy / median of the others: 1 would be a
+single copy without any check.  The clock runs from the publisher's call to the last receiver's word that all agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from rlhpc.config import WeightsConfig
+from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.make import make_publisher, make_receiver
+from rlhpc.weights.shadow import HostShadow
+
+TENSOR_BYTES = 8 << 20
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Figures:
+    """Seconds of one transport."""
+
+    published: list[float] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.copied) / statistics.median(self.published[1:])
+
+
+def receive(pipe: Connection, transport: str, rank: int) -> None:
+    """A generator's end: one HostShadow for all versions."""
+    torch.set_num_threads(1)
+    receiver = make_receiver(transport, device="cpu", timeout_s=TIMEOUT_S)
+    shadow = HostShadow(is_pinned=False)
+    receiver.join(pipe.recv(), rank)
+    while (manifest := pipe.recv()) is not None:
+        shadow.receive(receiver, manifest)
+        pipe.send(shadow.take()[-1][1].flatten()[-1].item())
+    receiver.leave()
+
+
+def measure(transport: str, manifest: WeightManifest, num_receivers: int, num_versions: int) -> Figures:
+    figures = Figures()
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(num_receivers)]
+    processes = [
+        context.Process(target=receive, args=(theirs, transport, rank), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes, 1)
+    ]
+    for process in processes:
+        process.start()
+    weights = [(spec.name, torch.empty(spec.shape, dtype=torch.bfloat16).fill_(0)) for spec in manifest.tensors]
+    copy = [torch.empty_like(tensor).fill_(0) for _, tensor in weights]
+    with tempfile.TemporaryDirectory() as directory:
+        config = WeightsConfig(transport=transport, timeout_s=TIMEOUT_S)
+        publisher = make_publisher(config, directory=Path(directory), device="cpu")
+        names = tuple(f"generator-{index}" for index in range(num_receivers))
+        group = publisher.open(WeightGroup(1, transport, "", names, (1,) * num_receivers))
+        for ours, _ in pipes:
+            ours.send(group)
+        publisher.form()
+        for version in range(num_versions):
+            for _, tensor in weights:
+                tensor.fill_(version)
+            this = replace(manifest, policy_version=version)
+            began = time.perf_counter()
+            for ours, _ in pipes:
+                ours.send(this)
+            publisher.publish(this, iter(weights))
+            arrived = [ours.recv() for ours, _ in pipes]
+            figures.published.append(time.perf_counter() - began)
+            assert arrived == [float(version)] * num_receivers
+            began = time.perf_counter()
+            for target, (_, tensor) in zip(copy, weights, strict=True):
+                target.copy_(tensor)
+            figures.copied.append(time.perf_counter() - began)
+        for ours, _ in pipes:
+            ours.send(None)
+        publisher.dissolve()
+    for process in processes:
+        process.join(10)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--receivers", type=int, default=1)
+    parser.add_argument("--bucket-megabytes", type=int, default=64)
+    parser.add_argument("--versions", type=int, default=5)
+    parser.add_argument("--transports", nargs="*", default=["gloo", "ipc", "disk"])
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    count = max(1, (wanted.megabytes << 20) // TENSOR_BYTES)
+    specs = [TensorSpec(f"w{index}", "bfloat16", (TENSOR_BYTES // 2048, 1024)) for index in range(count)]
+    manifest = make_manifest(0, 1, specs, wanted.bucket_megabytes << 20)
+    print(f"{wanted.megabytes} MB, {wanted.receivers} receiver(s), buckets of {wanted.bucket_megabytes} MB")
+    print(f"{'transport':<12}{'first s':>9}{'median s':>9}{'memcpy s':>9}{'ratio':>8}")
+    for transport in wanted.transports:
+        figures = measure(transport, manifest, wanted.receivers, wanted.versions)
+        first, others = figures.published[0], statistics.median(figures.published[1:])
+        copied = statistics.median(figures.copied)
+        print(f"{transport:<12}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

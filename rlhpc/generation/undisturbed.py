@@ -1,0 +1,19 @@
+"""Finish what was begun, whoever stops waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def undisturbed(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await to the end even if the caller is cancelled meanwhile: weights must not be half adopted."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -1,0 +1,172 @@
+"""Bring a new version into a vLLM engine: receive, stop sampling where needed, load, adopt, go on.
+
+Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
+
+    whole ──── a version is received whole beside decoding and loaded between two steps ("shadow") ────▶ whole
+    whole ──── the first buckets are here: sampling stops, buckets are loaded as they arrive ("paused") ▶ arriving
+    arriving ─ the last bucket is loaded and every checksum agrees: sampling goes on ─────────────────▶ whole
+    arriving ─ anything else ────────────────────────────────────────────────────────────────────────▶ torn
+    torn ───── the next version, received in either way, loaded whole ───────────────────────────────▶ whole
+
+Guarantee: no token is sampled while the weights are arriving or torn.  Requests are kept throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from rlhpc.config import Config
+from rlhpc.contracts import Clock, WeightTiming
+from rlhpc.errors import GroupFailed, TornWeights
+from rlhpc.generation.pause_switch import PauseSwitch
+from rlhpc.generation.staging_choice import choose_staging, free_host_bytes
+from rlhpc.generation.undisturbed import undisturbed
+from rlhpc.generation.vllm_process import device_here, num_gpus_here
+from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
+from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.buckets import manifest_bytes
+
+POLL_S = (0.002, 0.05)  # how often a worker is asked whether it has received: at first, and at most
+POLL_PAUSED_S = (0.001, 0.005)  # while nothing is sampled
+DRAIN_S = 0.02  # outputs that left the engine before a pause reach their requests within this
+UPDATE = "update"  # in whose name sampling is stopped
+BEGUN = [(BUSY, "")]  # what a worker would say that was just told to go on
+
+Counts = dict[str, int] | None
+
+
+class WeightUpdates:
+    """The weights' side of one engine."""
+
+    def __init__(
+        self,
+        llm: Any,
+        call: Callable[[Any], Awaitable[Any]],
+        switch: PauseSwitch,
+        adopt: Callable[[int, Counts], None],
+        *,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        """call: awaits a call of vLLM; raises EngineError.  adopt: records a version that is loaded from now on."""
+        self._llm, self._call, self._switch, self._adopt = llm, call, switch, adopt
+        self._config, self._clock = config, clock
+        self._updating = asyncio.Lock()
+        self._staging = ""  # chosen when the size of the model is known, and kept
+        self._has_spans = hasattr(llm, "update_weight_version")
+        self.pauses_to_load = False
+        self.num_preemptions = 0  # of requests, up to the last version
+        self.is_torn = False  # the model is neither an old version nor a new one
+        self.adopted = asyncio.Event()  # cleared while a load is under way that this side has not recorded yet
+        self.adopted.set()
+
+    async def join(self, group: WeightGroup, member: str) -> None:
+        """Meet the others while decoding goes on.  Raises GroupFailed."""
+        async with self._updating:
+            timeout_s = self._config.weights.timeout_s
+            begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)
+            await self._reached(DONE, begun, f"epoch {group.epoch}")
+
+    async def receive(self, manifest: WeightManifest) -> WeightTiming:
+        """See GenerationEngine.receive_weights."""
+        async with self._updating:
+            began = self._clock()
+            staging = self._chosen_staging(manifest)
+            version, name = manifest.policy_version, f"version {manifest.policy_version}, epoch {manifest.epoch}"
+            try:
+                encoded = msgspec.json.encode(manifest).decode()
+                begun = await self._rpc("rlhpc_begin_receive", encoded, staging)
+                await self._reached(DONE if staging == "shadow" else READY, begun, name)
+            except (GroupFailed, TornWeights) as error:
+                await self._rpc("rlhpc_give_up")
+                raise TornWeights(self._with_state(error)) from error
+            received = self._clock()
+            load = self._load_shadow(version) if staging == "shadow" else self._load_arriving(version, name)
+            pause_s = await undisturbed(load)
+            return WeightTiming(receive_s=received - began, pause_s=pause_s)
+
+    async def leave(self) -> None:
+        """Leave the group; a version that is arriving is given up."""
+        await self._rpc("rlhpc_leave")
+
+    async def _load_shadow(self, version: int) -> float:
+        """Load what was received whole.  Returns the seconds in which no token could be sampled."""
+        pauses, began = self.pauses_to_load and not self._switch.is_paused, self._clock()
+        if pauses:
+            await self._switch.hold(UPDATE)
+            await asyncio.sleep(DRAIN_S)
+        self.adopted.clear()
+        try:
+            # Sent together, so that few steps if any lie between them; if one fails the engine is dead.
+            loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
+            self.num_preemptions = max(preemptions)
+            self._become(version, loaded[0][1])
+        finally:
+            self.adopted.set()
+        await self._switch.release(UPDATE)
+        return self._clock() - began if pauses else max(float(seconds) for seconds, _ in loaded)
+
+    async def _load_arriving(self, version: int, name: str) -> float:
+        """Stop sampling and load what arrives.  Returns the seconds in which no token could be sampled.
+
+        Raises TornWeights; then the engine stays as it is, and samples nothing.
+        """
+        began = self._clock()
+        await self._switch.hold(UPDATE)
+        self.is_torn = True
+        try:
+            counts, _ = await asyncio.gather(self._rpc("rlhpc_permit"), asyncio.sleep(DRAIN_S))
+            await self._reached(DONE, BEGUN, name, POLL_PAUSED_S)
+        except (TornWeights, GroupFailed) as error:
+            raise TornWeights(self._with_state(error)) from error
+        preemptions, *_ = await asyncio.gather(*self._calls_that_follow(version))
+        self.num_preemptions = max(preemptions)
+        self._become(version, counts[0])
+        await self._switch.release(UPDATE)
+        return self._clock() - began
+
+    def _become(self, version: int, counts: Counts) -> None:
+        self.is_torn = False
+        self._adopt(version, counts)
+
+    def _calls_that_follow(self, version: int) -> list[Awaitable[Any]]:
+        calls: list[Awaitable[Any]] = [self._rpc("rlhpc_num_preemptions")]
+        if self._has_spans:
+            calls.append(self._call(self._llm.update_weight_version(str(version))))
+        if self._config.generation.recompute_kv:
+            calls.append(self._call(self._llm.reset_prefix_cache(reset_running_requests=True)))
+        return calls
+
+    def _chosen_staging(self, manifest: WeightManifest) -> str:
+        if not self._staging:
+            self._staging = choose_staging(
+                self._config.weights.staging,
+                on_cpu=device_here() == "cpu",
+                model_bytes=manifest_bytes(manifest),
+                num_shadows=max(num_gpus_here(), self._config.generation.tensor_parallel),
+                free_bytes=free_host_bytes(),
+            )
+        return self._staging
+
+    def _with_state(self, error: Exception) -> str:
+        return f"{error}; no token is sampled before a whole version has come" if self.is_torn else str(error)
+
+    async def _reached(self, wanted: str, states: list[Any], what: str, poll_s: tuple[float, float] = POLL_S) -> None:
+        """Ask the workers until all are where they are wanted.  Raises TornWeights or GroupFailed if one failed."""
+        interval, longest = poll_s
+        while any(state == BUSY for state, _ in states):
+            await asyncio.sleep(interval)
+            interval = min(interval * 1.5, longest)
+            states = await self._rpc("rlhpc_poll")
+        for state, message in states:
+            if state not in (wanted, DONE):
+                raise (TornWeights if state == TORN else GroupFailed)(f"{what}: {message}")
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the extension on every worker.  Its errors do not cross as classes."""
+        result: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
+        return result

@@ -1,0 +1,81 @@
+"""How weights travel in a run: decided from where trainer and engines are, never from how many GPUs one process sees.
+
+Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
+nccl, ipc or disk.  A device is "" for the CPU, else a word that no other device has: a GPU's UUID, or its place in
+CUDA_VISIBLE_DEVICES where all words are of one machine.  Pure, without torch: launcher and controller ask the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhpc.errors import ConfigError
+
+TRANSPORTS = ("gloo", "nccl", "ipc", "disk")
+CPU = ""
+MIG = "MIG-"  # NVIDIA's names of parts of a GPU begin so
+
+
+def choose_transport(wish: str, trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
+    """Replace "auto", or accept the wish: gloo on CPU; on CUDA nccl between GPUs, ipc within one.
+
+    engines: name → devices of its workers.  Raises ConfigError, which names who is where, for a wish that cannot work
+    there, and for "auto" where some engines share the trainer's GPU and others do not.
+    """
+    if wish not in ("auto", *TRANSPORTS):
+        raise ConfigError(f"weights.transport={wish!r}; legal: auto, {', '.join(TRANSPORTS)}")
+    if wish in ("gloo", "disk"):
+        return wish
+    if wish == "ipc":
+        return _ipc(trainer, engines)
+    if wish == "nccl":
+        return _nccl(trainer, engines)
+    workers = [device for devices in engines.values() for device in devices]
+    if trainer == CPU or CPU in workers:
+        return "gloo"
+    if trainer in workers:
+        return _ipc(trainer, engines)
+    # NCCL connects no two parts of one GPU, and whether these are of one is not known here.
+    return "gloo" if any(device.startswith(MIG) for device in (trainer, *workers)) else _nccl(trainer, engines)
+
+
+def _ipc(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
+    near = [name for name, devices in engines.items() if trainer in devices]
+    apart = [name for name, devices in engines.items() if any(device != trainer for device in devices)]
+    if apart:
+        raise ConfigError(
+            f"weights cannot travel by ipc to {', '.join(apart)}: {' and '.join(['trainer-0', *near])} on "
+            f"{_words([trainer])}, {apart[0]} on {_words(engines[apart[0]])}, and {_legal(trainer, engines)}"
+        )
+    return "ipc"
+
+
+def _nccl(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
+    owners = {trainer: "trainer-0"}
+    for name, devices in engines.items():
+        for device in devices:
+            if CPU in (device, trainer):
+                who = name if device == CPU else "trainer-0"
+                raise ConfigError(f"weights.transport='nccl', and {who} is on CPU; legal: auto, gloo, disk")
+            if device in owners:
+                raise ConfigError(
+                    f"weights cannot travel by nccl: {owners[device]} and {name} are both on {_words([device])}, and "
+                    f"{_legal(trainer, engines)}"
+                )
+            owners[device] = name
+    if trainer == CPU:
+        raise ConfigError("weights.transport='nccl', and trainer-0 is on CPU; legal: auto, gloo, disk")
+    return "nccl"
+
+
+def _legal(trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
+    if all(device == trainer for devices in engines.values() for device in devices):
+        return "NCCL wants a GPU for each; legal: weights.transport auto, ipc, gloo, disk"
+    return (
+        "NCCL wants a GPU for each, ipc the same GPU for all; legal: all engines on the trainer's GPU, or none, or "
+        "weights.transport='gloo' (slower, through host memory)"
+    )
+
+
+def _words(devices: Sequence[str]) -> str:
+    return ", ".join(f"GPU {device}" if device.isdigit() else device or "the CPU" for device in devices)

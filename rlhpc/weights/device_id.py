@@ -1,0 +1,24 @@
+"""Name a device so that two processes find out whether they have the same one.
+
+Input: a torch device.  Output: "" for a CPU, else the UUID of a GPU, or the name of the part of one (MIG).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rlhpc.weights.choice import CPU, MIG
+
+
+def device_id(device: torch.device | str) -> str:
+    """The name.  Initialises CUDA for a CUDA device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CPU
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    word = words[index].strip() if index < len(words) else ""
+    # Parts of one GPU may have the UUID of the whole; their processes are told them by name.
+    return word if word.startswith(MIG) else f"GPU-{torch.cuda.get_device_properties(index).uuid}"

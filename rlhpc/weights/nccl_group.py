@@ -1,0 +1,83 @@
+"""An NCCL group that never takes its process along.
+
+Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows whatever goes wrong in a
+collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the
+death of a generator would end the trainer.  Guarantee: this group has no watchdog and no heartbeat monitor.  A wait is
+bounded by its own time-out and aborts the communicator itself (WorkNCCL::wait in torch 2.13), and so is the rendezvous.
+Other groups of the process keep their watchdogs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.errors import GroupFailed
+
+c10d: Any = dist  # group classes come from C++ and have no stubs
+
+# Read by the constructor of ProcessGroupNCCL, and only there.
+WITHOUT_WATCHDOG = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog thread is started
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # and if a version of torch starts one all the same, it rethrows nothing
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor is the process ended because that thread is stuck
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # would switch error handling on again
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    """Make the group; nobody is met yet.  Raises GroupFailed where there is no NCCL."""
+    if not (c10d.is_nccl_available() and torch.cuda.is_available()):
+        raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment(WITHOUT_WATCHDOG):
+        return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
+
+
+def meet(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
+    """Run the first collective, in which NCCL connects to the other ranks.
+
+    NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit;
+    the thread that waits is given up with the aborted group.
+    """
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            torch.cuda.set_device(device)
+            first_collective()
+        except (RuntimeError, ValueError, OSError, GroupFailed) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect, name="weights-rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        # abort() may have to wait for the lock that the stuck thread holds: not in this thread.
+        threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
+        raise GroupFailed(f"NCCL did not connect to all ranks within {timeout_s:g} s")
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

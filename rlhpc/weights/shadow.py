@@ -1,0 +1,128 @@
+"""Where arriving buckets are kept until they are loaded: a shadow in host memory, or blocks that are freed after use.
+
+Input: a WeightReceiver and a manifest; output: named tensors, or memory for a receiver to receive into.
+Guarantee: no more than two buckets of a version are ever in GPU memory on account of a shadow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from rlhpc.contracts import Allocate, WeightReceiver
+from rlhpc.errors import TornWeights
+from rlhpc.types import WeightManifest
+from rlhpc.weights.buckets import buckets_of, layout_digest
+from rlhpc.weights.flat_tensors import tensors_in_block
+from rlhpc.weights.room import room_for
+
+NamedTensors = list[tuple[str, Tensor]]
+
+
+class HostShadow:
+    """A whole version in host memory.  The memory is kept from one version to the next: making it costs a pass."""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        """is_pinned: register the memory with CUDA, so that copies to and from a GPU run at full speed."""
+        self._is_pinned = is_pinned
+        self._digest: int | None = None
+        self._blocks: list[Tensor] = []
+        self._whole: WeightManifest | None = None
+
+    def receive(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
+        """Receive a version.  Raises TornWeights, GroupFailed (also: no room); then there is nothing to take."""
+        self._whole = None
+        on_device = blocks_in_turn(manifest)
+
+        def allocate(index: int, device: torch.device) -> Tensor:
+            self._make_room(manifest)
+            return self._blocks[index] if device.type == "cpu" else on_device(index, device)
+
+        with closing(receiver.receive(manifest, allocate)) as arriving:
+            for index, block in enumerate(arriving):
+                own = self._blocks[index]
+                if block.data_ptr() != own.data_ptr():
+                    own.copy_(block, non_blocking=True)  # in the order of the stream; whoever reads waits for that
+        self._whole = manifest
+
+    def take(self) -> NamedTensors:
+        """The tensors of the version received last, in the manifest's order; valid until the next one is received.
+
+        Raises TornWeights if there is none, or it was taken before.
+        """
+        manifest, self._whole = self._whole, None
+        if manifest is None:
+            raise TornWeights("no complete weights have been received")
+        pairs = zip(buckets_of(manifest), self._blocks, strict=True)
+        return [named for bucket, block in pairs for named in tensors_in_block(bucket, block)]
+
+    def drop(self) -> None:
+        """Forget the version; the memory stays."""
+        self._whole = None
+
+    def _make_room(self, manifest: WeightManifest) -> None:
+        digest = layout_digest(manifest)
+        if self._digest == digest:
+            return
+        self._release()
+        with room_for(f"version {manifest.policy_version}: a shadow of it in host memory"):
+            for bucket in buckets_of(manifest):
+                self._blocks.append(torch.empty(bucket.num_bytes, dtype=torch.uint8))
+                if self._is_pinned:
+                    self._blocks[-1].fill_(0)
+                    _register(self._blocks[-1])
+        self._digest = digest
+
+    def _release(self) -> None:
+        self._digest = None
+        if self._is_pinned:
+            for block in self._blocks:
+                torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
+        self._blocks = []
+
+
+def blocks_in_turn(manifest: WeightManifest) -> Allocate:
+    """Two blocks, one after the other: a third bucket overwrites the first."""
+    sizes = [bucket.num_bytes for bucket in buckets_of(manifest)]
+    ring: list[Tensor] = []
+
+    def allocate(index: int, device: torch.device) -> Tensor:
+        if index < 2:
+            largest = max(sizes[index::2])
+            with room_for(f"version {manifest.policy_version}: a bucket of {largest} bytes on {device}"):
+                ring.append(torch.empty(largest, dtype=torch.uint8, device=device))
+        return ring[index % 2][: sizes[index]]
+
+    return allocate
+
+
+def fresh_blocks(manifest: WeightManifest) -> Allocate:
+    """A block of its own for every bucket: it is freed when nobody holds a tensor of it any more.
+
+    All but those of outsize tensors have one size, so that the caching allocator finds them again.
+    """
+    buckets = buckets_of(manifest)
+    usual = max((bucket.num_bytes for bucket in buckets if len(bucket.tensors) > 1), default=0)
+
+    def allocate(index: int, device: torch.device) -> Tensor:
+        size = buckets[index].num_bytes
+        with room_for(f"version {manifest.policy_version}: a bucket of {size} bytes on {device}"):
+            return torch.empty(max(size, usual), dtype=torch.uint8, device=device)[:size]
+
+    return allocate
+
+
+def named_tensors(manifest: WeightManifest, blocks: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of buckets as they come: views, which keep their block alive."""
+    for bucket, block in zip(buckets_of(manifest), blocks, strict=True):
+        yield from tensors_in_block(bucket, block)
+
+
+def _register(block: Tensor) -> None:
+    """Page-lock host memory that exists.  torch's pin_memory() would round large blocks up to a power of two."""
+    if block.numel():
+        outcome = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(outcome)

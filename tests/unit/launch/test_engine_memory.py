@@ -1,0 +1,111 @@
+"""Engine, new weights while they arrive, and trainer: what does not fit a GPU is refused before one is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.memory.engine import plan_engine, staging_bytes
+from launch.memory.model_shape import ModelShape
+from launch.memory.plan import GIB
+from launch.memory.verdict import judge_memory
+from launch.site.site_file import Site
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, ODD_CONFIGS
+
+ROOT = Path(__file__).parents[3]
+RECIPES = {
+    "large/qwen2.5-7b-tp2": "Qwen2.5-7B",
+    "large/qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
+    "large/qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
+    "large/qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+    "gsm8k": "Qwen2.5-0.5B",
+    "demo": "Qwen2.5-0.5B",  # in place of the demo's own, which is smaller by far
+    "demo_tp2": "Qwen2.5-0.5B",
+    "demo_deepspeed": "Qwen2.5-0.5B",
+}
+CARDS = (24, 80, 141)
+
+
+def shape_of(model: str) -> ModelShape:
+    shape = ModelShape.of(CONFIGS[model])
+    assert shape is not None
+    return shape
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load_config(ROOT / "configs" / f"{name}.toml", overrides)
+
+
+def refusal(config: Config, model: str, card: float) -> str:
+    """Why generators with such GPUs cannot run; the trainer has all the memory it wants."""
+    site = Site.model_validate(
+        {"trainer": {"gpu": "t", "gpu_memory_gib": 1e6}, "generation": {"gpu": "g", "gpu_memory_gib": card}}
+    )
+    try:
+        judge_memory(config, CONFIGS[model], shape_of(model), site, Path("site.toml"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_recipe_is_tried() -> None:
+    files = [path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.toml")]
+    assert {str(path.with_suffix("")) for path in files} == set(RECIPES)
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_or_is_refused_with_a_change_that_fits(name: str, card: int) -> None:
+    """On the cards that recipes are for it fits; elsewhere the change is taken at its word."""
+    model, said = RECIPES[name], refusal(recipe(name), RECIPES[name], card)
+    if card >= 80 or not name.startswith("large/"):
+        assert said == ""
+    if said:
+        changes = said.partition("would fit: ")[2].split()
+        assert changes, said
+        assert refusal(recipe(name, *changes), model, card) == ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_accepted_fits_the_card(name: str) -> None:
+    for card in range(4, 200, 4):
+        config = recipe(name)
+        need, share = plan_engine(config, shape_of(RECIPES[name])), config.generation.gpu_memory_utilization
+        own = share * card if config.generation.kv_cache_bytes is None else card - need.beside / GIB
+        fits = need.engine / GIB <= own and need.beside / GIB <= card - own + 1e-9
+        assert (refusal(config, RECIPES[name], card) == "") == fits, card
+
+
+def test_a_second_model_is_never_needed_on_a_gpu() -> None:
+    """72B on four GPUs of 80 GB: the model alone is 135 GiB."""
+    config, shape = recipe("large/qwen2.5-72b-tp8-pp4"), shape_of("Qwen2.5-72B")
+    for staging in ("shadow", "paused", "auto"):
+        changed = config.model_copy(update={"weights": config.weights.model_copy(update={"staging": staging})})
+        assert staging_bytes(changed, shape) < 8 * GIB
+
+
+def test_staging_grows_with_buckets_and_is_refused_where_the_share_leaves_no_room() -> None:
+    name, model = "large/qwen2.5-7b-tp2", "Qwen2.5-7B"
+    said = refusal(recipe(name, "generation.gpu_memory_utilization=0.99"), model, 80)
+    assert "generation.gpu_memory_utilization=0.99: new weights need" in said
+    small, large = (recipe(name, f"weights.bucket_bytes={size}") for size in (1 << 26, 1 << 30))
+    assert staging_bytes(small, shape_of(model)) < staging_bytes(large, shape_of(model))
+
+
+def test_a_cache_of_a_given_size_counts() -> None:
+    said = refusal(recipe("large/qwen2.5-7b-tp2", f"generation.kv_cache_bytes={80 << 30}"), "Qwen2.5-7B", 80)
+    assert f"generation.kv_cache_bytes={80 << 30}: engine (" in said
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *ODD_CONFIGS])
+def test_the_tensors_of_a_model_are_all_its_parameters(name: str) -> None:
+    shape = ModelShape.of((CONFIGS | ODD_CONFIGS)[name])
+    assert shape is not None
+    assert sum(shape.tensors) == shape.num_parameters
+    assert max(shape.tensors) == shape.largest_tensor
+    if name in NUM_PARAMETERS:
+        assert sum(shape.tensors) == NUM_PARAMETERS[name]

@@ -1,0 +1,114 @@
+"""How an NCCL group of ours is made, met and left, on a machine without GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from rlhpc.errors import GroupFailed
+from rlhpc.weights.nccl_group import WITHOUT_WATCHDOG
+from rlhpc.weights.process_group import SideGroup
+
+GPU = torch.device("cuda", 3)
+
+
+class FakeNccl:
+    """ProcessGroupNCCL as far as its constructor and abort() are concerned.
+
+    torch 2.13: the watchdog is started unless TORCH_NCCL_BLOCKING_WAIT is set when the group is made.
+    """
+
+    Options = type("Options", (), {})
+    made: list[FakeNccl]
+    connects = True
+
+    def __init__(self, store: object, rank: int, world_size: int, options: Any) -> None:
+        self.has_watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "1"
+        self.rethrows = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
+        self.timeout = options._timeout
+        self.is_aborted = threading.Event()
+        type(self).made.append(self)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> FakeNccl:
+        if not self.connects:
+            assert self.is_aborted.wait(60)
+            raise RuntimeError("NCCL communicator was aborted")
+        return self
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[FakeNccl]:
+    """torch as it is on a GPU machine, for these few calls."""
+
+    class Fake(FakeNccl):
+        made: list[FakeNccl] = []  # noqa: RUF012 - one list a test
+
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", Fake, raising=False)
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(SideGroup, "total", lambda self, value: self._group.allreduce([], None) and value)
+    return Fake
+
+
+def side_group(tmp_path: Path, timeout_s: float = 60.0) -> SideGroup:
+    store = distributed.FileStore(str(tmp_path / "store"), 2)
+    return SideGroup("nccl", store, 0, 2, timeout_s, device=GPU)
+
+
+def test_a_group_for_weights_has_no_watchdog_that_could_end_the_process(tmp_path: Path, nccl: type[FakeNccl]) -> None:
+    side_group(tmp_path)
+    assert [(group.has_watchdog, group.rethrows) for group in nccl.made] == [(False, False)]
+
+
+def test_other_groups_of_the_process_keep_theirs(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    side_group(tmp_path)
+    options = nccl.Options()
+    options._timeout = None
+    training = nccl(None, 0, 1, options)
+    assert training.has_watchdog
+    assert training.rethrows
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_a_rendezvous_that_nccl_waits_in_for_ever_ends_and_is_aborted(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "connects", False)
+    with pytest.raises(GroupFailed, match="NCCL did not connect to all ranks"):
+        side_group(tmp_path, timeout_s=0.1)
+    assert nccl.made[0].is_aborted.wait(10)
+
+
+def test_tensors_of_a_collective_live_on_the_ranks_own_gpu(tmp_path: Path, nccl: type[FakeNccl]) -> None:
+    assert side_group(tmp_path).device == GPU
+
+
+def test_a_group_that_is_closed_is_aborted_once(tmp_path: Path, nccl: type[FakeNccl]) -> None:
+    group = side_group(tmp_path)
+    group.close()
+    assert nccl.made[0].is_aborted.is_set()
+    group.close()
+
+
+@pytest.mark.parametrize("variable", WITHOUT_WATCHDOG)
+def test_torch_still_knows_the_variable(variable: str) -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert f'"{variable}"' in header.read_text()
