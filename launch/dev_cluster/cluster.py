@@ -222,9 +222,13 @@ class DevCluster:
             time.sleep(0.05)
 
     def node_states(self) -> dict[str, str]:
-        """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …"""
+        """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …
+
+        Without the "-" of newer releases, which says that a job is planned for it.
+        """
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).splitlines()
-        return dict(line.split() for line in lines if len(line.split()) == 2)
+        rows = [line.split() for line in lines if len(line.split()) == 2]
+        return {node: state.removesuffix("-") for node, state in rows}
 
     def wait_idle(self, wait_s: float = 30.0) -> None:
         """Return when every node is idle.  Raises RoleFailed with the reason."""

@@ -25,7 +25,7 @@ def find_amiss(cluster: DevCluster) -> list[str]:
         return [f"{name} is dead" for name in names] or ["the controller does not answer"]
     jobs = cluster.run("squeue", "--noheader", "--format=%i %T", timeout_s=_ANSWER_S).splitlines()
     rows = _rows(cluster)
-    nodes = {node: state for node, state, _, _ in rows}
+    nodes = {node: state.removesuffix("-") for node, state, _, _ in rows}
     closed = sorted({partition for _, _, partition, available in rows if available != "up"})
     strays = [] if jobs else cluster.job_processes()
     return [

@@ -124,11 +124,15 @@ class _Apt:
 
 def _archive() -> str:
     """Where this machine's own packages come from: there other suites lie too.  Raises SlurmMissing."""
-    wanted = ("apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages")
+    fields = "$(RELEASE) $(COMPONENT) $(REPO_URI) $(ORIGIN)"  # the last is there once lists have been fetched
+    wanted = ("apt-get", "indextargets", "--format", fields, "Created-By: Packages")
     done = subprocess.run(wanted, capture_output=True, text=True, check=False)
     own = _facts().get("VERSION_CODENAME", "")
+    suites = (own, "stable", "testing", "unstable")
     found = [line.split() for line in done.stdout.splitlines()]
-    archives = [words[1] for words in found if len(words) == 2 and words[0] in (own, "stable", "testing", "unstable")]
+    named = [words for words in found if len(words) >= 3 and words[0] in suites and words[1] == "main"]
+    # Others publish for a suite too; Debian's own come first.
+    archives = [words[2] for words in sorted(named, key=lambda words: words[3:] != ["Debian"])]
     if not archives:
         raise SlurmMissing(f"apt's sources (/etc/apt) name no archive of Debian {own}, which would hold other suites")
     return archives[0]

@@ -86,8 +86,8 @@ def commands(hiding: DevCluster, tmp_path: Path) -> Path:
 
 def rlhpc(cluster: DevCluster, commands: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Any command, as somebody with such a shell gives it."""
-    path = f"{commands}:{os.environ['PATH']}"
-    environment = {**command_environment(), **cluster.environment(), **UNSETTLING, "PATH": path}
+    environment = {**command_environment(), **cluster.environment(), **UNSETTLING}
+    environment["PATH"] = f"{commands}:{environment['PATH']}"  # a private Slurm has its own commands there
     return subprocess.run(
         [sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, env=environment, timeout=120.0
     )
