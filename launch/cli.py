@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.arguments import takes_cluster_commands, takes_run_file, takes_scale, takes_submission, takes_waiting
 from launch.family import commands as family
 from launch.overview import commands as overview
 from launch.resume_options import refuse_resume_point, resume_point, takes_resume_point
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     run = command("run", _run, "Start a run as processes of this machine and watch it.")
-    _takes_run_file(run)
+    takes_run_file(run)
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
@@ -94,18 +95,18 @@ def _parser() -> argparse.ArgumentParser:
         "--time", default="0:30:00", metavar="T", help="time limit of that job (0:30:00); it may be short"
     )
     demo.add_argument("overrides", nargs="*", metavar="key=value")
-    _takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
+    takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
     return parser
 
 
 def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
     """Those that submit a run, and those that take the directory of one."""
-    _takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
+    takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
     resume = command("resume", _resume, "Submit the jobs of a run again, which go on from its last checkpoint.")
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: as submitted last")
     takes_resume_point(resume)
-    _takes_waiting(resume)
+    takes_waiting(resume)
     status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--json", action="store_true", help="for programs")
@@ -113,7 +114,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
-    _takes_scale(command("scale", _scale, "Add generators to a submitted run, or retire them again."))
+    takes_scale(command("scale", _scale, "Add generators to a submitted run, or retire them again."))
     logs = command("logs", _logs, "Show what the processes of a run have written.")
     logs.add_argument("run_dir", type=Path)
     what = '"trainer", "generator-1", "slurm" for batch logs; default: all'
@@ -127,66 +128,11 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     doctor.add_argument("--report", type=Path, metavar="FILE", help="all of it in one file to send, without secrets")
 
 
-def _takes_submission(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("site_file", type=Path, metavar="SITE.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print what `rlhpc plan` prints; submit nothing")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
-    takes_resume_point(parser)
-    family.add_options(parser)
-    _takes_waiting(parser)
-
-
-def _takes_waiting(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--wait", action="store_true", help="watch the run to its end; Ctrl-C leaves the jobs alone")
-    parser.add_argument("--after", metavar="JOB", help="begin after that job has succeeded; or afterany:JOB, …")
-
-
-def _takes_scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("words", nargs="*", metavar="SITE.toml", help="default: as submitted")
-    parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or retire the N youngest added")
-    parser.add_argument("--partition", metavar="P", help="instead of the site file's; preemptible ones are welcome")
-    parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-
-
-def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    for action, text in (
-        ("up", "Start a cluster, or what has died of one; print how to use it."),
-        ("status", "Show every daemon by pid, and the nodes."),
-        ("down", "End every job and every daemon."),
-    ):
-        sub = actions.add_parser(action, help=text, description=text)
-        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one per user in /tmp")
-        if action == "down":
-            sub.add_argument("--delete", action="store_true", help="delete the directory too")
-        if action == "up":
-            for name, of in (("train", "nodes"), ("gen", "nodes"), ("cpu", "nodes"), ("gpus", "fake GPUs of a node")):
-                sub.add_argument(f"--{name}", type=int, metavar="N", help=of)
-            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
-            sub.add_argument("--networks", action="store_true", help="nodes with networks of their own; takes root")
-            sub.add_argument("--private", action="store_true", help="unpacked packages even where Slurm is installed")
-            sub.add_argument(
-                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
-            )
-            sub.add_argument("--wait-s", type=float, default=30.0, metavar="S", help="until all nodes are idle (30)")
-
-
 def _cluster(options: argparse.Namespace) -> int:
     from launch.dev_cluster import commands
 
     actions = {"up": commands.up, "status": commands.status, "down": commands.down}
     return actions[options.action](options)
-
-
-def _takes_run_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
 
 
 def _check(options: argparse.Namespace) -> int:

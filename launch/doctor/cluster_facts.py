@@ -288,3 +288,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _everybody(text: str) -> tuple[str, ...] | None:
     return None if text.upper() == "ALL" else _names(text)
+
+
+def slurm_versions() -> list[tuple[str, str]]:
+    """What Slurm's programs say of their release: (command, output or error)."""
+    return [(f"{program} --version", _version_said(program)) for program in ("scontrol", "sinfo")]
+
+
+def _version_said(program: str) -> str:
+    try:
+        return slurm(program, "--version", timeout_s=30.0)
+    except SlurmError as error:
+        return str(error)

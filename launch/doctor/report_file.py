@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.doctor import probe
+from launch.doctor.cluster_facts import slurm_versions
 from launch.doctor.component_check import Finding
 from launch.doctor.job_checks import Reports
 from launch.doctor.redaction import REMOVED, Private, is_secret_name, redact
@@ -35,8 +36,6 @@ _TOLD = (
     "VIRTUAL_ENV", "CONDA_PREFIX", "LOADEDMODULES", "MODULEPATH", "CC", "XDG_CACHE_HOME",
 )  # fmt: skip
 _ASKED = (
-    ("scontrol", "--version"),
-    ("sinfo", "--version"),
     ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv"),
     ("nvidia-smi", "topo", "-m"),
     ("ldd", "--version"),
@@ -78,6 +77,7 @@ def report_text(
     """All sections, as they are: secrets and names still in."""
     sections = [("what was found", error or render(findings, WIDTH))]
     sections.append(("this machine", _machine()))
+    sections += slurm_versions()
     sections += [(" ".join(command), said) for command in _ASKED if (said := _said(*command))]
     told = sorted(name for name in environment if name.startswith(_TOLD))
     rows = [f"{name}={REMOVED if is_secret_name(name) else environment[name]}" for name in told]

@@ -26,7 +26,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @contextmanager
 def small_disk(at: Path) -> Iterator[None]:
-    """A filesystem of its own in this place, with the same empty directories; skipped where nobody lets us mount one."""
+    """A filesystem of its own in this place, with the same empty directories; skipped where it cannot be mounted."""
     directories = [path.name for path in at.iterdir() if path.is_dir()]  # in which the owner prepares files
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
