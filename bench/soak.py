@@ -64,7 +64,7 @@ def _soak(root: Path, cycles: int, placement: str) -> int:
         run.cli("stop", str(run.layout.root), timeout_s=200.0)
         last = saved_step(run.layout)
         run.cli("resume", str(run.layout.root), f"run.num_steps={last + 5}", *_long_enough(run))
-        run.wait_complete(300.0)
+        run.wait_complete()
     return _verdict(run, last + 5)
 
 

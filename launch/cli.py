@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.family import commands as family
+from launch.overview import commands as overview
+from launch.resume_options import refuse_resume_point, resume_point, takes_resume_point
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
 if TYPE_CHECKING:
-    from launch.gpu_map import GpuMap
+    from launch.checkpoint_choice import ResumePoint
 
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
@@ -63,10 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     run = command("run", _run, "Start a run as processes of this machine and watch it.")
     _takes_run_file(run)
     again = run.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
+    again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
-    check = command("check", _check, "Validate a run file, its model and its data; print the plan and its memory.")
-    _takes_run_file(check)
+    takes_resume_point(run)
+    check = command(
+        "check", _check, "Validate a run file, its model and its data; or verify all that a run has written."
+    )
+    check.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
+    check.add_argument("--json", action="store_true", help="of a RUN_DIR: for programs")
     check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that cannot fit the GPUs there")
     plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
     plan.add_argument("run_file", type=Path, metavar="RUN.toml")
@@ -96,10 +104,12 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     resume = command("resume", _resume, "Submit the jobs of a run again, which go on from its last checkpoint.")
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: as submitted last")
+    takes_resume_point(resume)
     _takes_waiting(resume)
     status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
     status.add_argument("run_dir", type=Path)
     status.add_argument("--json", action="store_true", help="for programs")
+    overview.add_parser(command)
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
@@ -114,6 +124,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a made-up run")
     doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
     doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for its jobs (300)")
+    doctor.add_argument("--report", type=Path, metavar="FILE", help="all of it in one file to send, without secrets")
 
 
 def _takes_submission(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +133,10 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print what `rlhpc plan` prints; submit nothing")
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
+    again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    takes_resume_point(parser)
+    family.add_options(parser)
     _takes_waiting(parser)
 
 
@@ -158,6 +171,9 @@ def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
             sub.add_argument("--networks", action="store_true", help="nodes with networks of their own; takes root")
             sub.add_argument("--private", action="store_true", help="unpacked packages even where Slurm is installed")
+            sub.add_argument(
+                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
+            )
             sub.add_argument("--wait-s", type=float, default=30.0, metavar="S", help="until all nodes are idle (30)")
 
 
@@ -174,33 +190,9 @@ def _takes_run_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from launch.gpu_map import GpuMap
-    from launch.memory.verdict import memory_report
-    from launch.plan import describe_plan, plan_run
-    from launch.preflight import preflight
+    from launch.check import check_run_directory, check_run_file
 
-    config = load_config(options.run_file, options.overrides)
-    gpus = GpuMap() if options.site else _gpu_map(config)  # a site's GPUs are elsewhere
-    findings = preflight(config)
-    memory = memory_report(config, findings.model, findings.shape, options.site)
-    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
-    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
-    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
-    data = findings.dataset
-    print(
-        f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
-        f"{data.longest_prompt_tokens} at most ({data.longest_source})"
-    )
-    print(memory)
-    return 0
-
-
-def _gpu_map(config: Config) -> GpuMap:
-    """GPUs of this machine for every process.  Raises ConfigError: too few of them, or settings that need others."""
-    from launch.gpu_map import map_gpus
-    from launch.gpus import gpus_here
-
-    return map_gpus(config, gpus_here(os.environ))
+    return check_run_directory(options) if options.run_file.is_dir() else check_run_file(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -212,50 +204,71 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    return run_locally(load_config(options.run_file, options.overrides), resume=options.resume, fresh=options.fresh)
+    resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
+    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from)
 
 
-def run_locally(config: Config, *, resume: bool = False, fresh: bool = False) -> int:
+def run_locally(
+    config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint | None = None
+) -> int:
     """Check everything, claim the run directory, run all roles here, return the exit status."""
+    from launch.checkpoint_choice import NEWEST
+    from launch.gpu_map import map_gpus
+    from launch.gpus import gpus_here
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
-    from launch.run_directory import claim, mint_keys, register_launcher
+    from launch.run_directory import claim, mint_keys
+    from launch.run_owner import own_run
     from launch.watch import Watch
 
-    gpus = _gpu_map(config)
+    gpus = map_gpus(config, gpus_here(os.environ))
     preflight(config)
     layout = RunLayout(config.run_directory)
-    attempt = claim(config, layout, resume=resume, fresh=fresh)
-    plan = plan_run(config, layout, attempt=attempt.index, resume_step=attempt.resume_step, gpus=gpus)
-    mint_keys(plan)
-    register_launcher(layout)
     watch = Watch(layout, sys.stderr)
-    for change in attempt.changed:
-        watch.tell(f"resumed with {change}")
-    with LocalExecutor(plan, watch.tell) as executor:
-        status = executor.wait(watch.look)
-    watch.close()
+    where = resume_from or NEWEST
+    with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
+        attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
+        owner.begins(attempt.owner)
+        plan = plan_run(
+            config,
+            layout,
+            attempt=attempt.index,
+            resume_step=attempt.resume_step,
+            owner=attempt.owner,
+            gpus=gpus,
+        )
+        mint_keys(plan)
+        for change in attempt.changed:
+            watch.tell(f"resumed with {change}")
+        with LocalExecutor(plan, watch.tell, owner) as executor:
+            status = executor.wait(watch.look)
+        watch.close()
     return status
 
 
 def _submit(options: argparse.Namespace) -> int:
     from launch.jobs.submit import dependency, submit_run
 
+    resume_from = resume_point(options)
+    if family.is_family(options):
+        refuse_resume_point(options)
+        return family.submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _plan(options)
 
     config = load_config(options.run_file, options.overrides)
     how = {"resume": options.resume, "fresh": options.fresh}
-    layout = submit_run(config, options.site_file, **how, after=options.after, tell=_tell)
+    layout = submit_run(config, options.site_file, **how, after=options.after, tell=_tell, resume_from=resume_from)
     return _wait(layout) if options.wait else 0
 
 
 def _resume(options: argparse.Namespace) -> int:
     from launch.jobs.resume import resume_run
 
-    layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell)
+    where = resume_point(options)
+    layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell, resume_from=where)
     return _wait(layout) if options.wait else 0
 
 
@@ -274,9 +287,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     from launch.jobs.stop import stop_run
-    from launch.run_directory import refuse_other_host
 
-    refuse_other_host(_layout(options))
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 
@@ -334,7 +345,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
-        _gpu_map(load_config(run_file, options.overrides))  # refused before the warm start
+        from launch.gpu_map import map_gpus
+        from launch.gpus import gpus_here
+
+        map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)
     from launch.demo import slurm
 

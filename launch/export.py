@@ -7,22 +7,30 @@ from pathlib import Path
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.training.checkpoint_directory import Fate, KnownCheckpoints
 from rlhpc.training.export import export_hf
 
 
 def export_run(layout: RunLayout, out: Path, step: int | None) -> str:
-    """Write `out` from the checkpoint of `step`, or the newest complete one; return a line that says so.
+    """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
 
-    Raises CheckpointError if there is none, or `out` exists.
+    Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
     if out.exists():
         raise CheckpointError(f"{out} exists already")
+    skipped: list[str] = []
     if step is None:
-        found = latest_complete(layout.checkpoints)
-        if found is None:
-            raise CheckpointError(f"{layout.checkpoints}: no complete checkpoint")
-        step = found[0]
+        step = _newest_sound(layout, skipped)
     export_hf(layout.checkpoint(step) / "trainer", config.model.path, out)
-    return f"{out}: weights after step {step} of {config.run.name}"
+    return "\n".join([*skipped, f"{out}: weights after step {step} of {config.run.name}"])
+
+
+def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:
+    """Its step; a line for each newer one goes to `skipped`.  Raises CheckpointError."""
+    for state in KnownCheckpoints(layout.checkpoints).newest_first():
+        if state.fate is Fate.SOUND:
+            return state.step
+        skipped.append(f"{state.path.name} is passed over: {state.problem}")
+    what = "no checkpoint is sound" if skipped else "no complete checkpoint"
+    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))

@@ -90,11 +90,19 @@ def _is_here(word: str, machine: tuple[Gpu, ...]) -> bool:
 
 
 def _machine() -> tuple[Gpu, ...]:
-    """All GPUs; where there is no nvidia-smi, as many as there are device files."""
-    if shutil.which("nvidia-smi") is not None:
-        try:
-            done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"nvidia-smi -L does not answer, so that GPUs cannot be counted: {error}") from error
-        return parse_listing(done.stdout) if done.returncode == 0 else ()
-    return tuple(Gpu("") for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdecimal())
+    """All GPUs; where nvidia-smi is missing or fails, as many as there are device files: torch may see them still."""
+    return parse_listing(_nvidia_smi()) or _device_files()
+
+
+def _nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"nvidia-smi -L does not answer, so that GPUs cannot be counted: {error}") from error
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _device_files(directory: Path = Path("/dev")) -> tuple[Gpu, ...]:
+    return tuple(Gpu("") for file in directory.glob("nvidia*") if file.name.removeprefix("nvidia").isdecimal())

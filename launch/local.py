@@ -7,22 +7,31 @@ Eats RunPlan; returns the run's exit status.  Each process leads a session of it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.batch.exit_records import last_words
+from launch.batch.exit_records import ExitRecord, last_words, write_record
+from launch.batch.run_state import wants_abort, wants_stop
 from launch.plan import ProcessPlan, RunPlan
+from launch.run_owner import RunOwner
+from rlhpc.errors import OwnershipLost
 
+_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+EXIT_FENCED = 4  # as of a role: another attempt owns the run
 INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
 STOP_GRACE_S = 120.0  # after `rlhpc stop`: time to finish a step and save
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
@@ -40,11 +49,12 @@ class _Running:
 class LocalExecutor:
     """Runs one plan.  Use as a context manager: leaving it ends whatever is left."""
 
-    def __init__(self, plan: RunPlan, tell: Callable[[str], None]) -> None:
-        """`tell` takes lines for the user."""
-        self._plan, self._tell = plan, tell
+    def __init__(self, plan: RunPlan, tell: Callable[[str], None], owner: RunOwner) -> None:
+        """`tell` takes lines for the user; `owner` is this process as the launcher of the run."""
+        self._plan, self._tell, self._owner = plan, tell, owner
         self._running: list[_Running] = []
         self._interrupts = 0
+        self._asked: set[signal.Signals] = set()  # of the controller
         self._deadline: float | None = None  # when what is left is killed
         self._failure, self._status = "", 0  # of the first process that failed
         self._old_handlers: dict[signal.Signals, object] = {}
@@ -75,10 +85,12 @@ class LocalExecutor:
         """Watch until every process has ended; call `every` a few times a second.  Returns the exit status.
 
         0: the run is complete, or was stopped and has closed its books.  130: interrupted, and killed before it could.
-        Otherwise the status of the first process that failed.
+        4: another start has taken the run over.  Otherwise the status of the first process that failed.
         """
         while any(running.process.poll() is None for running in self._running):
             self._notice_ends()
+            self._heed_requests()
+            self._renew_ownership()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._end_all(signal.SIGKILL)
             every()
@@ -104,6 +116,8 @@ class LocalExecutor:
             stderr=subprocess.STDOUT,
             env={**plan.defaults, **os.environ, **plan.environment, "TMPDIR": str(self._temporary)},
             start_new_session=True,  # Ctrl-C reaches the launcher alone; the group can be ended as one
+            pass_fds=self._owner.inherited,
+            preexec_fn=partial(_die_with, os.getpid()),  # this process has one thread
         )
         self._running.append(_Running(plan, process, log))
 
@@ -129,6 +143,7 @@ class LocalExecutor:
         """The run is over.  After success everybody has been told by the controller; after a failure they are now."""
         if status and self._deadline is None:
             self._failure, self._status = self._obituary(running, status), abs(status)
+            self._record_failure(running.plan, status)
             for other in self._running:
                 if other.process.poll() is None:
                     # SIGINT makes the controller close its books at once: nobody will finish the step it waits for.
@@ -141,16 +156,50 @@ class LocalExecutor:
         path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
         return f"{running.plan.name} ended with {cause}: {last_words(path.read_bytes())} (log: {path})"
 
+    def _record_failure(self, plan: ProcessPlan, status: int) -> None:
+        """For those who look later: a process that was killed has said nothing, and the controller ends well."""
+        layout, attempt = self._plan.layout, self._plan.attempt
+        words = last_words(layout.log(plan.role, plan.replica, attempt).read_bytes())
+        as_a_shell = 128 - status if status < 0 else status
+        record = ExitRecord(plan.name, as_a_shell, words, starts=1, host=socket.gethostname(), job="")
+        with contextlib.suppress(OSError):  # a full disk is perhaps what it failed of
+            write_record(layout.exit_record(plan.role, plan.replica, attempt), record)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First signal: end well.  Second: end now."""
+        """Ctrl-C ends the run within seconds, a second one at once.  SIGTERM ends it well, however often it comes."""
+        if number == signal.SIGTERM:
+            self._ask_for_the_end(signal.SIGTERM)
+            return
         self._interrupts += 1
         if self._interrupts > 1:
             self._end_all(signal.SIGKILL)
+        else:
+            self._ask_for_the_end(signal.SIGINT)
+
+    def _heed_requests(self) -> None:
+        """What `rlhpc stop` has asked for, once or many times."""
+        if wants_abort(self._plan.layout):
+            self._ask_for_the_end(signal.SIGINT)
+        elif wants_stop(self._plan.layout):
+            self._ask_for_the_end(signal.SIGTERM)
+
+    def _ask_for_the_end(self, number: signal.Signals) -> None:
+        """SIGTERM: finish the step and save.  SIGINT: within seconds, also where more time was given before."""
+        if number in self._asked or signal.SIGINT in self._asked:
             return
+        self._asked.add(number)
         self._grant_grace(INTERRUPT_GRACE_S if number == signal.SIGINT else STOP_GRACE_S)
         for running in self._running:
             if running.plan.role == "controller":  # it tells the others when everything is saved
-                self._signal_group(running, signal.Signals(number))
+                self._signal_group(running, number)
+
+    def _renew_ownership(self) -> None:
+        try:
+            self._owner.renew()
+        except OwnershipLost as error:
+            if not self._failure:
+                self._failure, self._status = str(error), EXIT_FENCED
+            self._end_all(signal.SIGKILL)
 
     def _grant_grace(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -168,6 +217,16 @@ class LocalExecutor:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session is gone already
             os.killpg(running.process.pid, number)
+
+
+def _die_with(launcher: int) -> None:
+    """In the child before it is a role: end with the launcher from the first instruction on.
+
+    A role that is up asks for a signal of its own instead (lifecycle.py).
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the kernel was asked
+        os._exit(1)
 
 
 def _private_temporary_directory() -> Path:

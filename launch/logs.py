@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.status import is_slurm_run, look_at_run
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 

@@ -64,13 +64,18 @@ def plan_run(
     *,
     attempt: int = 0,
     resume_step: int | None = None,
+    owner: str = "",
     gpus: GpuMap = NO_GPUS,
 ) -> RunPlan:
-    """Lay out one attempt: controller, reward service, trainer ranks, generators."""
+    """Lay out one attempt: controller, reward service, trainer ranks, generators.
+
+    owner: of the run directory, in whose name the processes write to it.  gpus: which are whose.
+    """
 
     def process(role: str, replica: int, *, num_ranks: int = 1, is_expendable: bool = False) -> ProcessPlan:
         arguments = [role, "--run-dir", str(layout.root), "--replica", str(replica), "--attempt", str(attempt)]
         arguments += ["--num-ranks", str(num_ranks)] if num_ranks > 1 else []
+        arguments += ["--owner", owner] if owner else []
         arguments += ["--resume-step", str(resume_step)] if resume_step is not None else []
         hidden = NO_GPU if role == "trainer" and config.trainer.device == "cpu" else {}
         visible = gpus.variable(f"{role}-{replica}")

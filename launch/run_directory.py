@@ -7,6 +7,7 @@ machine, whose launcher counts attempts, or as jobs of Slurm, of which the first
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -17,25 +18,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from launch.batch.job_records import read_records
 from launch.batch.run_state import saved_step
+from launch.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.jobs.queue import look_at_jobs
 from launch.plan import RunPlan
+from launch.run_owner import OWN_FILES, own_run, refuse_launcher
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import write_atomically
+from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
+
+log = logging.getLogger("rlhpc.run_directory")
 
 # What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
     "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
+MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content that was noted at the first start
 
-
-LIVES_ELSEWHERE_S = 60.0  # a run whose status is younger is taken for alive where its pid cannot be seen
+LIVES_ELSEWHERE_S = 60.0  # jobs of a run whose status is younger may live where Slurm does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +47,88 @@ class Attempt:
 
     index: int
     resume_step: int | None  # None: from the beginning
+    owner: str = ""  # of the run directory from now on (rlhpc/ownership.py)
     changed: tuple[str, ...] = ()  # settings that differ from the attempt before: "key: old → new"
 
 
-def claim(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> Attempt:
-    """Make the directory of a new run, or take up an old one.
+def claim(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> Attempt:
+    """Make the directory of a new run, or take up an old one; called by its launcher (run_owner.py).
 
     A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    a run lives in it; a setting differs that cannot change.
+    a run lives in it; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
-        found = latest_complete(layout.checkpoints)
-        _refuse_shorter(config, layout, found[0] if found else 0)
-        changed = _take_up(config, layout)
-        return note_attempt(layout, Attempt(num_attempts(layout), found[0] if found else None, changed))
+        renewal = _renewal(config, layout)
+        index = num_attempts(layout)
+        owner = take_over(layout, index).owner  # from here on nothing of an earlier attempt changes what is read next
+        choice = choose(layout, resume_from, tell)
+        _refuse_shorter(config, layout, choice.step or 0)
+        _take_up(config, layout, renewal)
+        aside = put_aside(choice, tell)
+        return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
     if exists and fresh:
-        shutil.rmtree(layout.root)
+        _delete_contents(layout)
     _found(config, layout)
-    return note_attempt(layout, Attempt(0, None))
+    return note_attempt(layout, Attempt(0, None, take_over(layout, 0).owner))
 
 
-def claim_for_jobs(config: Config, layout: RunLayout, *, resume: bool, fresh: bool) -> tuple[str, ...]:
+def claim_for_jobs(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> tuple[str, ...]:
     """Likewise for a run whose jobs are about to be submitted; returns the settings that differ from before.
 
     No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
     taken again without a word.  Raises RunDirectoryError as claim does, and on resume of a run that is complete.
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
+        exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
+        if resume:
+            renewal = _renewal(config, layout)
+            choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
+            _refuse_shorter(config, layout, choice.step or 0)
+            _take_up(config, layout, renewal)
+            put_aside(choice, tell)
+            return renewal.changed
+        if exists and fresh:
+            _delete_contents(layout)
+        if exists and not fresh:
+            _clear(layout)
+        _found(config, layout)
+        return ()
+
+
+def refuse_claim_for_jobs(
+    config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
+) -> bool:
+    """Raise what claim_for_jobs would but of damaged checkpoints, and touch nothing.
+
+    Returns whether there is something in the directory.
+    """
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if resume:
-        _refuse_complete(config, layout)
-        _refuse_shorter(config, layout, saved_step(layout))
-        return _take_up(config, layout)
-    if exists and fresh:
-        shutil.rmtree(layout.root)
-    if exists and not fresh:
-        _clear(layout)
-    _found(config, layout)
-    return ()
+        _renewal(config, layout)
+        if resume_from == NEWEST:
+            _refuse_complete(config, layout)
+            _refuse_shorter(config, layout, saved_step(layout))
+    return exists
 
 
 def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
@@ -97,42 +142,9 @@ def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
     mint_run_keys(plan.layout.secrets, [*(process.name for process in plan.processes), *others])
 
 
-def launcher_of(layout: RunLayout) -> int | None:
-    """Return the pid of the launcher that lives in this directory on this machine, or None."""
-    try:
-        record = json.loads(layout.launcher.read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    if record["host"] != socket.gethostname():
-        return None
-    try:
-        process = psutil.Process(record["pid"])
-        is_it = abs(process.create_time() - record["created"]) < 1.0
-        # One that has ended keeps its pid until whoever started it asks for its status, which may be never.
-        return record["pid"] if is_it and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def refuse_other_host(layout: RunLayout) -> None:
-    """Raises RunDirectoryError: a launcher of `rlhpc run` lives on another host, where alone it can be spoken to."""
-    host, silent_s = _other_host(layout)
-    if host and silent_s < LIVES_ELSEWHERE_S:
-        raise RunDirectoryError(
-            f"{layout.root}: a run on {host} wrote its status {silent_s:.0f} s ago; stop it there, or wait "
-            f"{LIVES_ELSEWHERE_S:.0f} s after its end"
-        )
-
-
 def without_dots(path: Path) -> Path:
     """Absolute, and ".." followed as the file system does: of `link/..` the parent is that of the link's target."""
     return path.resolve() if ".." in path.parts else path.absolute()
-
-
-def register_launcher(layout: RunLayout) -> None:
-    """Note that this process runs the run."""
-    record = {"pid": os.getpid(), "host": socket.gethostname(), "created": psutil.Process().create_time()}
-    write_atomically(layout.launcher, json.dumps(record).encode())
 
 
 def num_attempts(layout: RunLayout) -> int:
@@ -158,9 +170,14 @@ def renew_meeting_places(layout: RunLayout) -> None:
 
 def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
     """Return whether there is something in the directory; refuse what may not be taken over."""
-    if not layout.root.exists() or not any(layout.root.iterdir()):
+    if layout.root.is_symlink() and not layout.root.exists():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}, which is not there: make it first"
+        )
+    entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
+    if not entries - OWN_FILES:
         return False
-    _refuse_if_alive(layout)
+    refuse_launcher(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)
     if not layout.config.exists() and not resume:
         raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
@@ -168,6 +185,11 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(
             f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
             "or choose another run.name"
+        )
+    if fresh and layout.root.is_symlink():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}: --fresh deletes nothing through a link; delete that "
+            "directory's content by hand, or choose another run.name"
         )
     owner = layout.root.stat().st_uid
     if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
@@ -181,6 +203,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 def _found(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
     write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
+    write_inputs(layout, look_at_inputs(config))
     _make(layout)
 
 
@@ -210,25 +233,6 @@ def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
         raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {step} already")
 
 
-def _refuse_if_alive(layout: RunLayout) -> None:
-    pid = launcher_of(layout)
-    if pid is not None:
-        raise RunDirectoryError(
-            f"{layout.root}: a run lives here (launcher pid {pid}); `rlhpc stop {layout.root}` ends it"
-        )
-    refuse_other_host(layout)
-
-
-def _other_host(layout: RunLayout) -> tuple[str, float]:
-    """Return the host of a launcher on another machine ("" if none), and seconds since a sign of its life."""
-    try:
-        host = str(json.loads(layout.launcher.read_bytes())["host"])
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
-        return "", 0.0
-    written = layout.status if layout.status.exists() else layout.launcher  # a run that starts has no status yet
-    return "" if host == socket.gethostname() else host, _age_s(written)
-
-
 def _age_s(path: Path) -> float:
     """Since it was written; infinite if it is not there."""
     try:
@@ -237,25 +241,54 @@ def _age_s(path: Path) -> float:
         return float("inf")
 
 
-def _take_up(config: Config, layout: RunLayout) -> tuple[str, ...]:
-    """Write the new settings down; returns which have changed."""
+def _say_nothing(_: str) -> None:
+    """Whatever is waited for, the submission says what came of it."""
+
+
+def _delete_contents(layout: RunLayout) -> None:
+    """Delete a run, but for what shows that its launcher lives."""
+    for path in layout.root.iterdir():
+        if path.name in OWN_FILES:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """What a resume writes down anew."""
+
+    changed: tuple[str, ...]
+    inputs: Inputs
+
+
+def _renewal(config: Config, layout: RunLayout) -> _Renewal:
+    """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
-    fixed = [change for change in changed if change.startswith(FIXED_BY_THE_FIRST_START)]
+    may_move = MAY_MOVE if layout.inputs.exists() else ()
+    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
-    if changed:
+    return _Renewal(changed, refuse_other_inputs(config, layout))
+
+
+def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
+    """Write it down, and clear what was of the attempts before."""
+    write_inputs(layout, renewal.inputs)
+    if renewal.changed:
         write_resolved(config, layout, _commit())
     _clear(layout)
-    return tuple(changed)
 
 
 def _clear(layout: RunLayout) -> None:
     """Take away what was of the attempts before: none of them lives."""
     renew_meeting_places(layout)
-    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request, layout.launcher):
+    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         stale.unlink(missing_ok=True)
     for request in layout.jobs.glob("*.yield"):
         request.unlink(missing_ok=True)

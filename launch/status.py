@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from launch.jobs.status import document_of, is_slurm_run, lines_of, look_at_run
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 
@@ -43,7 +43,10 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
             )
         return "\n".join(_run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine"))
     life = "under Slurm" if view.is_alive else "no job of it is alive"
-    head = [f"{layout.root}: {life}, no controller yet"] if status is None else _run_lines(status, life)
+    if status is None:
+        head = [f"{layout.root}: {life}, no controller yet"]
+    else:
+        head = _run_lines(status, life)[: None if view.is_alive else 2]  # whatever roles were last seen doing is past
     return "\n".join([*head, "", *lines_of(view)])
 
 

@@ -113,9 +113,9 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, suc
 
 
 def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
-    left = "without a time limit" if limit.end is None else f"for {limit.left_s():.0f} s"
+    where = os.environ.get("SLURM_JOB_NODELIST", "this host")
     life = f", started again {job.restart} times" if job.restart else ""
-    return f"job {job.name} ({plan.name}){life} runs {left} on {os.environ.get('SLURM_JOB_NODELIST', 'this host')}"
+    return f"job {job.name} ({plan.name}){life} runs {limit.in_words()} on {where}"
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class GenerationConfig(Section):
     """A longer prompt in the dataset is refused before the run starts."""
     max_completion_tokens: Positive
     """Sampling stops here."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Below 1 the sampler renormalises over the nucleus; refused together with an importance ratio."""
@@ -102,6 +102,9 @@ class GenerationConfig(Section):
     """After a weight update compute the KV cache of running requests anew; False keeps it (PipelineRL)."""
     prefix_caching: bool = True
     """Share the KV cache of equal prompts; salted by policy version."""
+    seeded_samples: bool = False
+    """Draw a sample that was lost with its generator as it was before, so that losses make rollouts no shorter
+    (docs/algorithms.md).  False: rollouts go on from the prefixes that generators report, which is nearly as good."""
 
 
 class AdmissionConfig(Section):
@@ -115,9 +118,9 @@ class AdmissionConfig(Section):
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
     """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
-    Default: groups_per_step, or 1 (strict order) when max_staleness is 0."""
+    Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
     lease_deadline_s: PositiveFloat = 600.0
-    """A generator that has not delivered by then loses the lease; the rest is granted to another."""
+    """A generator that neither delivers nor goes on for so long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
     """Leases lost by one member before its group is dropped as poison."""
     active_sampling: bool = True
@@ -128,9 +131,7 @@ class AdmissionConfig(Section):
     @property
     def window(self) -> int:
         """W with its default filled in."""
-        if self.window_groups is not None:
-            return self.window_groups
-        return self.groups_per_step if self.max_staleness > 0 else 1
+        return 1 if self.window_groups is None else self.window_groups
 
     @property
     def num_slots(self) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlhpc.types import (
     Float32,
     PackedMicrobatch,
+    Prefix,
     Prompt,
     Rollout,
     RolloutRequest,
@@ -183,6 +184,14 @@ class GenerationEngine(ABC):
         An aborted request returns normally with FinishReason.ABORT and what there is (perhaps no token).
         Raises EngineError if the engine died; cancelling the call aborts the request.
         """
+
+    def num_sampled(self, request_id: str) -> int:
+        """How many tokens `progress` would show; cheap.  0: none, or it is not known."""
+        return 0
+
+    def progress(self, request_id: str) -> Prefix | None:
+        """What has been sampled of a request in flight, its own prefix included; None: nothing, or it is not known."""
+        return None
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

@@ -4,6 +4,7 @@
     ├── ConfigError            the run file, a flag or the data contradicts itself or the model   (user)
     │   └── DataError          a dataset is missing, empty or malformed; names file and line      (user)
     ├── RunDirectoryError      the run directory exists, is incomplete or belongs to another run  (user)
+    ├── OwnershipLost          another attempt has taken the run directory over; this process ends (world)
     ├── ProtocolError          a message does not decode, or says what its sender may not say     (bug or stranger)
     ├── ChannelError
     │   ├── ChannelFull        the other side did not take the message in time; nothing was sent  (world)
@@ -42,6 +43,10 @@ class DataError(ConfigError):
 
 class RunDirectoryError(RlhpcError):
     """The run directory exists, is incomplete, or belongs to another configuration."""
+
+
+class OwnershipLost(RlhpcError):
+    """Another attempt has taken the run directory over: nothing may be written to it any more."""
 
 
 class ProtocolError(RlhpcError):

@@ -13,17 +13,23 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, content, mode=mode)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, is_synced: bool = True) -> None:
+    """Write a file in place, to the disk if `is_synced`.  Raises OSError; then the file may be half there."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many
+        file.write(content)
+        file.flush()
+        if is_synced:
+            os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:

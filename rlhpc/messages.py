@@ -58,6 +58,15 @@ class LeaseReturn:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseProgress:
+    """A generator goes on with members of a lease; of some it shows what it has by now, in case it dies."""
+
+    group_id: int
+    sample_indices: tuple[int, ...]
+    prefixes: tuple[Prefix | None, ...]  # one per sample index; None: no news worth sending
+
+
+@dataclass(frozen=True, slots=True)
 class RewardRequest:
     """Judge one completion.  Idempotent: asking twice gives the same answer."""
 

@@ -22,6 +22,11 @@ class RunLayout:
         return self.root / "config.json"
 
     @property
+    def inputs(self) -> Path:
+        """Digests of the model's files and of the dataset at the first start, as JSON."""
+        return self.root / "inputs.json"
+
+    @property
     def attempts(self) -> Path:
         """One JSON line per start of the run: attempt, from_step, host, time."""
         return self.root / "attempts.jsonl"
@@ -30,6 +35,16 @@ class RunLayout:
     def launcher(self) -> Path:
         """Process that runs the run: pid, host, time of its birth."""
         return self.root / "launcher.json"
+
+    @property
+    def owner(self) -> Path:
+        """The attempt that may write here, as JSON (ownership.py); replaced by rename when another takes over."""
+        return self.root / "owner.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the launcher and every process of a local run, as long as one of them lives."""
+        return self.root / ".lock"
 
     @property
     def secrets(self) -> Path:
@@ -75,6 +90,11 @@ class RunLayout:
     def summary(self) -> Path:
         """Figures of the whole run, as JSON, written at its end."""
         return self.root / "summary.json"
+
+    @property
+    def strikes(self) -> Path:
+        """Prompts that were being sampled when a generator died: JSON lines, appended; outlives every attempt."""
+        return self.root / "strikes.jsonl"
 
     # ------------------------------------------------------------------------------------------------- of Slurm jobs
 

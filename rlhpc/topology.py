@@ -32,7 +32,7 @@ CONTROL = ChannelSpec(
 )  # fmt: skip
 LEASES = ChannelSpec(
     "leases", "controller", ("generator",),
-    (ScoredRollout, m.LeaseReturn),
+    (ScoredRollout, m.LeaseReturn, m.LeaseProgress),
     (Lease, m.CancelGroup),
     10_000,
 )  # fmt: skip

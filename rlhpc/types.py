@@ -80,6 +80,11 @@ class RolloutRequest:
         """Unique within an engine as long as a lease is not granted to it twice at once."""
         return f"{self.group_id}:{self.sample_index}"
 
+    @property
+    def num_done(self) -> int:
+        """Completion tokens that it begins with."""
+        return len(self.prefix.token_ids) if self.prefix is not None else 0
+
 
 class FinishReason(StrEnum):
     """Why sampling of a completion ended."""

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from launch.dev_cluster.packages import RELEASE_VARIABLE
 
 
 class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
@@ -19,8 +22,14 @@ class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no typ
         return "slurm" if nodeid.startswith("tests/slurm/") else "rest"
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slurm-release", metavar="SUITE", help="tests/slurm on Slurm of Debian bookworm, trixie or sid")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Where a shell has put the tests into the background, SIGINT is ignored, by every process that they start too."""
+    if release := config.getoption("--slurm-release"):
+        os.environ[RELEASE_VARIABLE] = release  # seen by every command that a test starts
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 
 from launch.batch.plan_file import JobPart
 from launch.batch.run_state import Attempt
@@ -25,8 +26,11 @@ class BeginError(RlhpcError):
         self.status = status
 
 
-def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
-    """Make directories and keys, find the checkpoint to resume from, write attempt.json.  Raises BeginError."""
+def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) -> Attempt:
+    """Make directories and keys, find the checkpoint to resume from, write attempt.json; say what was passed over.
+
+    Raises BeginError.
+    """
     part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
     words = [*part.python, "-m", "launch.jobs.begin_attempt", "--run-dir", str(plan.layout.root)]
     words += ["--job-id", str(job.job_id), "--restart", str(job.restart)]
@@ -44,6 +48,12 @@ def begin_attempt(plan: JobPart, job: ThisJob) -> Attempt:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BeginError(f"{words[0]} -m launch.jobs.begin_attempt: {error}") from error
     if done.returncode != 0:
-        raise BeginError(f"no attempt could be begun: {(done.stderr or done.stdout).strip()}", done.returncode)
+        silent = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        said = (
+            done.stderr or done.stdout
+        ).strip() or f"{words[0]} -m launch.jobs.begin_attempt: {silent}, without a word"
+        raise BeginError(f"no attempt could be begun: {said}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
-    return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])
+    for line in document.get("set_aside", ()):
+        say("checkpoint", line)
+    return Attempt.parse(document)

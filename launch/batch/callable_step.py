@@ -26,6 +26,8 @@ LEAKING = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK"),
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXCLUSIVE"),
 )
+# A task opens its own log: the %t of srun's --output counts from -1 in a heterogeneous group since Slurm 24.11.
+_INTO_OWN_LOG = 'exec >> "$1${SLURM_PROCID}_log.out" 2>> "$1${SLURM_PROCID}_log.$2"; shift 2; exec "$@"'
 
 
 def note_path(folder: Path, job_id: str) -> Path:
@@ -144,14 +146,13 @@ class Step:
         return {**kept, NAME_VARIABLE: self.name, "SLURM_EXPORT_ENV": "ALL", **leaves}
 
     def _srun_words(self) -> list[str]:
-        # No %j in these paths: srun would put the component's own id there, not the job's.  Ids are all numbers.
-        logs = ["--output", str(self._log("%t", "out"))]
-        if not self._plan["stderr_to_stdout"]:
-            logs += ["--error", str(self._log("%t", "err"))]
         group = [] if self.group is None else [f"--het-group={self.group}"]
         # --wait=0: ranks may end at very different times.  One that fails ends the others, who may wait for it.
-        common = ["--unbuffered", "--open-mode=append", "--wait=0", "--kill-on-bad-exit=1"]
-        return ["srun", *group, *common, *logs, *self._plan["srun"]]
+        common = ["--wait=0", "--kill-on-bad-exit=1"]
+        # What slurmstepd says, or sh before it has a log, goes through srun into the log of the batch step.
+        ending = "out" if self._plan["stderr_to_stdout"] else "err"
+        logged = ["/bin/sh", "-c", _INTO_OWN_LOG, "rlhpc", str(self._folder / f"{self._job_id}_"), ending]
+        return ["srun", *group, *common, *self._plan["srun"], *logged]
 
     def _start_here(self) -> subprocess.Popen[bytes]:
         out = self._log("0", "out").open("ab")

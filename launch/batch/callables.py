@@ -4,7 +4,7 @@ Eats FOLDER/plan.json (launch/het/script.py writes it); runs in the batch step, 
 Makes one step per component, and nothing but results: every rank leaves its own (launch/batch/callable_step.py).
 Promises: a component has succeeded only with exit status 0 and the result of every rank; an essential one that fails
 ends the others; a job that asks for another life gets it by `scontrol requeue` from here, after every srun has ended,
-which is the one form that Slurm 22.05 to 25.11 agree on (from inside a step, 25.11 cancels the job instead).
+which is the one form that Slurm 22.05 to 26.05 agree on (from inside a step, 25.11 cancels the job instead).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CallablesSupervisor:
         """True if Slurm has no other plan for this component; a requeue would wake up a cancelled job."""
         name = self._job_id if step.group is None else f"{self._job_id}+{step.group}"
         try:
-            words = ("squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
+            words = ("squeue", "--all", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
             rows = slurm(*words, patience_s=SLURM_PATIENCE_S).split()
         except SlurmError as error:
             _say(f"no word from Slurm: {error}")

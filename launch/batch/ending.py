@@ -38,11 +38,16 @@ def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
 
 def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
     """Submit the same script again, to start when this job has ended.  Returns its id; None: it could not be."""
-    options = [f"--dependency=afterany:{job.name}"]
-    if job.array_task is not None:
-        options.append(f"--array={job.array_task}")
+    tasks = None if job.array_task is None else [job.array_task]
+    options = (f"--dependency=afterany:{job.name}",)
     try:
-        successor = submit_again(plan.layout, job.submitted_id, *options)
+        successor = submit_again(
+            plan.layout,
+            job.submitted_id,
+            *options,
+            tasks=tasks,
+            hear=lambda said: log.say("sbatch", f"sbatch says: {said}"),
+        )
     except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
         return None

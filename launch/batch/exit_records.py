@@ -49,6 +49,12 @@ def read_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRe
     return found
 
 
+def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
+    """Processes of one attempt, of any role, that did not end well."""
+    found = [_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json"))]
+    return [record for record in found if record is not None and record.status != 0]
+
+
 def last_words(log: bytes) -> str:
     """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]

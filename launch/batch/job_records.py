@@ -37,12 +37,28 @@ class JobRecord:
     replicas_per_task: int  # generators of one array task; of the whole job where it is no array
     partition: str | None  # of its generators, or else of its first component; None: the default one
     submitted_unix_s: float
-    follows: int | None = None  # the job at whose end this one begins (cluster.continuation = "successor")
+    follows: int | None = None  # the job at whose end this one begins, or whose place it has taken
+    tasks: list[int] | None = None  # of its array, those that were submitted; None: all
 
     @property
     def is_lead(self) -> bool:
         """True if the run goes on as long as this job does."""
         return self.name in LEADS and not self.is_elastic
+
+    def is_for(self, task: int | None) -> bool:
+        """True if it was submitted for this task of its array; None: it is no array."""
+        return task is None or self.tasks is None or task in self.tasks
+
+    def label(self, task: int | None) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return str(self.job_id) if task is None else f"{self.job_id}_{task}"
+
+    def roles_of(self, task: int | None) -> list[str]:
+        """Names of the generators of a task, or of the one trainer rank or reward service by which the job is seen."""
+        if self.name.startswith("generation"):
+            first = self.first_replica + (task or 0) * self.replicas_per_task
+            return [f"generator-{replica}" for replica in range(first, first + self.replicas_per_task)]
+        return {"trainer": ["trainer-0"], "rewards": ["reward-0"]}.get(self.name, [])
 
 
 def write_record(layout: RunLayout, record: JobRecord) -> None:

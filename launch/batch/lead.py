@@ -41,6 +41,7 @@ from launch.batch.verdict import Cause, Verdict
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
 SAVE_GRACE_S = 1800.0  # for the step that is on and its checkpoint
+ALONE_S = 10.0  # for a controller without generators that has nothing to save, and its trainer
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
 MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
@@ -60,7 +61,7 @@ class Lead:
         self._keeper = JobKeeper(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to stop
         self._why = ""  # the same, in words
-        self._asked_at = 0.0
+        self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
 
     def run(self) -> Verdict:
         """Attempt after attempt, until there is a verdict that this life cannot change."""
@@ -97,7 +98,7 @@ class Lead:
         for request in yield_requests(self._layout):
             request.unlink(missing_ok=True)
         try:
-            attempt = begin_attempt(self._plan, self._job)
+            attempt = begin_attempt(self._plan, self._job, self._log.say)
         except BeginError as error:
             if self._notices.told_to_end:  # the signal ended that command too
                 return Verdict(Cause.SIGNAL, str(error))
@@ -109,7 +110,7 @@ class Lead:
         attempt = self._begin()
         if isinstance(attempt, Verdict):
             return attempt
-        self._cause, self._log.attempt = None, attempt.index
+        self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
         self._start_all(attempt)
@@ -201,6 +202,7 @@ class Lead:
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
+        self._patience_s = SAVE_GRACE_S
         self._log.say("stop", f"{why}: the controller finishes its step and saves")
         if self._controller is not None:
             self._controller.ask_to_leave()
@@ -209,7 +211,7 @@ class Lead:
         """The controller was asked to end: kill it when it takes too long, or when there is no time to wait for it."""
         waited_s = time.monotonic() - self._asked_at
         last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
-        if self._controller is None or (waited_s < SAVE_GRACE_S and self._limit.left_s() > last_moment_s):
+        if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
             return
         self._log.say("kill", f"the controller has not ended {waited_s:.0f} s after it was asked to")
         self._controller.kill()
@@ -244,7 +246,16 @@ class Lead:
             # Nobody will finish the step that the controller waits for: it closes its books at once.
             self._controller.ask_to_leave(signal.SIGINT)
         elif name == "generation" and not self._others_generate(name):
-            self._ask_controller(Cause.FAILED, "no generator is left")
+            self._end_alone()
+
+    def _end_alone(self) -> None:
+        """No generator is left: what has been trained is saved, and nobody is waited for who cannot come."""
+        progress = read_progress(self._layout)
+        has_news = progress is not None and progress.step > saved_step(self._layout)
+        self._ask_controller(Cause.FAILED, "no generator is left")
+        self._patience_s = needed_to_stop_s(progress, self._limit.life_s) if has_news else ALONE_S
+        if not has_news and self._controller is not None:
+            self._controller.ask_to_leave(signal.SIGINT)
 
     def _others_generate(self, name: str) -> bool:
         """True if generators of other jobs are there."""
@@ -263,7 +274,8 @@ class Lead:
         trainer = self._steps.get("trainer")
         if trainer is not None:
             trainer.asked = True
-            if not trainer.wait(self._grace_s() if status == 0 else POLL_S):
+            # One that has not met the controller yet was not told to leave.
+            if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
                 trainer.kill()
         told_to_end = self._notices.told_to_end
         verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)

@@ -1,27 +1,35 @@
 """The other jobs of a run, by the ids that were recorded when they were submitted.  Never by name.
 
-Eats jobs/ID.json and what squeue says.  Every function raises SlurmError where Slurm refuses or does not answer.
+Takes jobs/ID.json and what squeue says.  Guarantees: a job counts as gone only where squeue says that it is over, or
+does not show it although it is old enough to have been forgotten, in an answer that shows this job itself.  Every
+function raises SlurmError where Slurm refuses or does not answer.
 """
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.batch.event_log import EventLog
-from launch.batch.job_records import read_records, write_record
+from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.batch.plan_file import JobPart
 from launch.batch.sbatch import submit_script
 from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import OVER, task_numbers
 from launch.batch.this_job import ThisJob
 from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
 PATIENCE_S = 300.0
-# Every other state may live, also one that a later Slurm invents: a job that lives must not be submitted a second time.
-OVER = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
-        "OUT_OF_MEMORY", "REVOKED"}  # fmt: skip
+SKEW_S = 30.0  # between the clock of whoever submitted a job and this node's
+MIN_JOB_AGE_S = 300.0  # Slurm's own default
+_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
+_SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
+
+_States = dict[int, dict["int | None", str]]  # by job and, in an array, by task
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,33 @@ class OtherJob:
         return bool(self.state) and self.state not in OVER
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A planned job, or a task of a planned array, that has come to an end."""
+
+    record: JobRecord  # of the newest submission of it
+    task: int | None
+    state: str  # "": Slurm has forgotten it
+
+    @property
+    def label(self) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return self.record.label(self.task)
+
+    @property
+    def roles(self) -> list[str]:
+        """By which it is seen that it lives."""
+        return self.record.roles_of(self.task)
+
+
 def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
     """Every recorded job but this one, the oldest first."""
     records = [record for record in read_records(layout) if record.job_id != job.submitted_id]
     if not records:
         return []
-    states = _states([record.job_id for record in records])
-    return [OtherJob(record.job_id, record.name, states.get(record.job_id, "")) for record in records]
+    states = _ask_queue(job, PATIENCE_S)
+    most = {number: max(tasks.values(), key=_rank) for number, tasks in states.items()}
+    return [OtherJob(record.job_id, record.name, most.get(record.job_id, "")) for record in records]
 
 
 def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
@@ -56,40 +84,95 @@ def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
     _cancel(alive, log)
 
 
-def gone_jobs(plan: JobPart, job: ThisJob) -> list[OtherJob]:
-    """Planned jobs that were submitted and have come to an end.  COMPLETING counts as alive: it may be a requeue."""
-    newest = {other.name: other for other in other_jobs(plan.layout, job)}
-    return [newest[name] for name in plan.other_jobs if name in newest and not newest[name].is_alive]
+def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S) -> list[Gone]:
+    """Planned jobs, and tasks of planned arrays, that have come to an end, in the order of the plan.
+
+    COMPLETING counts as alive: it may be a requeue.  min_job_age_s: so long Slurm remembers every job.
+    """
+    states = _ask_queue(job, 0.0)
+    forgotten_before = time.time() - min_job_age_s - SKEW_S
+    found = [_gone(records, task, states, forgotten_before) for records, task in planned_tasks(plan)]
+    return [gone for gone in found if gone is not None]
 
 
-def submit_again(layout: RunLayout, job_id: int, *options: str) -> int:
+def planned_tasks(plan: JobPart) -> list[tuple[list[JobRecord], int | None]]:
+    """Every other planned job that was submitted, of arrays every task, with its submissions, the oldest first."""
+    records, found = read_records(plan.layout), []
+    for name in plan.other_jobs:
+        own = [record for record in records if record.name == name]
+        size = own[-1].array_size if own else None
+        tasks: list[int | None] = [None] if size is None else list(range(size))
+        for task in tasks:
+            applicable = [record for record in own if record.is_for(task)]
+            found += [(applicable, task)] if applicable else []
+    return found
+
+
+def min_job_age_s() -> float:
+    """So long after its end Slurm remembers a job, at least.  Where it does not say, as by default."""
+    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config"))
+    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: for ever, as far as it goes
+
+
+def submit_again(
+    layout: RunLayout,
+    job_id: int,
+    *options: str,
+    tasks: Sequence[int] | None = None,
+    patience_s: float = PATIENCE_S,
+    hear: Callable[[str], object] = lambda remarks: None,
+) -> int:
     """Submit the script of a recorded job once more and record it.  Returns the new id.
 
-    Raises SlurmError, also if the job was never recorded; MayBeQueued: it is not known whether a job was submitted,
-    which then ends by itself, since nobody has recorded it.
+    tasks: of its array, these alone.  hear: as of submit_script.  Raises SlurmError, also if the job was never
+    recorded; MayBeQueued: it is not known whether a job was submitted, which then ends by itself, since nobody has
+    recorded it.
     """
     record = next((record for record in read_records(layout) if record.job_id == job_id), None)
     if record is None:
         raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: nobody knows its script")
-    old = record
+    old, only = record, None if tasks is None else sorted(tasks)
+    words = [*options, *([] if only is None else [f"--array={','.join(map(str, only))}"])]
 
     def note(number: int) -> None:
-        write_record(layout, replace(old, job_id=number, submitted_unix_s=time.time(), follows=job_id))
+        new = replace(old, job_id=number, submitted_unix_s=time.time(), follows=job_id, tasks=only or old.tasks)
+        write_record(layout, new)
 
-    return submit_script(Path(record.script), options, record=note, patience_s=PATIENCE_S)
+    return submit_script(Path(record.script), words, record=note, patience_s=patience_s, hear=hear)
 
 
-def _states(numbers: list[int]) -> dict[int, str]:
-    """The most alive state of each: one task that runs makes an array run."""
-    out = slurm("squeue", "--noheader", "--me", "--states=all", "--format=%i|%F|%T", patience_s=PATIENCE_S)
-    states: dict[int, str] = {}
-    for line in out.splitlines():
-        shown, array, state = line.strip().split("|")
-        leader = shown.partition("+")[0].partition("_")[0]
-        for text in {leader, array}:
-            number = int(text) if text.isdigit() else -1
-            if number in numbers and _rank(state) > _rank(states.get(number, "")):
-                states[number] = state
+def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgotten_before: float) -> Gone | None:
+    """What has become of one task, or one job, of which there were these submissions; None: it lives, or may."""
+    over = ""
+    for record in records:
+        shown = states.get(record.job_id, {})
+        state = shown.get(task, "") if task is not None else max(shown.values(), key=_rank, default="")
+        if state:
+            over = state
+        if (state and state not in OVER) or (not state and record.submitted_unix_s > forgotten_before):
+            return None
+    return Gone(records[-1], task, over)
+
+
+def _ask_queue(job: ThisJob, patience_s: float) -> _States:
+    """States of this user's jobs; of the components of a heterogeneous one the most alive.
+
+    Raises SlurmError, also where this very job is not among them: who does not see himself does not see others.
+    """
+    # --all: without it jobs on a hidden partition are not there.
+    words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
+    states: _States = {}
+    for line in slurm(*words, patience_s=patience_s).splitlines():
+        shown, _, state = line.strip().partition("|")
+        found = _SHOWN.match(shown)
+        if found is None or not state:
+            continue
+        tasks = states.setdefault(int(found[1]), {})
+        numbers: list[int | None] = [*task_numbers(found[2] or found[3] or "")]
+        for task in numbers or [None]:
+            tasks[task] = max(tasks.get(task, ""), state, key=_rank)
+    if job.submitted_id not in states:
+        raise SlurmError(f"squeue does not show job {job.name}, which asks: what it says of others does not count")
     return states
 
 

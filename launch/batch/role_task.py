@@ -77,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--role", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--resume-step", type=int, default=None)
+    parser.add_argument("--owner", default="", help="of the run directory: the attempt")
     parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
     parser.add_argument("--start", type=int, default=0, help="how many starts of this part there were in this life")
     return parser.parse_args()
@@ -162,6 +163,8 @@ class _Task:
             words += ["--num-ranks", str(self._share.num_processes)]
         if options.resume_step is not None:
             words += ["--resume-step", str(options.resume_step)]
+        if options.owner and options.role in ("controller", "trainer"):  # the others outlast attempts
+            words += ["--owner", options.owner]
         start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start), "--supervised"]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]

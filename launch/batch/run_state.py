@@ -25,6 +25,18 @@ class Attempt:
     resume_step: int | None
     job_id: int
     restart: int
+    fence: str = ""  # in whose name its controller and trainer write to the run directory (rlhpc/ownership.py)
+
+    @classmethod
+    def parse(cls, document: dict[str, Any]) -> Attempt:
+        """What stands in attempt.json.  Raises KeyError."""
+        return cls(
+            document["attempt"],
+            document["resume_step"],
+            document["job_id"],
+            document["restart"],
+            document.get("fence", ""),
+        )
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -36,7 +48,7 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
     """Read attempt.json."""
     document = _read(layout.attempt)
     try:
-        return Attempt(document["attempt"], document["resume_step"], document["job_id"], document["restart"])
+        return Attempt.parse(document)
     except KeyError:
         return None
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from launch.batch.slurm_commands import NoAnswer, SlurmError, clean_environment, is_away, slurm
+from launch.batch.slurm_commands import NoAnswer, SlurmError, ask, is_away, slurm
 
 ANSWER_S = 50.0  # of sbatch; a job that begins at once may stay unrecorded for RECORDED_S (supervisor.py)
 LOOK_AGAIN_S = 4.0  # slurmctld may take in late what it has not answered
@@ -26,7 +26,7 @@ LOOK_PATIENCE_S = 20.0
 # What sbatch says when its request was sent and the answer lost; slurmctld may have taken the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
          "Connection reset", "Broken pipe", "Unexpected message", "authentication error")  # fmt: skip
-_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--comment\b", re.MULTILINE)
+_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com[a-z]*(?![\w-])", re.MULTILINE)  # sbatch takes abbreviations
 _NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", re.MULTILINE)
 
 
@@ -41,19 +41,20 @@ def submit_script(
     record: Callable[[int], object],
     environment: Mapping[str, str] | None = None,
     patience_s: float = 0.0,
+    hear: Callable[[str], object] = lambda remarks: None,
 ) -> int:
     """Submit a script, have the job recorded, and return its id; of an array, of a heterogeneous job the first one.
 
     options: before the script.  record: called with the id; if it raises, the job is cancelled.  environment: None is
     this process's without what belongs to another job.  patience_s: so long a slurmctld that is away is tried again.
+    hear: called with what sbatch remarks of a job that it takes, such as a site's "moved to partition scav".
     Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what became of it.
     """
-    known = clean_environment() if environment is None else environment
     tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", time.monotonic() + patience_s
     with _HeldCtrlC(tag) as ctrl_c:
         while True:
             try:
-                job_id = _once(script, options, tag, known)
+                job_id = _once(script, options, tag, environment, hear)
                 break
             except SlurmError as error:
                 if ctrl_c.has_come:
@@ -77,15 +78,23 @@ def how_to_look(tag: str) -> str:
     return f"`squeue --me --format='%i %j %k %o' | grep {tag}`"
 
 
-def _once(script: Path, options: Sequence[str], tag: str, environment: Mapping[str, str]) -> int:
+def _once(
+    script: Path,
+    options: Sequence[str],
+    tag: str,
+    environment: Mapping[str, str] | None,
+    hear: Callable[[str], object],
+) -> int:
     with _tagged(script, options, tag) as words:
         try:
-            said = slurm(*words, timeout_s=ANSWER_S, environment=environment, hears_ctrl_c=False)
+            said, remarks = ask(*words, timeout_s=ANSWER_S, environment=environment, hears_ctrl_c=False)
         except SlurmError as error:
             if not isinstance(error, NoAnswer) and not any(saying in str(error) for saying in _LOST):
                 raise
             trouble = str(error)
         else:
+            if remarks:
+                hear(remarks)
             numbers = _NUMBER.findall(said)
             if numbers:
                 return int(numbers[-1])  # a site's own sbatch may print more before it
@@ -107,7 +116,7 @@ def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str
         has_comment = _OWN_COMMENT.search(script.read_text(encoding="utf-8", errors="replace")) is not None
     except OSError:
         has_comment = False  # sbatch says what is wrong with the script
-    if not has_comment and not any(word.startswith("--comment") for word in options):
+    if not has_comment and not any(word.startswith("--com") for word in options):
         yield [*words, f"--comment={tag}", str(script)]
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,14 +126,13 @@ def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str
         yield [*words, str(link)]
 
 
-def _look_for(tag: str, trouble: str, environment: Mapping[str, str]) -> int | None:
+def _look_for(tag: str, trouble: str, environment: Mapping[str, str] | None) -> int | None:
     """The job that bears the tag; None: there is none, by two answers.  Raises MayBeQueued: no answer."""
-    asking = {key: value for key, value in environment.items() if not key.startswith("SQUEUE_")}
-    words = ("squeue", "--me", "--noheader", "--states=all", "--format=%i|%k|%o")
+    words = ("squeue", "--me", "--all", "--noheader", "--states=all", "--format=%i|%k|%o")
     for pause_s in (0.0, LOOK_AGAIN_S):
         time.sleep(pause_s)
         try:
-            out = slurm(*words, timeout_s=30.0, patience_s=LOOK_PATIENCE_S, environment=asking)
+            out = slurm(*words, timeout_s=30.0, patience_s=LOOK_PATIENCE_S, environment=environment)
         except SlurmError as error:
             text = f"{trouble}; a job may be queued all the same, {how_to_look(tag)} shows it: {error}"
             raise MayBeQueued(text) from error
@@ -138,7 +146,7 @@ def _look_for(tag: str, trouble: str, environment: Mapping[str, str]) -> int | N
 def _cancel(job_id: int) -> str:
     """Returns what is to be said of it."""
     try:
-        slurm("scancel", str(job_id), patience_s=LOOK_PATIENCE_S, environment=clean_environment())
+        slurm("scancel", str(job_id), patience_s=LOOK_PATIENCE_S)
     except SlurmError as error:
         return f"job {job_id} was submitted; CANCEL BY HAND, `scancel {job_id}`: {error}"
     return f"job {job_id} was submitted and is cancelled again"

@@ -1,6 +1,7 @@
-"""Call Slurm's commands, and outlast a controller that is away for a moment.
+"""The one place that calls Slurm's commands: in an environment of its own, and patient with a controller that is away.
 
-Eats words, returns what the command prints.  Raises SlurmError in the command's own words.
+Takes words, returns what the command prints.  Guarantees: no variable of a user's shell, of a site's module or of the
+job around this process changes what a command does, selects or prints.  Raises SlurmError in the command's own words.
 """
 
 from __future__ import annotations
@@ -9,12 +10,36 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rlhpc.errors import RlhpcError
 
 # What Slurm says while slurmctld restarts, or is too busy to answer.  Nobody knows whether the command did anything:
 # what may not be done twice is not repeated for it (sbatch.py).
-_AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted")
+_AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
+         "Connection timed out", "Connection reset", "controller in standby mode")  # fmt: skip
+PAUSE_S = 5.0  # at most, before another try
+
+# Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.
+_INPUTS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_", "SCONTROL_",
+           "PMI")  # fmt: skip
+# How the cluster is found, and how a command proves who calls it.
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+# Of srun's inputs those that Slurm itself sets in a batch step stay: they say which job, which components and nodes.
+# These are set there by people, by a site's module, or by Slurm with the sizes of component 0, and would change what
+# a step is: its size, time, output, directory, and whether it waits for others.
+_NOT_FOR_STEPS = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        "NTASKS", "NPROCS", "NTASKS_PER_NODE", "CPUS_PER_TASK", "MEM_PER_CPU", "MEM_PER_NODE", "MEM_PER_GPU",
+        "TRES_PER_TASK", "NNODES", "JOB_NUM_NODES", "DISTRIBUTION", "THREADS_PER_CORE", "ARBITRARY_NODE_LIST",
+        "TIMELIMIT", "STDINMODE", "STDOUTMODE", "STDERRMODE", "LABELIO", "UNBUFFEREDIO", "OPEN_MODE", "WORKING_DIR",
+        "REMOTE_CWD", "IMMEDIATE", "EXIT_IMMEDIATE", "EXIT_ERROR", "EXCLUSIVE", "EXACT", "OVERLAP", "WHOLE", "WAIT",
+        "KILL_BAD_EXIT", "NO_KILL", "DISABLE_STATUS", "TEST_EXEC", "BCAST", "PARTITION", "QOS", "ACCOUNT", "CLUSTERS",
+        "CONSTRAINT", "RESERVATION", "DEPENDENCY", "BURST_BUFFER", "DEADLINE", "HOLD", "DEBUG", "TASK_PROLOG",
+        "TASK_EPILOG", "PROLOG", "EPILOG", "THREADS", "USE_MIN_NODES", "WAIT4SWITCH", "REQ_SWITCH", "MULTI", "QUIET",
+    )
+)  # fmt: skip
 
 
 class SlurmError(RlhpcError):
@@ -23,6 +48,13 @@ class SlurmError(RlhpcError):
 
 class NoAnswer(SlurmError):
     """The command ended, or was ended, before it could say anything."""
+
+
+class Said(NamedTuple):
+    """What a command that succeeded has printed."""
+
+    out: str
+    remarks: str  # on stderr: what a site tells its users
 
 
 def slurm(
@@ -35,17 +67,33 @@ def slurm(
     """Run one command and return its output.
 
     timeout_s: of one try.  patience_s: so long it is tried again while slurmctld does not answer; not for sbatch, which
-    sbatch.py calls.  environment: instead of this process's.  hears_ctrl_c: False in a session of its own.  Raises
-    SlurmError: not installed here, a status besides 0; NoAnswer: not in time, or ended by a signal.
+    sbatch.py calls.  environment: instead of this process's, and as it is made clean.  hears_ctrl_c: False in a session
+    of its own.  Raises SlurmError: not installed here, a status besides 0; NoAnswer: not in time, or ended by a signal.
     """
+    return ask(
+        *words, timeout_s=timeout_s, patience_s=patience_s, environment=environment, hears_ctrl_c=hears_ctrl_c
+    ).out
+
+
+def ask(
+    *words: str,
+    timeout_s: float = 60.0,
+    patience_s: float = 0.0,
+    environment: Mapping[str, str] | None = None,
+    hears_ctrl_c: bool = True,
+) -> Said:
+    """The same, with what the command has remarked beside its output."""
     deadline = time.monotonic() + patience_s
+    clean = clean_environment(environment)
+    if words[0] != "sbatch":  # whose environment becomes the job's
+        clean.update(SLURM_TIME_FORMAT="standard", LC_ALL="C")
     while True:
         try:
-            return _once(words, timeout_s, environment, hears_ctrl_c)
+            return _once(words, timeout_s, clean, hears_ctrl_c)
         except SlurmError as error:
             if not is_away(error) or time.monotonic() >= deadline:
                 raise
-            time.sleep(min(5.0, max(0.1, deadline - time.monotonic())))
+            time.sleep(min(PAUSE_S, patience_s / 4, max(0.1, deadline - time.monotonic())))
 
 
 def is_away(error: SlurmError) -> bool:
@@ -53,25 +101,34 @@ def is_away(error: SlurmError) -> bool:
     return any(saying in str(error) for saying in _AWAY)
 
 
-def clean_environment() -> dict[str, str]:
-    """This process's environment without what Slurm has set for the job that it runs in.
+def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment, by default this process's, without what would change Slurm's commands.
 
-    A job submitted from inside another would take the other's sizes, and its srun the other's components, for its own.
+    A job submitted from inside another would take the other's sizes, and its srun the other's components, for its own;
+    with SQUEUE_PARTITION in a shell a job that lives elsewhere would not be there.
     """
-    kept = {"SLURM_CONF"}
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key in kept or not key.startswith(("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "PMI"))
-    }
+    known = os.environ if environment is None else environment
+    return {key: value for key, value in known.items() if key in _KEPT or not key.startswith(_INPUTS)}
 
 
-def _once(words: tuple[str, ...], timeout_s: float, environment: Mapping[str, str] | None, hears_ctrl_c: bool) -> str:
+def srun_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a batch step's environment, by default this process's, what an srun inside its own job shall see.
+
+    The job and its components as Slurm has set them, and all that is not Slurm's, which the tasks get too.
+    """
+    known = os.environ if environment is None else environment
+    others = tuple(prefix for prefix in _INPUTS if prefix not in ("SLURM_", "SLURMD_"))
+    kept = {key: value for key, value in known.items() if key not in _NOT_FOR_STEPS and not key.startswith(others)}
+    return {**kept, "SLURM_EXPORT_ENV": "ALL"}  # else a site's --export=NONE would hold for steps, too
+
+
+def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str], hears_ctrl_c: bool) -> Said:
     try:
         done = subprocess.run(
             list(words),
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             env=environment,
             check=False,
@@ -84,6 +141,10 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: Mapping[str, st
     if done.returncode < 0:
         raise NoAnswer(f"{words[0]}: ended by signal {-done.returncode}")
     if done.returncode != 0:
-        said = " ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
+        said = _in_one_line(done.stderr or done.stdout)
         raise SlurmError(f"{words[0]}: {said or f'exit status {done.returncode}'}")
-    return done.stdout
+    return Said(done.stdout, _in_one_line(done.stderr))
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())

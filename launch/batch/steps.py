@@ -15,11 +15,9 @@ import time
 
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.run_state import Attempt
+from launch.batch.slurm_commands import srun_environment
 
 KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
-_OWN_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_CPU",
-              "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_NNODES", "SLURM_JOB_NUM_NODES",
-              "SLURM_DISTRIBUTION", "SLURM_THREADS_PER_CORE")  # fmt: skip
 
 
 class Step:
@@ -29,7 +27,7 @@ class Step:
         """Start `words`."""
         self.name, self._is_srun = name, is_srun
         self.asked = False  # to leave
-        environment = {key: value for key, value in os.environ.items() if not is_srun or key not in _OWN_SIZES}
+        environment = srun_environment() if is_srun else None
         # A session of its own: a signal can be sent to the whole of it, and Ctrl-C at a terminal does not reach it.
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
 
@@ -92,4 +90,5 @@ def start_in_batch_step(plan: JobPart, part: Part, role: str, index: int, attemp
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:
     words = [sys.executable, "-u", "-m", "launch.batch.role_task", "--plan", str(plan.path), "--job", plan.name]
     words += ["--part", part.name, "--role", role, "--attempt", str(attempt.index), "--start", str(start)]
+    words += ["--owner", attempt.fence] if attempt.fence else []
     return words if attempt.resume_step is None else [*words, "--resume-step", str(attempt.resume_step)]

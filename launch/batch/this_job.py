@@ -5,15 +5,15 @@ Eats the environment that Slurm sets.  Promises nothing about other jobs.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # with a slurmctld that is away: it comes back, or the time limit settles it
-_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")  # as squeue's %L: D-HH:MM:SS, HH:MM:SS or MM:SS
+ASK_AGAIN_S = 60.0  # while the end of a life is not known
 
 
 @dataclass(frozen=True)
@@ -70,44 +70,63 @@ class ThisJob:
 
         Raises SlurmError.
         """
-        out = slurm("squeue", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%i %T", patience_s=30.0)
+        out = slurm(
+            "squeue", "--all", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%i %T", patience_s=30.0
+        )
         rows = [line.split() for line in out.splitlines() if line.strip()]
         return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
 
 
 class TimeLimit:
-    """When this life ends.  Asked of Slurm once, and again before anybody acts on it: limits can be changed."""
+    """When this life ends.
+
+    Asked of Slurm at its beginning, every minute until Slurm has answered, and again before anybody acts on it: limits
+    can be changed.
+    """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
         self._job = job
         said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
-        self.end: float | None = float(said) if said.isdigit() else self.ask()
+        self._end: float | None = float(said) if said.isdigit() else None
+        self.is_known = self._end is not None
+        self._asked_at = time.monotonic()
+        if not self.is_known:
+            self.ask()
 
-    def ask(self) -> float | None:
-        """Unix time of the end, s, as Slurm sees it now; None: no limit, or no answer."""
+    @property
+    def end(self) -> float | None:
+        """Unix time of the end, s; None: there is no limit, or it is not known yet."""
+        if not self.is_known and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
+            self.ask()
+        return self._end
+
+    def ask(self) -> None:
+        """See when Slurm ends this life as of now.  What was known before holds where it does not say."""
         try:
-            out = slurm("squeue", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
+            out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
         except SlurmError:
-            return getattr(self, "end", None)
-        left = [seconds_left(line.strip()) for line in out.splitlines() if line.strip()]
-        known = [seconds for seconds in left if seconds is not None]
-        self.end = time.time() + min(known) if known else None
-        return self.end
+            out = ""
+        self._asked_at = time.monotonic()
+        said = [line.strip() for line in out.splitlines() if line.strip()]
+        left = [seconds for seconds in map(duration_s, said) if seconds is not None]
+        if left:
+            self._end, self.is_known = time.time() + min(left), True
+        elif any(map(is_unlimited, said)):
+            self._end, self.is_known = None, True
 
     def left_s(self) -> float:
-        """Seconds from now; infinity without a limit."""
-        return float("inf") if self.end is None else self.end - time.time()
+        """Seconds from now; infinity without a limit, and while it is not known."""
+        end = self.end
+        return float("inf") if end is None else end - time.time()
 
     @property
     def life_s(self) -> float:
-        """Seconds of the whole life; infinity without a limit."""
-        return float("inf") if self.end is None else self.end - self._job.began
+        """Seconds of the whole life; infinity likewise."""
+        end = self.end
+        return float("inf") if end is None else end - self._job.began
 
-
-def seconds_left(text: str) -> float | None:
-    """Read squeue's %L.  None: UNLIMITED, INVALID or NOT_SET."""
-    match = _LEFT.fullmatch(text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    def in_words(self) -> str:
+        """How long this life may run."""
+        if not self.is_known:
+            return "until an end that Slurm has not said yet"
+        return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"

@@ -35,4 +35,8 @@ class Verdict:
     """A cause and its story."""
 
     cause: Cause
-    text: str
+    text: str  # never empty
+
+    def __post_init__(self) -> None:
+        """Where nobody has given a reason the cause is one."""
+        self.text = self.text.strip() or self.cause.words

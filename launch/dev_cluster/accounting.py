@@ -10,13 +10,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from launch.dev_cluster.installation import Installation, SlurmMissing
 from launch.dev_cluster.layout import ClusterLayout
-from launch.dev_cluster.packages import Installation
 from rlhpc.errors import RoleFailed
 
 DATABASE, DAEMON = "mariadbd", "slurmdbd"
 ACCOUNT = "lab"  # the one that every cluster with accounting has; jobs of another are refused
-_SYSTEM_TABLES = ("mysql_system_tables.sql", "mysql_system_tables_data.sql")
+_SYSTEM_TABLES = ("system_tables.sql", "system_tables_data.sql")  # mysql_…; since MariaDB 11 mariadb_…
 
 
 def slurmdbd_conf(layout: ClusterLayout, user: str, plugins: Path, port: int) -> str:
@@ -60,6 +60,7 @@ def database_command(layout: ClusterLayout, installation: Installation, user: st
         *(f"--datadir={layout.database}/data", f"--tmpdir={layout.database}/tmp"),
         *(f"--lc-messages-dir={share}", f"--character-sets-dir={share}/charsets"),
         *("--innodb-buffer-pool-size=16M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        "--loose-innodb-snapshot-isolation=OFF",  # else slurmdbd ends where two transactions meet; 10.6 may not know it
         *("--innodb-lock-wait-timeout=900", "--key-buffer-size=1M", "--performance-schema=OFF"),
         *("--max-connections=20", "--thread-cache-size=2", "--skip-log-bin"),
         *("--skip-networking", "--skip-grant-tables"),
@@ -80,7 +81,7 @@ def prepare_database(
     for directory in (layout.database / "data", layout.database / "tmp"):
         directory.mkdir(parents=True)
     layout.database.chmod(0o700)
-    tables = "".join((_share(installation) / name).read_text(encoding="utf-8") for name in _SYSTEM_TABLES)
+    tables = "".join(path.read_text(encoding="utf-8") for path in _system_tables(installation))
     done = subprocess.run(
         [*database_command(layout, installation, user), "--bootstrap"],
         input=f"create database mysql;\nuse mysql;\n{tables}",
@@ -94,8 +95,18 @@ def prepare_database(
 
 
 def _share(installation: Installation) -> Path:
+    """Where MariaDB's messages and tables lie."""
+    return _system_tables(installation)[0].parent
+
+
+def _system_tables(installation: Installation) -> list[Path]:
+    """Definitions of MariaDB's own tables, and what is in them.  Raises SlurmMissing: not there."""
     base = installation.prefix or Path("/")
-    for name in ("usr/share/mariadb", "usr/share/mysql"):
-        if (base / name / _SYSTEM_TABLES[0]).exists():
-            return base / name
-    return base / "usr/share/mysql"
+    for directory in ("usr/share/mariadb", "usr/share/mysql"):
+        for brand in ("mariadb", "mysql"):
+            found = [base / directory / f"{brand}_{name}" for name in _SYSTEM_TABLES]
+            if all(path.exists() for path in found):
+                return found
+    raise SlurmMissing(
+        f"no {' and '.join(_SYSTEM_TABLES)} of MariaDB below {base}/usr/share: install mariadb-server-core"
+    )

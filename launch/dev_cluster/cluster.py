@@ -21,15 +21,17 @@ from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
 from launch.dev_cluster.daemons import BEFORE_NODES, CONTROLLER, HUB, MUNGED, Daemons, daemon_of, reserved_ports
 from launch.dev_cluster.description import Description
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
+from launch.dev_cluster.machine import check_own_name, check_owner
 from launch.dev_cluster.network import Network
-from launch.dev_cluster.packages import Installation
 from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
 from launch.dev_cluster.shape import LOOPBACK, ClusterShape
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 _BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
-_UP = ("idle", "mixed", "allocated", "completing")
+_UP = ("idle", "planned", "mixed", "allocated", "completing")
+IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone
 _COMMAND_S = 60.0
 
 
@@ -57,7 +59,7 @@ class DevCluster:
             namespaces.require()
         root = root.resolve()  # processes are found again by the real paths of files that they hold
         layout = ClusterLayout(root)
-        _check_owner(root)
+        check_owner(root)
         if root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise RunDirectoryError(f"{root}: exists and is no dev cluster; take a directory that is new or empty")
         layout.make()
@@ -72,7 +74,7 @@ class DevCluster:
     def open(cls, root: Path) -> Self:
         """The cluster that lives, or has lived, in a directory.  Raises RunDirectoryError: there is none."""
         root = root.resolve()
-        _check_owner(root)
+        check_owner(root)
         try:
             text = ClusterLayout(root).description.read_text(encoding="utf-8")
             return cls(root, Description.decode(text))
@@ -102,7 +104,7 @@ class DevCluster:
         began = time.monotonic()
         if self.network:
             namespaces.require()
-        self._check_own_name()
+        check_own_name(self.installation.version)
         self._forget_last_life()
         try:
             if self.network:  # its addresses go into slurm.conf
@@ -118,18 +120,26 @@ class DevCluster:
 
     def mend(self, wait_s: float = 30.0) -> list[str]:
         """Start again the daemons that have died; returns their names.  Jobs go on.  Raises RoleFailed: no success."""
-        strays = self.network.end_strays() if self.network else []
-        missing = [name for name in self._names() if name in strays or not self.daemons.is_alive(name)]
-        for name in missing:
-            self.daemons.start(name)
-            self._wait_for_service(name, wait_s)
+        missing = self.revive(wait_s)
         self.wait_up(wait_s)
         return missing
 
-    def stop(self) -> None:
-        """Cancel all jobs, end what is left of them, then every daemon.  Does nothing where nothing runs."""
-        if self.is_reachable():
-            self._cancel_all()
+    def revive(self, wait_s: float = 30.0) -> list[str]:
+        """The same, without waiting for the nodes."""
+        strays = self.network.end_strays() if self.network else []
+        missing = [name for name in self.daemon_names if name in strays or not self.daemons.is_alive(name)]
+        for name in missing:
+            self.daemons.start(name)
+            self._wait_for_service(name, wait_s)
+        return missing
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Cancel all jobs, end what is left of them, then every daemon.  Does nothing where nothing runs.
+
+        at_once: Slurm is not asked and nobody has time to leave in good order.
+        """
+        if not at_once and self.is_reachable():
+            self.cancel_all()
             self._wait_for_empty_queue(self.shape.times.kill_wait_s + 3.0)
         # A process that left its session is not seen by Slurm's tracking; it still carries our name in its environment.
         leftovers = with_descendants([*self.job_processes(), *self.step_daemons()])
@@ -137,11 +147,17 @@ class DevCluster:
             each.send(signal.SIGKILL)
         wait_gone(leftovers, 5.0)
         names = list(self.daemons.recorded())
-        self.daemons.end(*[name for name in names if name not in BEFORE_NODES])
+        self.daemons.end(*[name for name in names if name not in BEFORE_NODES], at_once=at_once)
         if self.network:
             self.network.close()
         for name in reversed(BEFORE_NODES):
-            self.daemons.end(*[each for each in names if each == name])
+            self.daemons.end(*[each for each in names if each == name], at_once=at_once)
+
+    def cancel_all(self) -> None:
+        """Ask Slurm to end every job; returns before they have ended."""
+        jobs = sorted(set(self.run("squeue", "--noheader", "--format=%A", check=False).split()))
+        if jobs:
+            self.run("scancel", *jobs, check=False)
 
     def delete(self) -> None:
         """End everything and delete the directory."""
@@ -154,6 +170,14 @@ class DevCluster:
     def is_running(self) -> bool:
         """True while any of its daemons lives."""
         return any(found.is_alive for found in self.daemons.recorded().values())
+
+    @property
+    def daemon_names(self) -> list[str]:
+        """All daemons in the order in which they start."""
+        absent = {HUB} if self.network is None else set()
+        absent |= set() if self.shape.has_accounting else {accounting.DATABASE, accounting.DAEMON}
+        first = [name for name in BEFORE_NODES if name not in absent]
+        return [*first, *(self.network.holders if self.network else []), *map(daemon_of, self.shape.nodes)]
 
     @property
     def export_lines(self) -> list[str]:
@@ -198,13 +222,17 @@ class DevCluster:
             time.sleep(0.05)
 
     def node_states(self) -> dict[str, str]:
-        """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …"""
+        """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …
+
+        Without the "-" of newer releases, which says that a job is planned for it.
+        """
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).splitlines()
-        return dict(line.split() for line in lines if len(line.split()) == 2)
+        rows = [line.split() for line in lines if len(line.split()) == 2]
+        return {node: state.removesuffix("-") for node, state in rows}
 
     def wait_idle(self, wait_s: float = 30.0) -> None:
         """Return when every node is idle.  Raises RoleFailed with the reason."""
-        self.wait_up(wait_s, ("idle",))
+        self.wait_up(wait_s, IDLE)
 
     def wait_up(self, wait_s: float = 30.0, states: Sequence[str] = _UP) -> None:
         """Return when every node is in one of `states`.  Raises RoleFailed with the reason."""
@@ -238,13 +266,6 @@ class DevCluster:
     @property
     def _name(self) -> str:
         return "dev" + hashlib.sha256(os.fsencode(self.layout.root)).hexdigest()[:8]
-
-    def _names(self) -> list[str]:
-        """All daemons in the order in which they start."""
-        absent = {HUB} if self.network is None else set()
-        absent |= set() if self.shape.has_accounting else {accounting.DATABASE, accounting.DAEMON}
-        first = [name for name in BEFORE_NODES if name not in absent]
-        return [*first, *(self.network.holders if self.network else []), *map(daemon_of, self.shape.nodes)]
 
     def _wait_for_service(self, name: str, wait_s: float) -> None:
         """Return when those that start after it can use it."""
@@ -305,33 +326,10 @@ class DevCluster:
         for path in (self.layout.munge_socket, self.layout.database_socket, self.layout.subnet):
             path.unlink(missing_ok=True)
 
-    def _check_own_name(self) -> None:
-        name = socket.gethostname()
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError:
-            # Since 23.11 the controller looks itself up for every job, and each look-up blocks it for 10 to 20 s.
-            if self.installation.version >= (23, 11):
-                raise RunDirectoryError(
-                    f"this machine's own name {name!r} does not resolve, so every job would wait 10 s and more: "
-                    f"an administrator adds the line '127.0.1.1 {name}' to /etc/hosts"
-                ) from None
-
-    def _cancel_all(self) -> None:
-        jobs = sorted(set(self.run("squeue", "--noheader", "--format=%A", check=False).split()))
-        if jobs:
-            self.run("scancel", *jobs, check=False)
-
     def _wait_for_empty_queue(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def _check_owner(root: Path) -> None:
-    """Whoever owns the directory could change what runs in it."""
-    if root.exists() and root.stat().st_uid != os.getuid():
-        raise RunDirectoryError(f"{root}: belongs to user {root.owner()}; take a directory of your own")
 
 
 def _value(path: Path, key: str) -> int:

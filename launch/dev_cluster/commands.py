@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.processes import own_user
@@ -31,14 +32,17 @@ def up(options: argparse.Namespace) -> int:
             options.accounting or has_networks or any(count is not None for count in asked.values())
         ) and shape != cluster.shape:
             raise ConfigError(f"{root}: holds a cluster of another shape; `rlhpc cluster down --delete {root}` first")
+        if options.release and cluster.installation != _installation(options):
+            raise ConfigError(f"{root}: holds a cluster of another Slurm; `rlhpc cluster down --delete {root}` first")
     else:
-        cluster = DevCluster.create(root, shape, obtain(is_private=options.private, has_accounting=options.accounting))
+        cluster = DevCluster.create(root, shape, _installation(options))
     if cluster.is_running:
         mended = cluster.mend(options.wait_s)
         print(f"cluster     {root}, runs already" + (f"; started again: {', '.join(mended)}" if mended else ""))
     else:
         seconds = cluster.start(options.wait_s)
         print(f"cluster     {root}, {len(cluster.shape.nodes)} nodes idle after {seconds:.1f} s")
+    print("slurm       {}.{:02}".format(*cluster.installation.version))
     _print_partitions(cluster)
     prefix = cluster.installation.prefix
     print(f"use         source {cluster.layout.activate}")
@@ -78,6 +82,10 @@ def directory(options: argparse.Namespace) -> Path:
     """The one asked for, or the user's default one."""
     named: Path = options.directory or Path(tempfile.gettempdir(), f"rlhpc-cluster-{own_user()}")
     return named.resolve()
+
+
+def _installation(options: argparse.Namespace) -> Installation:
+    return obtain(is_private=options.private, has_accounting=options.accounting, release=options.release)
 
 
 def _print_partitions(cluster: DevCluster) -> None:

@@ -1,6 +1,6 @@
 """slurm.conf and its companions, as text.
 
-Eats shape, paths and ports; pure.  The same text serves Slurm 22.05 to 25.11: plugins named "none", which 23.11 took
+Eats shape, paths and ports; pure.  The same text serves Slurm 22.05 to 26.05: plugins named "none", which 23.11 took
 away, are simply not mentioned.
 """
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launch.dev_cluster import accounting, namespaces
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
-from launch.dev_cluster.packages import Installation
 from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
@@ -91,9 +91,9 @@ class Daemons:
         names.sort(key=lambda name: BEFORE_NODES.index(name) if name in BEFORE_NODES else len(BEFORE_NODES))
         return {name: found for name in names if (found := self.find(name))}
 
-    def end(self, *names: str) -> None:
-        """SIGTERM, SIGKILL after 10 s, and forget them."""
-        end([found for name in names if (found := self.find(name))], _TERM_S)
+    def end(self, *names: str, at_once: bool = False) -> None:
+        """SIGTERM, SIGKILL after 10 s or at once, and forget them."""
+        end([found for name in names if (found := self.find(name))], 0.0 if at_once else _TERM_S)
         self._forget(*names)
 
     def kill(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """What a cluster is: partitions, nodes, accounts, reservations, settings.  Asked of Slurm once.
 
 Eats the output of scontrol and sacctmgr, makes ClusterFacts.  `ask_cluster` alone runs commands; the rest is pure.
-Promises: what a site hides (PrivateData, no accounting) is empty or None here, never an error.
+Promises: what a site hides (PrivateData, no accounting) is empty or None here and named in `hidden`, never an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import pwd
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, is_away, slurm
+from launch.batch.slurm_values import duration_s
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
+_DENIED = "Access/permission denied"  # PrivateData in slurm.conf
 _NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
+PATIENCE_S = 20.0  # with a slurmctld that is away for a moment
 _AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE")
 
 
@@ -97,6 +101,7 @@ class ClusterFacts:
     associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
     default_account: str
     qos: tuple[Qos, ...]
+    hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows to its staff alone
 
     @property
     def default_partition(self) -> str | None:
@@ -121,24 +126,34 @@ class ClusterFacts:
 
 def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
     """Ask slurmctld, and the accounting where there is one.  Raises SlurmError: not installed, or no answer."""
-    environment = clean_environment()
+    hidden: set[str] = set()
 
-    def ask(*words: str) -> str:
-        return slurm(*words, timeout_s=timeout_s, environment=environment)
+    def ask(*words: str, patience_s: float = PATIENCE_S) -> str:
+        return slurm(*words, timeout_s=timeout_s, patience_s=patience_s)
+
+    def show(kind: str, *options: str) -> str:
+        try:
+            return ask("scontrol", "show", kind, "--oneliner", *options)
+        except SlurmError as error:
+            if _DENIED not in str(error):
+                raise
+            hidden.add(kind)
+            return ""
 
     try:
-        partitions = ask("scontrol", "show", "partition", "--oneliner", "--all")
+        partitions = show("partition", "--all")
         config = ask("scontrol", "show", "config")
-        nodes = ask("scontrol", "show", "node", "--oneliner", "--all")
-        reservations = ask("scontrol", "show", "reservation", "--oneliner")
+        nodes = show("node", "--all")
+        reservations = show("reservation")
         release = ask("scontrol", "--version")
     except SlurmError as error:
         if "no such command" in str(error):
             raise
-        raise SlurmError(f"slurmctld does not answer, so nothing could be checked ({error}); try again later") from None
+        why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be asked"
+        raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
     settings = parse_config(config)
     user = pwd.getpwuid(os.getuid()).pw_name
-    accounts = _ask_accounts(ask, settings, user)
+    accounts = _ask_accounts(partial(ask, patience_s=0.0), settings, user)
     found = re.search(r"(\d+)\.(\d+)", release)
     return ClusterFacts(
         version=(int(found[1]), int(found[2])) if found else (0, 0),
@@ -152,6 +167,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
         associations=None if accounts is None else parse_associations(accounts[0]),
         default_account="" if accounts is None else accounts[1].strip().split("\n")[0],
         qos=() if accounts is None else parse_qos(accounts[2]),
+        hidden=frozenset(hidden),
     )
 
 
@@ -259,15 +275,6 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
     """`sacctmgr show qos` with name, maxwall, maxsubmitjobsperuser, flags."""
     rows = (line.split("|") for line in text.splitlines() if line.count("|") >= 3)
     return tuple(Qos(row[0], duration_s(row[1]), _number(row[2]), row[3]) for row in rows)
-
-
-def duration_s(text: str) -> int | None:
-    """Seconds of "2-12:00:00", "01:00:00", "30:00" (minutes first); None: no limit."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _number(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The command `rlhpc doctor SITE.toml [RUN.toml] [--quick]`.
+"""The command `rlhpc doctor SITE.toml [RUN.toml] [--quick] [--report FILE]`.
 
 Eats options, prints the table, returns the exit status: 1 if anything fails.  Without a run file a made-up run stands
 in, as small as the site allows: one trainer rank, one generator.
@@ -17,7 +17,8 @@ from launch.batch.slurm_commands import SlurmError
 from launch.doctor import login_checks
 from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.component_check import Finding
-from launch.doctor.job_checks import probe_nodes
+from launch.doctor.job_checks import Reports, probe_nodes
+from launch.doctor.report_file import write_report
 from launch.doctor.shared_directory import KEY, check_directory
 from launch.doctor.slurm_check import ask_sbatch, check_plan
 from launch.doctor.space import check_space, forecast
@@ -34,22 +35,44 @@ TIMEOUT_S = 300.0
 
 
 def doctor(options: Any) -> int:
-    """Check and print.  options: site_file, and where given run_file, overrides, quick, timeout_s.
+    """Check and print.  options: site_file, and where given run_file, overrides, quick, timeout_s, report.
 
-    Raises ConfigError as `rlhpc plan` does: a site that makes no plan cannot be looked at.
+    Raises ConfigError as `rlhpc plan` does: a site that makes no plan cannot be looked at; a report tells of it too.
     """
-    site, run_file = load_site(options.site_file), getattr(options, "run_file", None)
+    report, run_file = getattr(options, "report", None), getattr(options, "run_file", None)
+    files = [options.site_file, *([run_file] if run_file is not None else [])]
+    try:
+        findings, reports = _look(options, run_file)
+    except ConfigError as error:
+        if report is not None:
+            write_report(report, (), None, files, error=str(error))
+            sys.stderr.write(f"{_sent(report)}\n")
+        raise
+    print(render(findings, shutil.get_terminal_size((140, 24)).columns))
+    if report is not None:
+        write_report(report, findings, reports, files)
+        print(_sent(report))
+    return exit_status(findings)
+
+
+def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports | None]:
+    """Everything that was asked for, and what the nodes reported."""
+    site = load_site(options.site_file)
     config = load_config(run_file, getattr(options, "overrides", ())) if run_file is not None else None
     plan = plan_of(site, config)
     findings = look_from_here(plan, config)
     is_broken = any(finding.verdict == "fail" and finding.key in (KEY, "slurm") for finding in findings)
-    if not getattr(options, "quick", False) and not is_broken:
-        timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
-        jobs = sum(len(job.components) for job in plan.jobs)
-        sys.stderr.write(f"{jobs} jobs of some seconds are sent to the nodes; at most {timeout_s:.0f} s\n")
-        findings += judge(probe_nodes(plan, timeout_s), plan, config, timeout_s)
-    print(render(findings, shutil.get_terminal_size((140, 24)).columns))
-    return exit_status(findings)
+    if getattr(options, "quick", False) or is_broken:
+        return findings, None
+    timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
+    jobs = sum(len(job.components) for job in plan.jobs)
+    sys.stderr.write(f"{jobs} jobs of some seconds are sent to the nodes; at most {timeout_s:.0f} s\n")
+    reports = probe_nodes(plan, timeout_s)
+    return [*findings, *judge(reports, plan, config, timeout_s)], reports
+
+
+def _sent(report: Path) -> str:
+    return f"report: {report} (read it over before you send it: names of nodes, partitions and accounts stay)"
 
 
 def plan_of(site: Site, config: Config | None) -> JobPlan:

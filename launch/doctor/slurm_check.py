@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.doctor.cluster_facts import ClusterFacts, ask_cluster
+from launch.batch.slurm_commands import SlurmError, is_away, slurm
+from launch.doctor.cluster_facts import PATIENCE_S, ClusterFacts, ask_cluster
 from launch.doctor.component_check import Finding, candidate_nodes, check_component, partitions_of
 from launch.doctor.shared_directory import check_directory
 from launch.jobs.job_plan import Component, Job, JobPlan
@@ -46,7 +46,7 @@ def check_plan(plan: JobPlan, facts: ClusterFacts) -> list[Finding]:
     if not any(finding.verdict == "fail" and not finding.sbatch_decides for finding in findings):
         findings += _sums(plan, facts)
     findings += [*_preemption(plan, facts), *_requeue(plan, facts), *_arrays(plan, facts), *_submissions(plan, facts)]
-    return findings
+    return [*findings, *_hidden(facts)]
 
 
 def ask_sbatch(plan: JobPlan, findings: Sequence[Finding]) -> list[Finding]:
@@ -79,7 +79,10 @@ def settle(findings: Sequence[Finding], tried: Sequence[Finding]) -> list[Findin
 
 
 def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]:
-    """`sbatch --test-only` of every component by itself; what waits for nodes that are away is a warning."""
+    """`sbatch --test-only` of every component by itself; what waits for nodes that are away is a warning.
+
+    Raises SlurmError: slurmctld does not answer.
+    """
     findings = []
     with tempfile.TemporaryDirectory(prefix="rlhpc-") as scratch:
         for component in [part for job in plan.jobs for part in job.components if part.name not in (skip or ())]:
@@ -93,15 +96,26 @@ def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]
 def _try(component: Component, script: Path) -> Finding:
     key, value = f"{component.name}", "sbatch --test-only"
     try:
-        slurm("sbatch", "--test-only", str(script), environment=clean_environment())
+        slurm("sbatch", "--test-only", str(script), patience_s=PATIENCE_S)
     except SlurmError as error:
+        if is_away(error):
+            raise SlurmError(
+                f"slurmctld does not answer, so {key} could not be checked ({error}); try again later"
+            ) from None
         said = str(error).removeprefix("sbatch: ")
         # Slurm says the same of what does not exist and of what is drained; check_plan has told the first.
-        is_away = "node configuration is not available" in said or "not available (" in said
+        waits = "node configuration is not available" in said or "not available (" in said
         text = f"sbatch refuses it: {said}"
-        remedy = "nodes are down or drained, perhaps" if is_away else f"legal: see `sbatch --test-only` of [{key}]"
-        return Finding(key, value, "warn" if is_away else "fail", text, remedy)
+        remedy = "nodes are down or drained, perhaps" if waits else f"legal: see `sbatch --test-only` of [{key}]"
+        return Finding(key, value, "warn" if waits else "fail", text, remedy)
     return Finding(key, value, "pass", "sbatch takes it")
+
+
+def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
+    if facts.hidden:
+        what = " and ".join(f"{kind}s" for kind in sorted(facts.hidden))
+        text = f"this site hides its {what}: nothing is said of them, and sbatch alone was asked"
+        yield Finding("slurm.PrivateData", facts.config.get("PrivateData", ""), "warn", text)
 
 
 # ---------------------------------------------------------------------------------------------------------------- sums

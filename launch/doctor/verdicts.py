@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.doctor.component_check import Finding, Verdict
+from launch.doctor.gpu_software import judge_gpu_software
 from launch.doctor.job_checks import Reports
 from launch.doctor.login_checks import skew_verdict
 from launch.jobs.job_plan import Component, JobPlan
@@ -59,6 +60,7 @@ def _node(ready: dict[str, Any], reports: Reports, component: Component, config:
     yield from _python(key, ready, component, config)
     if component.gpus_per_task:
         yield from _gpus(key, ready, component)
+        yield from judge_gpu_software(key, ready, component, config)
     yield from _room(key, ready, component)
 
 

@@ -72,16 +72,17 @@ class HeterogeneousSlurmExecutor(SlurmExecutor):
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         record: Callable[[int], object] = lambda job_id: None,
+        hear: Callable[[str], object] = lambda remarks: None,
     ) -> Job[Any]:
         """Submit a script that is ready; `options` go before it, for example --dependency=afterok:12.
 
         Whoever runs in it may leave ("success", value) or ("error", text) as a pickle in FOLDER/JOBID_0_result.pkl,
         which becomes the job's result.  environment: None is this process's without what belongs to another job.
-        record: called with the id before Ctrl-C is heard; if it raises, the job is cancelled.  Raises SlurmError, with
-        `name` in front.
+        record: called with the id before Ctrl-C is heard; if it raises, the job is cancelled.  hear: called with what
+        sbatch remarks of a job that it takes.  Raises SlurmError, with `name` in front.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        job_id = _sbatch(script, name, record, options, environment)
+        job_id = _sbatch(script, name, record, options, environment, hear)
         return self.job_class(folder=self.folder, job_id=job_id)
 
     def _submit(self, components: Sequence[Component], calls: Sequence[DelayedSubmission]) -> dict[str, Job[Any]]:
@@ -165,9 +166,10 @@ def _sbatch(
     record: Callable[[int], object],
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    hear: Callable[[str], object] = lambda remarks: None,
 ) -> str:
     try:
-        return str(sbatch.submit_script(script, options, record=record, environment=environment))
+        return str(sbatch.submit_script(script, options, record=record, environment=environment, hear=hear))
     except SlurmError as error:
         raise type(error)(f"{name}: {error}") from None
 

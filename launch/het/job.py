@@ -12,15 +12,13 @@ from typing import TypeVar
 
 from submitit.slurm.slurm import SlurmJob
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import OVER
 from launch.het.submitit_seams import Watcher, base_id, sub_jobs
 
 R = TypeVar("R", covariant=True)
 GONE = "GONE"  # neither squeue nor sacct knows the job
-FINAL = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-     "PREEMPTED", "REVOKED", "TIMEOUT", GONE}
-)  # fmt: skip
+FINAL = OVER | {"LAUNCH_FAILED", GONE}
 
 
 class StateWatcher(Watcher):
@@ -75,9 +73,16 @@ def _of_all(states: list[str]) -> str:
 
 
 def _squeue(bases: set[str]) -> str:
-    words = ("squeue", "--noheader", "--states=all", "--format=%A|%i|%T|%N", f"--jobs={','.join(sorted(bases))}")
+    words = (
+        "squeue",
+        "--all",
+        "--noheader",
+        "--states=all",
+        "--format=%A|%i|%T|%N",
+        f"--jobs={','.join(sorted(bases))}",
+    )
     try:
-        return slurm(*words, environment=clean_environment())
+        return slurm(*words)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # it was asked for one job, and that one is forgotten
             return ""
@@ -87,7 +92,7 @@ def _squeue(bases: set[str]) -> str:
 def _sacct(bases: set[str]) -> str:
     words = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobIDRaw,JobID,State,NodeList")
     try:
-        return slurm(*words, f"--jobs={','.join(sorted(bases))}", environment=clean_environment())
+        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
     except SlurmError:  # no accounting here
         return ""
 
@@ -133,7 +138,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
     def cancel(self, check: bool = True) -> None:
         """Cancel the whole job: its components live and die together.  check: raise SlurmError if that fails."""
         try:
-            slurm("scancel", self.job_id, environment=clean_environment())
+            slurm("scancel", self.job_id)
         except SlurmError:
             if check:
                 raise

@@ -3,6 +3,8 @@
 Runs in the roles' Python, called by the supervisor of the job in which the controller lives, while no role of an
 earlier attempt does.  Makes clean meeting places and new keys, finds the checkpoint to go on from, and writes
 attempt.json last of all: whoever reads that finds the rest.  Prints what it holds as its last line.
+A damaged checkpoint is set aside and the one before is taken, for nobody is there to be asked; the run ends if none is
+sound.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from typing import Any
 
 from launch.batch.job_records import generator_numbers
 from launch.batch.run_state import read_attempt
+from launch.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
+from launch.inputs import refuse_other_inputs
 from launch.plan import plan_run
 from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.files import write_atomically
+from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
 
 EXIT_USER, EXIT_FAULT, EXIT_FENCED = 2, 3, 4
 
@@ -36,7 +40,8 @@ class FencedError(RlhpcError):
 def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
 
-    Raises RunDirectoryError: no run directory, or the run is complete; ConfigError: config.json was altered;
+    Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset are other
+    ones than at the first start; UnreadableCheckpoint: another try may help; ConfigError: config.json was altered;
     FencedError: a later job, or a later life of this one, owns the run.
     """
     if not layout.config.exists():
@@ -49,21 +54,31 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
             f"{layout.attempt}: attempt {known.index} is of job {known.job_id}, life {known.restart}: later than this"
         )
     config, _ = read_resolved(layout)
-    found = latest_complete(layout.checkpoints)
-    attempt = Attempt(num_attempts(layout), found[0] if found else None)
+    refuse_other_inputs(config, layout, may_lack_weights=True)
+    index = num_attempts(layout)
+    owner = take_over(layout, index, job_id=job_id, restart=restart).owner
+    choice = choose(layout, NEWEST, _unheard)
+    aside = put_aside(choice, _unheard)
+    attempt = Attempt(index, choice.step, owner)
     renew_meeting_places(layout)
     mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
-    note_attempt(layout, attempt, job_id=job_id, restart=restart)
+    note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
     document = {
         "attempt": attempt.index,
         "resume_step": attempt.resume_step,
+        "fence": attempt.owner,
         "job_id": job_id,
         "restart": restart,
         "host": socket.gethostname(),
         "unix_time_s": time.time(),
+        "set_aside": aside,
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document
+
+
+def _unheard(line: str) -> None:
+    """What was set aside stands in attempt.json, for the supervisor to tell."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = begin_attempt(RunLayout(options.run_dir), job_id=options.job_id, restart=options.restart)
     except (RlhpcError, OSError) as error:
         sys.stderr.write(f"rlhpc: {error}\n")
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | UnreadableCheckpoint):
             return EXIT_FAULT
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_USER
     print(json.dumps(document))

@@ -32,6 +32,18 @@ def last_events(layout: RunLayout) -> list[Event]:
     return sorted(found, key=lambda event: -event.unix_time_s)
 
 
+def last_verdict(layout: RunLayout, name: str) -> str:
+    """What the last life of a job came to, "given_up: …" (launch/batch/verdict.py); "" if it ended without a word."""
+    for line in _lines_from_the_end(layout.job_events(name)):
+        try:
+            said = json.loads(line)
+            if said["event"] in ("verdict", "life"):  # a life that began later has not come to one
+                return str(said["text"]) if said["event"] == "verdict" else ""
+        except (ValueError, KeyError, TypeError):
+            continue  # half written
+    return ""
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none."""
     try:

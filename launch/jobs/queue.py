@@ -10,11 +10,14 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, slurm
+from launch.batch.slurm_values import duration_s
 from launch.jobs.states import JobState, state_of
 
 ANSWER_S = 12.0
+BLINK_S = 2.0  # squeue is called again after a failure that came at once, not after one that took long
 
 # Fields of squeue with their widths: -O has the number of restarts, which -o has not.  The name comes last: it alone
 # may hold the separator.
@@ -23,7 +26,11 @@ _FIELDS = (
     ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
+_LOG_FIELD = "StdOut:1024|"
+# As script.py writes it.  The name of the job is part of it: others may well have a directory logs/slurm, too.
+_LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
+_START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
 _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
 
 
@@ -63,6 +70,51 @@ class QueueLook:
     rows: tuple[JobRow, ...]
     unknown: tuple[int, ...] = ()  # Slurm answered, and knows no such job (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
+    drained: tuple[
+        str, ...
+    ] = ()  # where a job could not be started: nodes that Slurm takes no more, "g0: Prolog error"
+
+
+@dataclass(frozen=True, slots=True)
+class MyJob:
+    """A line of the queue, and the run that it was submitted for."""
+
+    row: JobRow
+    run_directory: Path | None  # None: no job of rlhpc's
+
+
+@dataclass(frozen=True, slots=True)
+class MyQueue:
+    """Every job of this user, in the order of ids."""
+
+    jobs: tuple[MyJob, ...]
+    trouble: str = ""  # why there is no answer; "" if there is one
+
+    @property
+    def is_there(self) -> bool:
+        """False on a machine without Slurm's commands."""
+        return "no such command" not in self.trouble
+
+
+def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
+    """Ask squeue once for all jobs of this user, those too that ended in the last minutes.  Raises nothing.
+
+    The run is told by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be the site's, its
+    script a link elsewhere, but this directive is always ours (script.py).
+    """
+    words = ("squeue", "--me", "--all", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
+    try:
+        answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
+    except SlurmError as error:
+        return MyQueue((), f"no word of Slurm: {error}")
+    jobs = []
+    for line in answer.splitlines():
+        log, _, rest = line.partition("|")
+        row = _squeue_row(rest)
+        if row is not None:
+            jobs.append(MyJob(row, _run_directory(log.strip())))
+    jobs.sort(key=lambda job: (job.row.job_id, job.row.component or 0, job.row.array_task is None))
+    return MyQueue(tuple(jobs))
 
 
 def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
@@ -85,7 +137,19 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLo
     known = {row.job_id for row in rows}
     place = {job: index for index, job in enumerate(wanted)}
     rows.sort(key=lambda row: (place[row.job_id], row.component or 0, row.array_task is None, row.array_task or 0))
-    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known))
+    could_not_start = any("launch failed" in row.reason or row.reason == "JobLaunchFailure" for row in rows)
+    drained = _drained(timeout_s) if could_not_start else ()
+    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known), drained=drained)
+
+
+def _drained(timeout_s: float) -> tuple[str, ...]:
+    """Nodes that were drained because a job could not be started on them; none where the site hides them."""
+    try:
+        answer = slurm("sinfo", "--all", "--noheader", "--list-reasons", "--format=%N|%E|%H", timeout_s=timeout_s)
+    except SlurmError:
+        return ()
+    rows = [cells for line in answer.splitlines() if len(cells := line.strip().rsplit("|", 2)) == 3]
+    return tuple(f"{nodes}: {why}, since {since}" for nodes, why, since in rows if _START.search(why))
 
 
 # -------------------------------------------------------------------------------------------------------------- squeue
@@ -94,8 +158,8 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLo
 def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
     # Of a single id that it does not know squeue says "Invalid job id specified" and fails; of two it prints nothing.
     listed = ",".join(map(str, [*jobs, jobs[0]]))
-    words = ("squeue", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
-    answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
+    answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
     rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
     return [row for row in rows if row is not None and row.job_id in jobs]
 
@@ -126,6 +190,11 @@ def _squeue_row(line: str) -> JobRow | None:
     )
 
 
+def _run_directory(log: str) -> Path | None:
+    found = _LOG_OF_A_RUN.fullmatch(log)
+    return Path(found[1]) if found else None
+
+
 # --------------------------------------------------------------------------------------------------------------- sacct
 
 
@@ -134,7 +203,7 @@ def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
     listed = ",".join(map(str, jobs))
     words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
     try:
-        answer = slurm(*words, timeout_s=timeout_s, environment=_environment())
+        answer = slurm(*words, timeout_s=timeout_s)
     except SlurmError:
         return []
     rows = [_sacct_row(line) for line in answer.splitlines() if line.strip()]
@@ -166,15 +235,6 @@ def _sacct_row(line: str) -> JobRow | None:
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def duration_s(text: str) -> int | None:
-    """Seconds of Slurm's [DAYS-][[HOURS:]MINUTES:]SECONDS; None for UNLIMITED, INVALID, NOT_SET, N/A."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def moment_unix_s(text: str) -> float | None:
     """Unix time of Slurm's 2026-03-01T14:05:00, which is this machine's local time; None for N/A and Unknown."""
     try:
@@ -185,9 +245,3 @@ def moment_unix_s(text: str) -> float | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
-
-
-def _environment() -> dict[str, str]:
-    """Without what people set to make the commands print and select as they like it."""
-    kept = {k: v for k, v in clean_environment().items() if not k.startswith(("SQUEUE_", "SACCT_"))}
-    return kept | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}

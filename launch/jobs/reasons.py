@@ -23,8 +23,8 @@ REASONS = {
     "JobHeldAdmin": "held by an administrator, who alone can release it: ask them",
     "JobHoldMaxRequeue": "held: it has been requeued too often (max_batch_requeue); see its logs, then `scontrol "
     "release JOB`",
-    "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a program that is not there); see "
-    "`rlhpc logs RUN_DIR slurm`",
+    "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a program that is not there), and has "
+    "no log of it",
     "JobArrayTaskLimit": "as many tasks of the array run as may run at once",
     "PartitionDown": "the partition is down; waits for an administrator",
     "PartitionInactive": "the partition takes no jobs now",
@@ -84,8 +84,8 @@ _STUCK = {
 
 # Longer texts that Slurm puts in the reason's place, by a part of them.
 _TEXTS = (
-    ("launch failed requeued held", "could not be started on its nodes, and is held; see `rlhpc logs RUN_DIR slurm`, "
-     "then `scontrol release JOB`"),
+    ("launch failed requeued held", "could not be started on its nodes (prolog, file system), has no log of it, and is "
+     "held; `scontrol release JOB` lets it go when they are mended"),
     ("job requeued in held state", "was requeued, and is held; `scontrol release JOB` lets it go"),
     ("Nodes required for job are DOWN", REASONS["ReqNodeNotAvail"]),
     ("Reserved for maintenance", "its nodes are reserved for maintenance; a shorter `time` may fit before it"),

@@ -17,6 +17,7 @@ from launch.plan import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
 from launch.run_directory import without_dots
 from launch.site.site_file import Site
 from launch.site.values import slurm_time
+from launch.text_table import aligned
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
 
@@ -53,12 +54,11 @@ def describe_jobs(plan: JobPlan) -> str:
     jobs = "one heterogeneous job" if is_heterogeneous else number
     rows: list[tuple[str, ...]] = [("", "processes", "nodes", "tasks", "CPUs", "GPUs", "GiB", "time", "partition")]
     rows += [_row(job, component) for job in plan.jobs for component in job.components]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return "\n".join(
         [
             f"run         {plan.run_name} in {plan.layout.root}",
             f"jobs        {jobs} on {plan.cluster.name}: {nodes} nodes, {gpus} GPUs",
-            *("  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows),
+            *(f"  {line}" for line in aligned(rows)),
             "            tasks: on a node; CPUs, GPUs: of a task; GiB: host memory of a task",
         ]
     )

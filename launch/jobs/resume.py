@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.checkpoint_choice import NEWEST, ResumePoint
 from launch.jobs.submit import Tell, submit_run
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 
 
-def resume_run(layout: RunLayout, words: Sequence[str], *, after: str | None, tell: Tell) -> RunLayout:
+def resume_run(
+    layout: RunLayout, words: Sequence[str], *, after: str | None, tell: Tell, resume_from: ResumePoint = NEWEST
+) -> RunLayout:
     """Submit the jobs of a run again.
 
     words: overrides key=value, and at most one site file, which then takes the place of the old one.  Raises
@@ -35,4 +38,4 @@ def resume_run(layout: RunLayout, words: Sequence[str], *, after: str | None, te
     config = override(here, [word for word in words if "=" in word])
     if config.run_directory != layout.root:
         raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume stays in its directory {layout.root}")
-    return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell)
+    return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

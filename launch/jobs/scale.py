@@ -119,7 +119,7 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
     write_plan(plan)  # before the keys: an attempt that begins now mints for all that have a plan
     mint_run_keys(layout.secrets, [f"generator-{replica}" for replica in range(first, first + count)])
     try:
-        (record,) = submit_jobs(plan)
+        (record,) = submit_jobs(plan, (), tell)
     except BaseException:  # survived: nothing; without a job the plan must not count
         for path in (plan.plan_file, layout.scripts / f"{wanted.name}.sbatch"):
             path.unlink(missing_ok=True)

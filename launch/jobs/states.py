@@ -1,6 +1,6 @@
 """What each state of a Slurm job means for a run: does it live, who ended it, does it come back, what to do.
 
-Eats the words that squeue and sacct print (22.05 to 25.11), makes values.  Pure.  States and flags are one list here,
+Eats the words that squeue and sacct print (22.05 to 26.05), makes values.  Pure.  States and flags are one list here,
 because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in the
 table counts as alive, so that nothing is submitted a second time on a misunderstanding, and says that it is unknown.
 """
@@ -43,7 +43,13 @@ class JobState:
     ended_by: EndedBy
     is_restarted_by_slurm: bool  # it runs again, or goes on, without anyone's doing
     is_worth_resuming: bool  # it has ended, and a resume from the last checkpoint can be expected to get further
-    sentence: str  # for people, with the remedy
+    what: str  # for people
+    remedy: str = ""  # with which a run whose jobs have all ended goes on; "" where `what` says all
+
+    @property
+    def sentence(self) -> str:
+        """What it is, and the remedy."""
+        return f"{self.what}; {self.remedy}" if self.remedy else self.what
 
     @property
     def is_alive(self) -> bool:
@@ -72,8 +78,8 @@ def _ending(name: str, code: str, sentence: str) -> JobState:
     return JobState(name, code, Life.ENDING, EndedBy.NOBODY, False, False, sentence)
 
 
-def _over(name: str, code: str, ended_by: EndedBy, sentence: str, resume: bool = False) -> JobState:
-    return JobState(name, code, Life.OVER, ended_by, False, resume, sentence)
+def _over(name: str, code: str, ended_by: EndedBy, what: str, remedy: str = "", resume: bool = False) -> JobState:
+    return JobState(name, code, Life.OVER, ended_by, False, resume, what, remedy)
 
 
 _RELEASE = "`scontrol release JOB` lets it go"
@@ -84,25 +90,25 @@ STATES = (
     _on_nodes("SUSPENDED", "S", "has been stopped for a more important job or by an administrator, and goes on later"),
     _over("COMPLETED", "CD", EndedBy.SUCCESS, "has ended with exit status 0"),
     _over("CANCELLED", "CA", EndedBy.PERSON,
-          "has been cancelled by you or an administrator, or by Slurm because it could not be requeued; "
+          "has been cancelled by you or an administrator, or by Slurm because it could not be requeued",
           "`rlhpc resume RUN_DIR` goes on"),
-    _over("FAILED", "F", EndedBy.RUN, "has ended with an error; `rlhpc logs RUN_DIR slurm` shows which"),
+    _over("FAILED", "F", EndedBy.RUN, "has ended with an error", "`rlhpc logs RUN_DIR slurm` shows which"),
     _over("TIMEOUT", "TO", EndedBy.SITE,
           "has come to its time limit before the run had saved and ended: the save took longer than those before it, "
-          "or the supervisor was not there; a longer `time` or `cluster.warn_s` in the site file, then "
+          "or the supervisor was not there", "a longer `time` or `cluster.warn_s` in the site file, then "
           "`rlhpc resume RUN_DIR`", resume=True),
     _over("NODE_FAIL", "NF", EndedBy.WORLD,
-          "has lost a node, and Slurm may not requeue it; `rlhpc resume RUN_DIR` goes on", resume=True),
+          "has lost a node, and Slurm may not requeue it", "`rlhpc resume RUN_DIR` goes on", resume=True),
     _over("PREEMPTED", "PR", EndedBy.WORLD,
-          "had to make room for a more important job, and this partition cancels instead of requeueing; "
+          "had to make room for a more important job, and this partition cancels instead of requeueing",
           "`rlhpc resume RUN_DIR` goes on, or `rlhpc scale` adds another generator", resume=True),
-    _over("BOOT_FAIL", "BF", EndedBy.WORLD, "was given a node that did not boot; `rlhpc resume RUN_DIR` goes on",
+    _over("BOOT_FAIL", "BF", EndedBy.WORLD, "was given a node that did not boot", "`rlhpc resume RUN_DIR` goes on",
           resume=True),
     _over("DEADLINE", "DL", EndedBy.SITE,
           "could not end before the deadline that was asked for (`--deadline` in a key `extra` of the site file, or "
-          "from the site); take it out, then `rlhpc resume RUN_DIR`"),
+          "from the site)", "take it out, then `rlhpc resume RUN_DIR`"),
     _over("OUT_OF_MEMORY", "OOM", EndedBy.RUN,
-          "took more host memory than it had asked for; raise `memory_gib_per_gpu` (trainer, generation) or "
+          "took more host memory than it had asked for", "raise `memory_gib_per_gpu` (trainer, generation) or "
           "`memory_gib_per_task` (controller, rewards) in the site file, then `rlhpc resume RUN_DIR`"),
     _ending("COMPLETING", "CG",
             "is ending: its processes or the site's epilog are still there; if that lasts, a node hangs"),

@@ -17,9 +17,11 @@ from launch.jobs.events import Event, last_events, read_document
 from launch.jobs.queue import JobRow, QueueLook, look_at_jobs
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import Life
-from launch.run_directory import launcher_of
+from launch.run_owner import launcher_of
+from launch.text_table import aligned, span
 from rlhpc.run_layout import RunLayout
 
+EARLY_S = 60  # before its time limit: Slurm ends a job whose time is over within some seconds
 NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
 
 
@@ -96,10 +98,14 @@ _HEAD = ("JOB", "WHAT", "STATE", "RESTARTS", "FOR", "LEFT", "NODES", "WHY")
 
 
 def _table(view: SlurmView) -> list[str]:
-    rows = [_HEAD, *(_cells(view, row) for row in view.look.rows)]
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for index, row in enumerate(view.look.rows):
+        *cells, reason = _cells(view, row)
+        before = view.look.rows[index - 1] if index else None
+        is_told = before is not None and before.job_id == row.job_id and reason == why(view, before)
+        rows.append((*cells, "the same" if is_told else reason))
     rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     if view.look.unknown:
         lines.append("unknown: Slurm has forgotten the job, which has ended therefore")
     return lines
@@ -112,24 +118,48 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
         what_it_is(view, row),
         row.state.name,
         "-" if row.restarts is None else str(row.restarts),
-        _span(row.used_s) if row.used_s else "-",
-        _span(row.left_s) if is_there and row.left_s is not None else "-",
+        span(row.used_s) if row.used_s else "-",
+        span(row.left_s) if is_there and row.left_s is not None else "-",
         row.nodes or "-",
-        why(row, view.now) or "-",
+        why(view, row) or "-",
     )
 
 
-def why(row: JobRow, now: float) -> str:
+def why(view: SlurmView, row: JobRow) -> str:
     """Why a job is in its state, with the remedy; "" of one that simply runs or is done."""
     state = row.state
     if state.name in ("RUNNING", "COMPLETED"):
         return ""
     words = reason_in_words(row.reason)
-    if state.name != "PENDING":
-        words = f"{state.sentence} ({words})" if words and state.is_alive else state.sentence
-    elif row.start_unix_s and row.start_unix_s > now:
-        words = "; ".join(part for part in (words, f"starts about {_clock(row.start_unix_s, now)}") if part)
-    return words.replace("JOB", str(row.job_id))
+    if not state.is_alive:
+        words = "; ".join(filter(None, (_how_it_ended(row), _what_follows(view, row))))
+    elif state.name != "PENDING":
+        words = f"{state.sentence} ({words})" if words else state.sentence
+    elif row.start_unix_s and row.start_unix_s > view.now:
+        words = "; ".join(part for part in (words, f"starts about {_clock(row.start_unix_s, view.now)}") if part)
+    return words.replace("JOB", str(row.job_id)).replace("RUN_DIR", str(view.layout.root))
+
+
+def _how_it_ended(row: JobRow) -> str:
+    early_s = (row.limit_s or 0) - (row.used_s or 0)
+    if row.state.name == "TIMEOUT" and row.limit_s and row.used_s is not None and early_s > EARLY_S:
+        return f"was ended {span(early_s)} before its time limit, as after the grace time of a pre-emption"
+    return row.state.what
+
+
+def _what_follows(view: SlurmView, row: JobRow) -> str:
+    """Of a job that has ended: what to do, or what the run does, which refuses a resume while it lives."""
+    job, remedy = _record(view, row.job_id), row.state.remedy
+    if not view.is_alive or "rlhpc resume" not in remedy:
+        return remedy
+    successors = [other for other in view.jobs if other.follows == row.job_id and other.is_for(row.array_task)]
+    if successors:
+        return f"job {successors[-1].job_id} has taken its place"
+    if job.is_elastic:
+        return "`rlhpc scale RUN_DIR --generators +1` adds another"
+    if job.placement != "jobs" or job.is_lead or not _is_led(view):
+        return ""
+    return "stays away" if row.state.name == "CANCELLED" else "job JOB is submitted again by the controller's"
 
 
 def what_it_is(view: SlurmView, row: JobRow) -> str:
@@ -176,7 +206,7 @@ def waits(view: SlurmView) -> list[str]:
         return []
     subject = f"{_and(there)} {'wait' if len(there) > 1 else 'waits'}"
     return [
-        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(rows[-1], view.now)}"
+        f"{subject} for {part}: job {rows[-1].label} {rows[-1].state.name}{_because(view, rows[-1])}"
         for part, rows in standing.items()
         if part not in there
     ]
@@ -196,11 +226,17 @@ def upcoming(view: SlurmView) -> list[str]:
     if not view.is_alive:
         return [_resume(view)]
     lines = [line for row in view.look.rows if _is_lead(view, row) and (line := _limit_line(view, row))]
-    lines += [f"job {row.label} stays where it is: {why(row, view.now)}" for row in view.look.rows if _is_held(row)]
-    for job in view.jobs:
-        if job.follows is not None and any(row.job_id == job.job_id and row.state.is_alive for row in view.look.rows):
-            lines.append(f"job {job.job_id} takes over when job {job.follows} has ended")
-    return lines
+    held = {row.job_id: row for row in reversed(view.look.rows) if _is_held(row)}
+    lines += [f"job {job} stays where it is: {why(view, held[job])}" for job in sorted(held)]
+    if view.look.drained:
+        lines.append(f"nodes on which nothing starts: {'; '.join(view.look.drained)}: tell the site's administrators")
+    waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
+    alive = {row.job_id for row in view.look.rows if row.state.is_alive}
+    return lines + [
+        f"job {job.job_id} takes over when job {job.follows} has ended"
+        for job in view.jobs
+        if job.job_id in waiting and job.follows in alive
+    ]
 
 
 def _limit_line(view: SlurmView, row: JobRow) -> str:
@@ -211,9 +247,9 @@ def _limit_line(view: SlurmView, row: JobRow) -> str:
         return f"when job {row.label} starts, the run {_goes_on(view)}"
     if row.state.life is not Life.ON_NODES or row.left_s is None:
         return ""
-    followed = any(job.follows == row.job_id for job in view.jobs)
-    then = "its successor goes on" if followed else "is requeued and goes on"
-    then = f"ends, and {then}" if followed else then
+    followed = any(job.follows == row.job_id for job in view.jobs) or view.plan.get("continuation") == "successor"
+    # Whether a site lets a job requeue itself is seen when it does; else it submits its successor then.
+    then = "ends, and its successor goes on" if followed else "is requeued or submits a successor, and goes on"
     return f"before {_clock(view.now + row.left_s, view.now)}, its time limit, job {row.label} saves, {then}"
 
 
@@ -222,7 +258,7 @@ def _resume(view: SlurmView) -> str:
         row for row in view.look.rows if not row.state.is_alive and row.state.name not in ("COMPLETED", "CANCELLED")
     ]
     how = (
-        "first see why: `rlhpc logs RUN_DIR slurm`; then "
+        f"first see why: `rlhpc logs {view.layout.root} slurm`; then "
         if any(not row.state.is_worth_resuming for row in dead)
         else ""
     )
@@ -238,12 +274,16 @@ def _is_held(row: JobRow) -> bool:
     return row.state.life is Life.HELD or (row.state.life is Life.WAITING and is_stuck(row.reason))
 
 
+def _is_led(view: SlurmView) -> bool:
+    return any(row.state.life is Life.ON_NODES and _is_lead(view, row) for row in view.look.rows)
+
+
 def _is_lead(view: SlurmView, row: JobRow) -> bool:
     return part_of(view, row) == "controller"
 
 
-def _because(row: JobRow, now: float) -> str:
-    reason = why(row, now)
+def _because(view: SlurmView, row: JobRow) -> str:
+    reason = why(view, row)
     return f" ({row.reason}): {reason}" if row.reason and reason else f": {reason}" if reason else ""
 
 
@@ -271,7 +311,7 @@ def _row_document(view: SlurmView, row: JobRow) -> dict[str, Any]:
         "state": row.state.name,
         "life": row.state.life.value,
         "reason": row.reason,
-        "why": why(row, view.now),
+        "why": why(view, row),
         "partition": row.partition,
         "nodes": row.nodes,
         **numbers,
@@ -289,15 +329,6 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 def _and(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _span(seconds: int) -> str:
-    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
-    for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
-        if seconds >= size:
-            rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
-            return f"{seconds // size} {unit} {rest:02d} {lower}"
-    return f"{seconds} s"
 
 
 def _clock(moment: float, now: float) -> str:

@@ -6,16 +6,15 @@ recorded job ids are touched, nothing by its name.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable
 
 from launch.batch.job_records import read_records
+from launch.batch.run_state import read_progress, saved_step
 from launch.batch.slurm_commands import SlurmError, slurm
 from launch.jobs.queue import JobRow, look_at_jobs
 from launch.jobs.states import Life
-from launch.run_directory import launcher_of
+from launch.run_owner import find_launcher
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
@@ -34,28 +33,34 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     """Finish the step, save, and end every process of a run; returns the exit status when nothing is left.
 
     now: no step is finished.  A local run has what Ctrl-C gives it, seven seconds; jobs are cancelled.
+    1 is returned for a run that ended without saving its last steps.  May be called by many at once.
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory")
-    pid = launcher_of(layout)
-    if pid is not None:
-        os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
-        while launcher_of(layout) is not None:
-            time.sleep(0.2)
-        tell(_outcome(layout, "`rlhpc run … --resume`"))
-        return 0
+    launcher = find_launcher(layout, tell)
+    if launcher is not None:
+        write_atomically(layout.abort_request if now else layout.stop_request, b"")
+        how = "to end at once" if now else "to finish its step and save"
+        tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
+        launcher.await_end()
+        return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
         tell(f"{layout.root}: nothing runs here")
         return 0
-    write_atomically(layout.abort_request if now else layout.stop_request, b"")
+    request = layout.abort_request if now else layout.stop_request
+    write_atomically(request, b"")
     try:
         _see_to_the_end(layout, now, tell)
+    except SlurmError as error:
+        raise SlurmError(
+            f"{error}; {request.name} stands in {layout.root}: what runs sees it and ends by itself, what waits in the "
+            f"queue does when it begins; the same command again, or `scancel {_ids(layout)}`, ends the rest"
+        ) from error
     except KeyboardInterrupt:
         tell(f"{layout.root}: the request stands and its jobs will end; `rlhpc status {layout.root}` shows them")
         return INTERRUPTED
-    tell(_outcome(layout, f"`rlhpc resume {layout.root}`"))
-    return 0
+    return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
 
 
 def cancel(ids: Iterable[str], *options: str) -> None:
@@ -90,6 +95,10 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
         time.sleep(pause_s)
 
 
+def _ids(layout: RunLayout) -> str:
+    return " ".join(str(record.job_id) for record in read_records(layout))
+
+
 def _living(layout: RunLayout) -> list[JobRow]:
     deadline = time.monotonic() + PATIENCE_S
     ids = [record.job_id for record in read_records(layout)]
@@ -100,5 +109,20 @@ def _living(layout: RunLayout) -> list[JobRow]:
     return [row for row in look.rows if row.state.is_alive]
 
 
-def _outcome(layout: RunLayout, command: str) -> str:
-    return f"{layout.root}: " + ("complete" if layout.summary.exists() else f"stopped; {command} goes on")
+def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> int:
+    """Say what was saved, and how to go on; returns 1 if steps were lost although nobody asked for haste."""
+    progress = read_progress(layout)
+    trained, saved = progress.step if progress is not None else 0, saved_step(layout)
+    if layout.summary.exists():
+        tell(f"{layout.root}: complete")
+        return 0
+    if saved >= trained:
+        steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
+        tell(f"{layout.root}: {steps}; {command} goes on")
+        return 0
+    begins = f"goes on from step {saved}" if saved else "begins anew, for there is no checkpoint"
+    tell(
+        f"{layout.root}: ended at step {trained} without saving; step {saved} is the last that is saved, so "
+        f"{trained - saved} steps are undone; {command} {begins}"
+    )
+    return 0 if now else 1

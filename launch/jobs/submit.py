@@ -7,14 +7,17 @@ a run are submitted, or none; what lives is never submitted a second time.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from launch.batch.job_records import JobRecord, generators_of, write_record
+from launch.batch.job_records import JobRecord, generators_of, read_records, write_record
 from launch.batch.sbatch import MayBeQueued
 from launch.batch.slurm_commands import SlurmError
+from launch.checkpoint_choice import NEWEST, ResumePoint
 from launch.jobs.job_plan import Job, JobPlan, plan_jobs
 from launch.jobs.report import component_documents, plan_document, shared_layout
 from launch.jobs.script import render_scripts
@@ -33,32 +36,97 @@ _ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
 _DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS})*")
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run that is about to be submitted."""
+
+    config: Config
+    site_file: Path
+    site: Site
+    plan: JobPlan
+
+    @property
+    def layout(self) -> RunLayout:
+        """Where it lies, by the name that compute nodes know."""
+        return self.plan.layout
+
+
 def submit_run(
-    config: Config, site_file: Path, *, resume: bool, fresh: bool, after: str | None, tell: Tell
+    config: Config,
+    site_file: Path,
+    *,
+    resume: bool,
+    fresh: bool,
+    after: str | None,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
 ) -> RunLayout:
     """Check everything, claim the run directory, submit every job, say what to do next.
 
     after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
     made.  Raises SlurmError: sbatch failed; then no job is left in the queue, or the message names what may be.
     """
-    site, site_text, options = load_site(site_file), site_file.read_bytes(), dependency(after)
-    site_mode = site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
-    layout = shared_layout(config, site)
-    config = _for_jobs(config, layout)
-    plan = plan_jobs(config, site, layout)
-    findings = preflight(config, roles_run_here=roles_run_here(site.prologue))
-    refuse_small_gpus(config, findings, site, site_file)
-    refuse_unfit_for_slurm(plan)
-    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        for change in claim_for_jobs(config, layout, resume=resume, fresh=fresh):
-            tell(f"changed     {change}")
-        write_atomically(layout.site, site_text, mode=site_mode)
-        write_plan(plan)
-        records = submit_jobs(plan, options)
-    tell(f"submitted   {', '.join(map(describe_record, records))}: {plan.run_name} in {layout.root}")
+    options, run = dependency(after), prepare(config, site_file)
+    check(run)
+    submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
+    layout = run.layout
     tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
     tell(f"            rlhpc stop {layout.root}")
     return layout
+
+
+def prepare(config: Config, site_file: Path) -> Submission:
+    """Lay out the jobs of a run; nothing is made.  Raises ConfigError as load_site and plan_jobs do."""
+    site = load_site(site_file)
+    layout = shared_layout(config, site)
+    config = _for_jobs(config, layout)
+    return Submission(config, site_file, site, plan_jobs(config, site, layout))
+
+
+def check(run: Submission) -> None:
+    """Model, data, memory, and what the cluster takes.  Raises ConfigError; SlurmError: Slurm does not answer."""
+    findings = preflight(run.config, roles_run_here=roles_run_here(run.site.prologue))
+    refuse_small_gpus(run.config, findings, run.site, run.site_file)
+    refuse_unfit_for_slurm(run.plan)
+
+
+def submit_checked(
+    run: Submission,
+    options: Sequence[str],
+    *,
+    resume: bool,
+    fresh: bool,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
+) -> list[JobRecord]:
+    """Claim the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    layout = run.layout
+    site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
+    site_text = run.site_file.read_bytes()
+    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+        is_new = not layout.root.exists()
+        changed = claim_for_jobs(
+            run.config,
+            layout,
+            resume=resume,
+            fresh=fresh,
+            resume_from=resume_from,
+            tell=lambda line: tell(f"checkpoint  {line}"),
+        )
+        for change in changed:
+            tell(f"changed     {change}")
+        write_atomically(layout.site, site_text, mode=site_mode)
+        write_plan(run.plan)
+        try:
+            records = submit_jobs(run.plan, options, tell)
+        except MayBeQueued:
+            raise
+        except SlurmError:  # a run that never was leaves no directory
+            if is_new and not read_records(layout):
+                shutil.rmtree(layout.root, ignore_errors=True)
+            raise
+    tell(f"submitted   {', '.join(map(describe_record, records))}: {run.plan.run_name} in {layout.root}")
+    return records
 
 
 def _for_jobs(config: Config, layout: RunLayout) -> Config:
@@ -127,15 +195,15 @@ def write_plan(plan: JobPlan) -> None:
     write_atomically(plan.plan_file, plan_document(plan).encode())
 
 
-def submit_jobs(plan: JobPlan, options: Sequence[str] = ()) -> list[JobRecord]:
-    """Submit the scripts of a plan, the lead first, and record them.
+def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda remarks: None) -> list[JobRecord]:
+    """Submit the scripts of a plan, the lead first, and record them.  tell: what sbatch remarks of them.
 
     Raises SlurmError with what sbatch said; the jobs before it are cancelled then, or named where even that failed.
     """
     records: list[JobRecord] = []
     try:
         for job in plan.jobs:
-            _submit(plan, job, options, records)
+            _submit(plan, job, options, records, tell)
     except MayBeQueued as error:
         lost = f"{error}; if so, it ends by itself a minute after it has begun"
         raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
@@ -157,7 +225,7 @@ def describe_record(record: JobRecord) -> str:
     return f"{record.name} {record.job_id}{tasks}"
 
 
-def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord]) -> None:
+def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
     """Submit one; its record is on disk, and the last of `records`, before anything can come between."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
     from launch.het.executor import HeterogeneousSlurmExecutor  # submitit is not needed before
@@ -168,7 +236,13 @@ def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRe
 
     # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
     executor = HeterogeneousSlurmExecutor(plan.log_directory)
-    executor.submit_script(script, name=job.name, options=options, record=record)
+    executor.submit_script(
+        script,
+        name=job.name,
+        options=options,
+        record=record,
+        hear=lambda remarks: tell(f"sbatch      {job.name}: {remarks.removeprefix('sbatch: ')}"),
+    )
 
 
 def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:

@@ -53,9 +53,8 @@ FOREIGN_DIRECTIVES = {
     "array", "a", "output", "o", "error", "e", "open-mode", "job-name", "J", "requeue", "no-requeue", "dependency", "d",
     "chdir", "D", "no-kill", "k", "wrap", "hold", "H", "mem-per-cpu", "mem-per-gpu", "export", "export-file", "wait",
     "W", "test-only", "clusters", "cluster", "M", "parsable", "hetjob", "het-group", "uid", "gid", "quiet", "Q", "help",
-    "h", "usage", "u", "version", "V", "comment",
+    "h", "usage", "u", "version", "V",
 }  # fmt: skip
-_REASONS = {"comment": "rlhpc marks its jobs with a comment of its own"}
 _NO_VALUE = "HkOsQvWhuV"  # short options that others may follow in one word
 
 
@@ -122,7 +121,7 @@ def _refuse_option(name: str) -> None:
     if full in OWN_DIRECTIVES:
         raise ValueError(f"{said}written from a key of its own; legal: {OWN_DIRECTIVES[full]}")
     if full in FOREIGN_DIRECTIVES:
-        raise ValueError(said + _REASONS.get(full, "the plan counts on its own value of this directive"))
+        raise ValueError(f"{said}the plan counts on its own value of this directive")
 
 
 def _long_options() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.buffer.strikes import ANY_COMPANY
 from rlhpc.types import Prefix, Prompt
 
 
@@ -41,6 +42,7 @@ class GroupRecord:
     num_leases: int = 0
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
+    company: int = ANY_COMPANY  # groups that a generator may hold beside and with this one
 
     @property
     def is_finished(self) -> bool:
@@ -60,6 +62,12 @@ class GroupRecord:
     def is_poisoned(self, max_attempts: int) -> bool:
         """Some free member has used up its attempts."""
         return any(member.is_free and member.strikes >= max_attempts for member in self.members)
+
+    def remember(self, strikes: int) -> None:
+        """Count strikes of earlier attempts of the run: any member may be the one that they are for."""
+        for member in self.members:
+            if not member.is_delivered:
+                member.strikes = max(member.strikes, strikes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that outlives a process: holders, deadlines and prefixes do not."""

@@ -7,9 +7,11 @@ is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.buffer.quarantine import Quarantine, may_share
+from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
 from rlhpc.types import Prefix
@@ -18,9 +20,11 @@ from rlhpc.types import Prefix
 class LeaseBook:
     """Holders, deadlines and the order of grants."""
 
-    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock) -> None:
+    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, strikes: StrikeBook) -> None:
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
+        self._strikes = strikes
+        self._quarantine = Quarantine()
         self.num_lost_members = 0
         self._clock = clock
         # Entries of the queues may be out of date; the record says what is true.
@@ -29,6 +33,10 @@ class LeaseBook:
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
         # All leases last equally long, so that they end in the order in which they were granted.
         self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
+
+    def is_quarantining(self) -> bool:
+        """True while some group in flight is granted only to a generator that holds little else."""
+        return not self._quarantine.is_empty
 
     @property
     def num_held(self) -> int:
@@ -41,20 +49,26 @@ class LeaseBook:
 
     def add(self, group: GroupRecord) -> None:
         """Queue a group's free members; groups come in order of admission."""
+        if (suspicion := self._strikes.of(group.prompt)) is not None:
+            group.remember(suspicion.strikes)
+            self._quarantine.take(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
             self._returned[group.group_id] = group
         else:
             self._fresh.append(group)
 
-    def grantable(self) -> GroupRecord | None:
-        """The group that the next lease is for: the oldest returned one, else the oldest fresh one."""
-        healthy = (i for i, group in self._returned.items() if self._is_grantable(group))
-        oldest = min(healthy, default=None)
-        if oldest is not None:
-            return self._returned[oldest]
-        while self._fresh and (self._fresh[0].group_id in self._returned or not self._is_grantable(self._fresh[0])):
-            self._fresh.popleft()
-        return self._fresh[0] if self._fresh else None
+    def grantable(self, holder: str) -> GroupRecord | None:
+        """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
+
+        None when nothing is free, or when what is free and what it holds should not be together.
+        """
+        if self._quarantine.is_empty:
+            return next(self._free_groups(), None)
+        held = {group_id: group for (group_id, _), group in self._held.get(holder, {}).items()}
+        suspects = [group for group in self._free_groups() if group.company]
+        if self._quarantine.is_kept_free(holder, held, suspects):
+            return next((group for group in suspects if may_share(held, group)), None)
+        return next((group for group in self._free_groups() if may_share(held, group)), None)
 
     def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
         """Note that a generator samples these free members from now on; return the number of the lease."""
@@ -72,6 +86,9 @@ class LeaseBook:
         self._let_go(group, index)
         group.members[index].is_delivered, group.members[index].prefix = True, None
         self._forget_if_not_free(group)
+        if group.is_finished:
+            self._quarantine.forget(group)
+            self._strikes.forgive(group.prompt)
 
     def remove(self, group: GroupRecord) -> None:
         """Forget a dropped group: nobody holds it, nothing of it is granted."""
@@ -79,6 +96,7 @@ class LeaseBook:
         for index in range(len(group.members)):
             self._let_go(group, index)
         self._returned.pop(group.group_id, None)
+        self._quarantine.forget(group)
 
     def hand_back(
         self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None], is_lost: bool
@@ -90,6 +108,19 @@ class LeaseBook:
                 self._give_back(group, index, is_lost=is_lost)
             if member.is_free and prefixes:
                 member.prefix = _longer(member.prefix, prefixes[position])
+
+    def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
+        """Begin the deadline of the members that the holder has anew, and keep the longest prefix of each."""
+        lease, is_held = group.num_leases, False
+        for position, index in enumerate(indices):
+            member = group.members[index]
+            if member.holder == holder:
+                member.lease, is_held = lease, True
+                if prefixes:
+                    member.prefix = _longer(member.prefix, prefixes[position])
+        if is_held:
+            group.num_leases += 1
+            self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))
 
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of overdue leases; return (group_id, holder) of each such lease."""
@@ -107,9 +138,14 @@ class LeaseBook:
     def forget_holder(self, holder: str) -> list[int]:
         """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
         held = list(self._held.get(holder, {}).items())
+        groups = {group_id: group for (group_id, _), group in held}
         for (_, index), group in held:
             self._give_back(group, index, is_lost=True)
-        return sorted({group_id for (group_id, _), _ in held})
+        struck = self._strikes.strike([(group.prompt, group.attempts - 1) for group in groups.values()])
+        for group, suspicion in zip(groups.values(), struck, strict=True):
+            self._quarantine.take(group, suspicion.company(self.max_attempts))
+        self._quarantine.holders.discard(holder)
+        return sorted(groups)
 
     def poisoned(self) -> list[int]:
         """Ids of the groups that are granted no more, ascending."""
@@ -128,6 +164,17 @@ class LeaseBook:
         queued = self._returned.keys() | {group.group_id for group in self._fresh}
         if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
+
+    def _free_groups(self) -> Iterator[GroupRecord]:
+        """Groups with members to grant: those that lost some, oldest first, then the others, oldest first."""
+        healthy = [i for i, group in self._returned.items() if self._is_grantable(group)]
+        if healthy:
+            yield self._returned[min(healthy)]
+            yield from (self._returned[i] for i in sorted(healthy)[1:])
+        while self._fresh and (self._fresh[0].group_id in self._returned or not self._is_grantable(self._fresh[0])):
+            self._fresh.popleft()
+        if self._fresh:
+            yield self._fresh[0]
 
     def _is_grantable(self, group: GroupRecord) -> bool:
         return bool(group.free_indices) and not group.is_dropped and not group.is_poisoned(self.max_attempts)

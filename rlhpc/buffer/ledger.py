@@ -20,6 +20,7 @@ from typing import Any
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
 from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
@@ -39,7 +40,9 @@ class AdmissionLedger:
         lease_deadline_s: float,
         max_attempts: int,
         clock: Clock,
+        strikes: StrikeBook | None = None,
     ) -> None:
+        """strikes: what is held against prompts from earlier attempts of the run; changes are noted in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = num_slots
@@ -48,7 +51,12 @@ class AdmissionLedger:
         self.group_size = group_size
         self._sampling = sampling
         self._clock = clock
-        self._leases = LeaseBook(lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock)
+        self._leases = LeaseBook(
+            lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock, strikes=strikes or StrikeBook()
+        )
+        self.is_quarantining = (
+            self._leases.is_quarantining
+        )  # `grant` may have nothing for one and something for another
         self._next_group_id = 0
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
@@ -86,9 +94,10 @@ class AdmissionLedger:
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease free members of one group to a generator, at most credit_samples of them.
 
-        Groups that lost a lease come first, then fresh ones, oldest first within both.  None when nothing is free.
+        Groups that lost a lease come first, then fresh ones, oldest first within both; groups whose generators died
+        again and again get one to themselves.  None when there is nothing for this holder.
         """
-        group = self._leases.grantable() if credit_samples > 0 else None
+        group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
             return None
         indices = tuple(group.free_indices[:credit_samples])
@@ -115,10 +124,9 @@ class AdmissionLedger:
         False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not
         matter who holds the member: a generator that lost the lease may still be the first to deliver.
         """
-        group = self._untaken.get(group_id)
-        if group is None or not 0 <= sample_index < self.group_size or group.members[sample_index].is_delivered:
+        if not self.is_wanted(group_id, sample_index):
             return False
-        self._leases.deliver(group, sample_index)
+        self._leases.deliver(self._untaken[group_id], sample_index)
         return True
 
     def hand_back(
@@ -136,13 +144,21 @@ class AdmissionLedger:
         prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
         nothing changes.
         """
-        if prefixes and len(prefixes) != len(sample_indices):
-            raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
-        if not all(0 <= index < self.group_size for index in sample_indices):
-            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {self.group_size}")
-        group = self._untaken.get(group_id)
+        group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
             self._leases.hand_back(group, holder, sample_indices, prefixes, is_failure)
+
+    def renew(
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
+    ) -> None:
+        """The holder goes on with these members: their deadline is as far away again as at the grant.
+
+        What it shows of them is kept for whoever is granted them next.  Others' members and unknown groups are left
+        alone.  Raises as hand_back does.
+        """
+        group = self._group_of(group_id, sample_indices, prefixes)
+        if group is not None:
+            self._leases.renew(group, holder, sample_indices, prefixes)
 
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
@@ -215,11 +231,8 @@ class AdmissionLedger:
     def is_wanted(self, group_id: int, sample_index: int) -> bool:
         """True if `deliver` would take this member."""
         group = self._untaken.get(group_id)
-        return (
-            group is not None
-            and 0 <= sample_index < len(group.members)
-            and not group.members[sample_index].is_delivered
-        )
+        members = group.members if group is not None else []
+        return 0 <= sample_index < len(members) and not members[sample_index].is_delivered
 
     def is_open(self, group_id: int) -> bool:
         """True while a group is in flight or finished: neither taken nor dropped."""
@@ -314,6 +327,16 @@ class AdmissionLedger:
             group = GroupRecord.from_json(saved, self._clock())
             self._untaken[group.group_id] = group
             self._leases.add(group)
+
+    def _group_of(
+        self, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None]
+    ) -> GroupRecord | None:
+        """The open group that a generator speaks of, if it is one.  Raises LedgerError for what makes no sense."""
+        if prefixes and len(prefixes) != len(sample_indices):
+            raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
+        if not all(0 <= index < self.group_size for index in sample_indices):
+            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {self.group_size}")
+        return self._untaken.get(group_id)
 
     @property
     def _num_live(self) -> int:

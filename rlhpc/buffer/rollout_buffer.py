@@ -8,6 +8,7 @@ everything else, half-assembled groups included.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,26 @@ from rlhpc.errors import CheckpointError, LedgerError, SegmentError
 from rlhpc.types import FinishReason, RolloutGroup, ScoredRollout
 
 BUFFERED_FILE = "buffered.h5"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBuffer:
+    """What a checkpoint says of one moment.  Nothing in it changes any more, so that it may be written by a thread."""
+
+    groups: tuple[ResolvedGroup, ...]  # neither consumed nor dropped at that moment
+    ledger: dict[str, Any]
+    next_step: int
+    segments: SegmentWriter  # cut at that moment
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Seal what was resolved before that moment and write what was not into `directory`.
+
+        Returns the JSON that goes with it: the ledger, and the number of the first segment that a resume undoes.
+        Raises SegmentError when the disk does not take it.
+        """
+        next_index = self.segments.seal_to_cut()
+        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, "none"))
+        return {"ledger": self.ledger, "next_segment_index": next_index}
 
 
 class RolloutBuffer:
@@ -61,8 +82,10 @@ class RolloutBuffer:
         group_ids = self.ledger.take(num_groups, step)
         return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
 
-    def consume(self, groups: Sequence[RolloutGroup], step: int) -> None:
+    def consume(self, groups: Sequence[RolloutGroup], step: int, *, trained_version: int, applied: bool) -> None:
         """Record that the optimiser step has used these groups.  Called after the step's report, before `release`.
+
+        trained_version: of the policy that the step began with; applied: whether it led to another.
 
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
@@ -71,7 +94,15 @@ class RolloutBuffer:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
         for group in groups:
             attempts = self.ledger.group(group.group_id).attempts
-            self.segments.add(ResolvedGroup(self._groups.pop(group.group_id), consumed_step=step, attempts=attempts))
+            self.segments.add(
+                ResolvedGroup(
+                    self._groups.pop(group.group_id),
+                    consumed_step=step,
+                    attempts=attempts,
+                    trained_version=trained_version,
+                    applied=applied,
+                )
+            )
 
     def release(self, group_ids: Sequence[int]) -> None:
         """Free the slots of consumed groups, once the weights of their step are live.
@@ -99,37 +130,24 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def save_buffered(self, directory: Path, next_step: int) -> dict[str, int]:
-        """Seal what is resolved and write what is not into `directory`; return {file name: bytes}.
+    def freeze(self, next_step: int) -> FrozenBuffer:
+        """Hold fast what a checkpoint of this moment says; writing it is then any thread's work, while all goes on.
 
         next_step: the step that a resume begins with; groups taken for an earlier one and not consumed are an error.
-        Raises LedgerError for that, SegmentError when the disk does not take it.  Nothing may be delivered between
-        this and `state`.
+        Raises LedgerError for that.
         """
         late = [i for i in self._groups if (step := self.ledger.group(i).step) is not None and step < next_step]
         if late:
             raise LedgerError(f"groups {sorted(late)} were taken before step {next_step}, but are not consumed")
-        self.segments.seal_all()
-        buffered = [self._buffered(group) for _, group in sorted(self._groups.items())]
+        groups = [self._buffered(group) for _, group in sorted(self._groups.items())]
         for group_id in sorted(self.assembler.partial()):
             record, members = self.ledger.group(group_id), self.assembler.members(group_id)
-            buffered.append(self._buffered(RolloutGroup(group_id, record.prompt, record.admitted_version, members)))
-        data = to_hdf5(buffered, {"next_step": next_step}, "none")
-        write_sealed(directory / BUFFERED_FILE, data)
-        return {BUFFERED_FILE: len(data)}
-
-    def state(self, next_step: int) -> dict[str, Any]:
-        """Return the JSON that goes with save_buffered: the ledger, and the number of the next segment.
-
-        Segments from that number on belong to what a resume undoes.  Raises LedgerError while resolved groups are not
-        sealed: call save_buffered first.
-        """
-        if self.segments.num_pending:
-            raise LedgerError(f"{self.segments.num_pending} resolved groups are not sealed: save_buffered comes first")
-        return {"ledger": self.ledger.state(next_step), "next_segment_index": self.segments.next_index}
+            groups.append(self._buffered(RolloutGroup(group_id, record.prompt, record.admitted_version, members)))
+        self.segments.cut()
+        return FrozenBuffer(tuple(groups), self.ledger.state(next_step), next_step, self.segments)
 
     def load(self, directory: Path) -> int:
-        """Take back what save_buffered wrote; the ledger was made from the same state.  Returns the number of groups.
+        """Take back what a frozen buffer wrote; the ledger was made from the same state.  Returns the number of groups.
 
         Raises CheckpointError when file and ledger do not agree, or the file is damaged.
         """

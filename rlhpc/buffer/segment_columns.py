@@ -1,10 +1,10 @@
-"""Lay groups out as flat columns, and read them back: schema 1 of a rollout segment, without the file around it.
+"""Lay groups out as flat columns, and read them back: schema 2 of a rollout segment, without the file around it.
 
 Eats ResolvedGroup, makes named numpy arrays, and the reverse.  docs/rollout_format.md is the description for people; it
 changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length types are
 slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL and
 lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of all it says.
+Every row carries a CRC32 of all it says.  Files of schema 1 lack NEW_COLUMNS, whose defaults they are read with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollo
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 1
+SCHEMA = 2
+NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that brought it, what rows of older files have)
+    "groups/trained_version": (2, -1),
+    "groups/applied": (2, -1),
+}
 TEXT_COLUMNS = ("groups/task", "groups/reference", "rollouts/detail", "rollouts/reward_parts")
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
 
@@ -43,6 +47,8 @@ _GROUP_SCALARS: dict[str, np.dtype[Any]] = {
     "consumed_step": np.dtype("<i8"),
     "attempts": np.dtype("<i4"),
     "drop_reason": np.dtype("S16"),
+    "trained_version": np.dtype("<i8"),
+    "applied": np.dtype("<i1"),
 }
 _ROLLOUT_SCALARS: dict[str, np.dtype[Any]] = {
     "group_id": np.dtype("<i8"),
@@ -67,13 +73,15 @@ class _GroupRow:
     prompt_token_ids: NDArray[Any]
     task: bytes
     reference: bytes
+    trained_version: int
+    applied: int
 
-    @property
-    def crc32(self) -> int:
+    def crc32(self, schema: int = SCHEMA) -> int:
         numbers = (self.group_id, self.prompt_id, self.admitted_version, self.consumed_step, self.attempts)
         crc = crc32(struct.pack("<7q", *numbers, self.num_rollouts, len(self.prompt_token_ids)))
         crc = crc32(self.prompt_token_ids.data, crc)
-        return _crc_of_texts(crc, self.drop_reason, self.task, self.reference)
+        crc = _crc_of_texts(crc, self.drop_reason, self.task, self.reference)
+        return crc if schema < 2 else crc32(struct.pack("<2q", self.trained_version, self.applied), crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,7 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     columns["groups/rollout_offsets"] = _offsets(row.num_rollouts for row in group_rows)
     columns["groups/prompt_offsets"] = _offsets(len(row.prompt_token_ids) for row in group_rows)
     columns["groups/prompt_token_ids"] = _concatenate([row.prompt_token_ids for row in group_rows], np.dtype("<i4"))
-    columns["groups/crc32"] = np.array([row.crc32 for row in group_rows], dtype="<u4")
+    columns["groups/crc32"] = np.array([row.crc32() for row in group_rows], dtype="<u4")
     for name, dtype in _ROLLOUT_SCALARS.items():
         columns[f"rollouts/{name}"] = np.array([getattr(row, name) for row in rows], dtype=dtype)
     columns["rollouts/token_offsets"] = _offsets(len(row.tokens[0]) for row in rows)
@@ -126,11 +134,21 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     return columns
 
 
-def from_columns(columns: Columns, source: str) -> list[ResolvedGroup]:
+def default_column(name: str, schema: int, num_rows: int) -> NDArray[Any] | None:
+    """What a column that this schema does not have is read as; None if the file must have it."""
+    since, value = NEW_COLUMNS.get(name, (0, 0))
+    return np.full(num_rows, value, _GROUP_SCALARS[name.partition("/")[2]]) if since > schema else None
+
+
+def from_columns(columns: Columns, source: str, schema: int = SCHEMA) -> list[ResolvedGroup]:
     """Undo to_columns, verifying the CRC32 of every row; arrays of the result are views of the columns.
 
+    schema: of the file that they are from; what it lacks is filled in.
     Raises SegmentError naming `source` and the row.
     """
+    num_groups = len(columns["groups/group_id"])
+    absent = {name: default_column(name, schema, num_groups) for name in NEW_COLUMNS}
+    columns = columns | {name: values for name, values in absent.items() if values is not None}
     members = list(_read_rollouts(columns, source))
     texts = {name: texts_of(columns, f"groups/{name}") for name in ("task", "reference")}
     prompts = _slices(columns["groups/prompt_token_ids"], columns["groups/prompt_offsets"])
@@ -142,7 +160,7 @@ def from_columns(columns: Columns, source: str) -> list[ResolvedGroup]:
             prompt_token_ids=prompt_token_ids,
             **_row_fields(columns, "groups", _GROUP_SCALARS, texts, index),
         )
-        if row.crc32 != columns["groups/crc32"][index]:
+        if row.crc32(schema) != columns["groups/crc32"][index]:
             raise SegmentError(f"{source}: groups row {index} (group {row.group_id}): checksum differs")
         resolved.append(_to_resolved(row, members[first:last]))
     return resolved
@@ -175,6 +193,8 @@ def _group_row(resolved: ResolvedGroup) -> _GroupRow:
         prompt_token_ids=np.ascontiguousarray(prompt.token_ids, dtype="<i4"),
         task=_encode_text(prompt.task),
         reference=_encode_text(prompt.reference),
+        trained_version=resolved.trained_version,
+        applied=-1 if resolved.applied is None else int(resolved.applied),
     )
 
 
@@ -229,6 +249,8 @@ def _to_resolved(row: _GroupRow, members: Sequence[tuple[_RolloutRow, dict[str, 
         consumed_step=row.consumed_step,
         drop_reason=DropReason(row.drop_reason.decode()) if row.drop_reason else None,
         attempts=row.attempts,
+        trained_version=row.trained_version,
+        applied=None if row.applied < 0 else bool(row.applied),
     )
 
 

@@ -16,20 +16,23 @@ from rlhpc.files import sync_directory
 _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
 
 
-def write_sealed(path: Path, data: bytes) -> None:
+def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> None:
     """Make `path` hold these bytes durably, or leave it absent.
 
+    staging: directory of the same filesystem in which the file is prepared; default: where it is to appear.
     Raises SegmentError when it exists already or cannot be written (disk full, quota, no directory).
     """
     if path.exists():
         raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
-    partial = path.with_name(path.name + ".partial")
+    partial = (staging or path.parent) / (path.name + ".partial")
+    is_ours = False  # what is at `path`: a file that another has sealed there is none of our leftovers
     try:
         _write_durably(partial, data)
         partial.rename(path)
+        is_ours = True
         sync_directory(path.parent)
     except OSError as error:
-        for leftover in (partial, path):
+        for leftover in (partial, path) if is_ours else (partial,):
             with contextlib.suppress(OSError):
                 leftover.unlink()
         raise SegmentError(f"{path} could not be written: {error.strerror or error}") from error

@@ -21,6 +21,7 @@ from rlhpc.buffer.segment_columns import (
     WORD_COLUMNS,
     Columns,
     decode_text,
+    default_column,
     from_columns,
     texts_of,
 )
@@ -45,13 +46,13 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
     _verify_file(path, data)
     try:
         with h5py.File(io.BytesIO(data), "r") as file:
-            _check_schema(path, file)
+            schema = _schema_of(path, file)
             columns: Columns = {
                 f"{table}/{name}": dataset[:]
                 for table in ("groups", "rollouts")
                 for name, dataset in file[table].items()
             }
-            groups = from_columns(columns, str(path))
+            groups = from_columns(columns, str(path), schema)
             if len(groups) != file.attrs["num_groups"]:
                 raise SegmentError(f"{path} says that it has {file.attrs['num_groups']} groups, but has {len(groups)}")
     except (OSError, *_MALFORMED) as error:
@@ -68,7 +69,8 @@ def read_rollouts_directory(directory: Path) -> Iterator[ResolvedGroup]:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Some columns of one segment, e.g. "rollouts/reward", without reading the others and *without* checksums.
 
-    Words (verdicts, reasons) come as arrays of str, texts as arrays of objects.  Raises SegmentError.
+    A column that is younger than the file has its default.  Words (verdicts, reasons) come as arrays of str, texts as
+    arrays of objects.  Raises SegmentError.
     """
     wanted = [
         name for column in names for name in ([column, f"{column}_offsets"] if column in TEXT_COLUMNS else [column])
@@ -76,8 +78,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     try:
         # No lock: sealed files do not change, and NFS and Lustre often refuse locks.
         with h5py.File(path, "r", locking=False) as file:
-            _check_schema(path, file)
-            columns = {name: file[name][:] for name in wanted}
+            schema = _schema_of(path, file)
+            columns = {name: _column(file, name, schema) for name in wanted}
         return {name: _readable(columns, name) for name in names}
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
@@ -95,10 +97,16 @@ def _verify_file(path: Path, data: bytes) -> None:
         raise SegmentError(f"{path} is damaged: the checksum of the file differs")
 
 
-def _check_schema(path: Path, file: h5py.File) -> None:
-    schema = file.attrs["schema"]
-    if schema != SCHEMA:
-        raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schema {SCHEMA}")
+def _schema_of(path: Path, file: h5py.File) -> int:
+    schema = int(file.attrs["schema"])
+    if not 1 <= schema <= SCHEMA:
+        raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schemas 1 to {SCHEMA}")
+    return schema
+
+
+def _column(file: h5py.File, name: str, schema: int) -> NDArray[Any]:
+    default = default_column(name, schema, int(file.attrs["num_groups"]))
+    return file[name][:] if default is None else default
 
 
 def _readable(columns: Columns, name: str) -> NDArray[Any]:

@@ -23,6 +23,7 @@ from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.contracts import Clock
 from rlhpc.crc import crc32
 from rlhpc.errors import SegmentError
+from rlhpc.ownership import Fence
 from rlhpc.run_layout import RunLayout
 
 Compression = Literal["none", "gzip"]
@@ -40,8 +41,8 @@ _COMPRESS_FROM_BYTES = 4096
 class SegmentWriter:
     """The only writer of a run's rollouts directory.
 
-    `add` does no input or output and may be called by another thread while `tick` or `seal` runs; those two may not
-    overlap.
+    `add` and `cut` do no input or output and may be called by one thread while others seal; one of those seals at a
+    time.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class SegmentWriter:
         compression: Compression,
         clock: Clock,
         wall_clock: Clock = time.time,
+        fence: Fence | None = None,
     ) -> None:
-        self._directory = directory
+        self._directory, self._fence = directory, fence
         self._next_index = first_index
         self._attributes: Attributes = {"run_name": run_name, "run_attempt": run_attempt}
         self._max_groups, self._max_s = max_groups, max_s
@@ -65,7 +67,10 @@ class SegmentWriter:
         self._clock, self._wall_clock = clock, wall_clock
         self._pending: list[ResolvedGroup] = []
         self._pending_since_s = 0.0
-        self._sealing = threading.Lock()
+        self._num_before_cut = 0  # of those that wait
+        self._index_after_cut = first_index
+        self._sealing = threading.Lock()  # held while a segment is written
+        self._counting = threading.Lock()  # held for moments only: what waits, and where the cut lies in it
 
     @property
     def next_index(self) -> int:
@@ -86,21 +91,41 @@ class SegmentWriter:
 
     def add(self, resolved: ResolvedGroup) -> None:
         """Keep a group for the next segment."""
-        if not self._pending:
-            self._pending_since_s = self._clock()
-        self._pending.append(resolved)
+        with self._counting:
+            if not self._pending:
+                self._pending_since_s = self._clock()
+            self._pending.append(resolved)
+
+    def cut(self) -> None:
+        """From now on no segment holds both groups that were added before this moment and groups added after it."""
+        with self._counting:
+            self._num_before_cut = len(self._pending)
+            if not self._pending:
+                self._index_after_cut = self._next_index
+
+    def seal_to_cut(self) -> int:
+        """Seal what was added before the last cut; return the number of the first segment after it.
+
+        Raises as seal does; what was sealed before stays sealed.
+        """
+        while self._num_before_cut:
+            self.seal()
+        return self._index_after_cut
 
     def tick(self) -> Path | None:
         """Seal a segment if one is due.  Raises as seal does."""
         return self.seal() if self.is_due else None
 
     def seal(self) -> Path | None:
-        """Write the oldest groups that wait, at most max_groups, and return the segment; None if there are none.
+        """Write the oldest groups that wait, at most max_groups and none from beyond a cut; return the segment.
 
-        Raises SegmentError when it cannot be written; nothing is left on disk and the groups stay pending.
+        None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
+        stay pending.  OwnershipLost: the run directory is another's by now, and the groups are part of a timeline that
+        was given up.
         """
         with self._sealing:
-            groups = self._pending[: self._max_groups]
+            with self._counting:
+                groups = self._pending[: min(self._max_groups, self._num_before_cut or self._max_groups)]
             if not groups:
                 return None
             path = self._directory / RunLayout(Path()).segment(self._next_index).name
@@ -110,13 +135,17 @@ class SegmentWriter:
                 "sealed_unix_s": self._wall_clock(),
             }
             try:
-                write_sealed(path, to_hdf5(groups, attributes, self._compression))
+                write_sealed(path, to_hdf5(groups, attributes, self._compression), staging=self._staging())
             except SegmentError as error:
                 raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
-            self._next_index += 1
-            self._pending_since_s = self._clock()
-            del self._pending[: len(groups)]
+            self._count_sealed(len(groups))
             return path
+
+    def _staging(self) -> Path | None:
+        if self._fence is None:
+            return None
+        self._fence.check()
+        return self._fence.staging(self._directory)
 
     def seal_all(self) -> list[Path]:
         """Seal until nothing waits.  Raises as seal does; what was sealed before stays sealed."""
@@ -124,6 +153,15 @@ class SegmentWriter:
         while (path := self.seal()) is not None:
             paths.append(path)
         return paths
+
+    def _count_sealed(self, num_groups: int) -> None:
+        with self._counting:
+            self._next_index += 1
+            self._pending_since_s = self._clock()
+            del self._pending[:num_groups]
+            if self._num_before_cut:
+                self._num_before_cut -= num_groups
+                self._index_after_cut = self._next_index
 
 
 def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression: Compression) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.errors import EngineError
-from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutRequest
+from rlhpc.types import FinishReason, Float32, Int32, Prefix, Rollout, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
         loss_mask=np.ones(len(token_ids), np.bool_),
         finish_reason=_reason(request, finished.reason),
     )
+
+
+def prefix_of(rollout: Rollout) -> Prefix:
+    """The same tokens as the beginning of a rollout that somebody else goes on with."""
+    return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
 def _reason(request: RolloutRequest, word: str) -> FinishReason:

@@ -12,13 +12,16 @@ from rlhpc.run_layout import RunLayout
 async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> GenerationEngine:
     """One replica's engine, ready to sample.
 
-    seed: differs between replicas, or all would sample the same.  layout: where an engine may keep files of the run;
-    neither of ours does.  Raises EngineError; no process is left then.
+    seed: differs between replicas, for whatever is not drawn by (run, group, sample).  layout: where an engine may keep
+    files of the run; neither of ours does.  Raises EngineError; no process is left then.
     """
     if config.generation.engine == "scripted":
         from rlhpc.generation.scripted_engine import ScriptedEngine
 
-        return ScriptedEngine.of(config, seed=seed, make_receiver=partial(_receiver, config.weights.timeout_s))
+        # Replicas share a seed, so that a sample is drawn alike wherever it is drawn: none gets the same one.
+        return ScriptedEngine.of(
+            config, seed=config.run.seed, make_receiver=partial(_receiver, config.weights.timeout_s)
+        )
     from rlhpc.generation.vllm_engine import VllmEngine
 
     return await VllmEngine.start(config, seed=seed)

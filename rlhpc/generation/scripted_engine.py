@@ -20,8 +20,8 @@ from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightReceiver, WeightTiming
 from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.finished_request import FinishedRequest, rollout_of
-from rlhpc.types import Float32, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
+from rlhpc.types import Float32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 FIRST_ORDINARY_TOKEN = 4  # below lie the special tokens of a character vocabulary
 
@@ -151,6 +151,16 @@ class ScriptedEngine(GenerationEngine):
             self._busy.leave()
             del self._in_flight[key]
 
+    def num_sampled(self, request_id: str) -> int:
+        """See GenerationEngine."""
+        flight = self._find(request_id)
+        return flight.request.num_done + len(flight.tokens) if flight is not None and flight.tokens else 0
+
+    def progress(self, request_id: str) -> Prefix | None:
+        """All tokens that were drawn by now; see GenerationEngine."""
+        flight = self._find(request_id)
+        return prefix_of(flight.finished("abort")) if flight is not None and flight.tokens else None
+
     async def abort(self, request_id: str) -> None:
         """It ends before its next token, also when paused."""
         for flight in self._in_flight.values():
@@ -221,12 +231,15 @@ class ScriptedEngine(GenerationEngine):
 
     # --------------------------------------------------------------------------------------------------- within
 
+    def _find(self, request_id: str) -> _InFlight | None:
+        flights = self._in_flight.values()
+        return next((flight for flight in flights if flight.request.request_id == request_id), None)
+
     async def _draw(self, flight: _InFlight) -> str:
         """Draw until the end and return why it ended."""
         request = flight.request
-        num_done = len(request.prefix.token_ids) if request.prefix is not None else 0
         stops = {self.script.stop_token_id, *request.sampling.stop_token_ids}
-        for position in range(num_done, request.sampling.max_tokens):
+        for position in range(request.num_done, request.sampling.max_tokens):
             await self._step(flight)
             if flight.is_aborted:
                 return "abort"

@@ -22,13 +22,14 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTim
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
-from rlhpc.generation.finished_request import FinishedRequest, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
+from rlhpc.generation.vllm_progress import num_tokens, partial_completion
 from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
 from rlhpc.generation.weight_updates import WeightUpdates
-from rlhpc.types import Int32, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
     import psutil
@@ -120,6 +121,23 @@ class VllmEngine(GenerationEngine):
             del self._in_flight[request_id]
             flight.ended.set()
 
+    def num_sampled(self, request_id: str) -> int:
+        """As far as its tokens have reached us; see GenerationEngine."""
+        for key, flight in self._in_flight.items():
+            if flight.request.request_id == request_id and (sampled := num_tokens(self._llm, key)):
+                return flight.request.num_done + sampled
+        return 0
+
+    def progress(self, request_id: str) -> Prefix | None:
+        """As far as its tokens have reached us and their versions are certain; see GenerationEngine."""
+        for key, flight in self._in_flight.items():
+            if flight.request.request_id == request_id and self._weights.adopted.is_set():
+                partial = partial_completion(self._llm, key)
+                versions = flight.record.versions(len(partial.token_ids)) if partial is not None else None
+                if versions is not None:
+                    return prefix_of(rollout_of(flight.request, FinishedRequest.of_vllm(partial, versions)))
+        return None
+
     async def abort(self, request_id: str) -> None:
         """End it; returns when it has ended."""
         for key, flight in list(self._in_flight.items()):
@@ -206,7 +224,7 @@ class VllmEngine(GenerationEngine):
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
-                self._llm.generate(prompt, vllm_sampling_params(request, self._stop_token_ids), request_id)
+                self._llm.generate(prompt, self._sampling_params(request), request_id)
             ) as outputs:
                 async for output in outputs:
                     return output
@@ -215,6 +233,10 @@ class VllmEngine(GenerationEngine):
         except Exception as error:  # vLLM has several classes for a dead engine, and they differ between versions
             raise self._die(f"vLLM: {error!r}") from error
         raise self._die(f"vLLM ended {request_id} without an output")
+
+    def _sampling_params(self, request: RolloutRequest) -> Any:
+        run_seed = self._config.run.seed if self._config.generation.seeded_samples else None
+        return vllm_sampling_params(request, self._stop_token_ids, run_seed)
 
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:
         completion = output.outputs[0]

@@ -10,18 +10,22 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhpc.types import RolloutRequest
 
 
-def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]) -> Any:
-    """For what is left of the request after its prefix, which vLLM takes for a part of the prompt."""
+def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int], run_seed: int | None = None) -> Any:
+    """For what is left of the request after its prefix, which vLLM takes for a part of the prompt.
+
+    run_seed: to draw the same again when the same is asked for again; None: by the engine's own randomness.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    num_done = len(request.prefix.token_ids) if request.prefix is not None else 0
     return SamplingParams(
-        max_tokens=sampling.max_tokens - num_done,
+        max_tokens=sampling.max_tokens - request.num_done,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -30,9 +34,16 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,
+        seed=None if run_seed is None else sample_seed(run_seed, request),
         # Cheaper than a stream, and vLLM keeps all that is wanted until the end.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def sample_seed(run_seed: int, request: RolloutRequest) -> int:
+    """Differs between members, and from prefix to prefix: what goes on must not repeat the numbers of the beginning."""
+    entropy = np.random.SeedSequence([run_seed, request.group_id, request.sample_index, request.num_done])
+    return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def end_of_sequence_ids(model: Path) -> frozenset[int]:

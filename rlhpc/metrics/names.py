@@ -101,6 +101,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "time/pack_s": Metric("s", "advantages and packing"),
         "time/checkpoint_s": Metric("s", "training was held up by the last checkpoint"),
         "time/checkpoint_write_s": Metric("s", "last complete checkpoint: written while training went on"),
+        "checkpoint/failed_total": Metric("checkpoints", "left out since the start: the disk did not take them"),
         "event_loop/lag_s": Metric("s", "worst lag of the controller's event loop since the last step"),
         # Axes.
         "tokens/generated_total": Metric("tokens", "completion tokens that reached the controller since the start"),

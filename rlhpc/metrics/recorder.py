@@ -2,12 +2,15 @@
 
 Eats named numbers and sampled texts, makes calls of TensorBoardWriter.  Unknown names are our own mistake and refused.
 The key metrics appear three times: NAME over optimiser steps, by_tokens/NAME over trained tokens and by_seconds/NAME
-over seconds, so that runs with other batch sizes or on other machines can be laid side by side.
+over seconds, so that runs with other batch sizes or on other machines can be laid side by side.  Each axis has a
+directory of its own, so that a resume can undo it (tensorboard_writer.py).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from numpy.typing import ArrayLike
@@ -28,13 +31,39 @@ class Sample(NamedTuple):
     reference: str
 
 
-class Recorder:
-    """Knows the names; the writer knows the format."""
+class Seam(NamedTuple):
+    """Where an attempt goes on, on every axis."""
 
-    def __init__(self, writer: TensorBoardWriter, find: Callable[[str], Metric] = find_metric) -> None:
-        """Write the dashboard's layout.  `find` returns a metric's row or raises KeyError."""
-        self._writer, self._find = writer, find
-        writer.layout(dashboard())
+    step: int
+    tokens: int  # trained so far
+    seconds: float  # of all attempts so far
+
+
+class Recorder:
+    """Knows the names; the writers know the format."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seam: Seam | None = None,
+        find: Callable[[str], Metric] = find_metric,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Create event files and write the dashboard's layout.
+
+        seam: of an attempt that is not the first; what was written after it is undone.  `find` returns a metric's row
+        or raises KeyError.  Raises RunDirectoryError if a file cannot be created.
+        """
+        self._find = find
+        self._writer = TensorBoardWriter(directory, wall_clock)
+        self._by_tokens = TensorBoardWriter(directory / "by_tokens", wall_clock)
+        self._by_seconds = TensorBoardWriter(directory / "by_seconds", wall_clock)
+        if seam is not None:  # steps are counted from 0; the point of a step stands at what it has come to
+            self._writer.undo_from(seam.step)
+            self._by_tokens.undo_from(seam.tokens + 1)
+            self._by_seconds.undo_from(int(seam.seconds) + 1)
+        self._writer.layout(dashboard())
 
     def step(self, step: int, scalars: Mapping[str, float], tokens: int, seconds: float) -> None:
         """Write the metrics of one optimiser step.
@@ -45,8 +74,8 @@ class Recorder:
         keys = {name: value for name, value in scalars.items() if self._find(name).on_every_axis}
         self._writer.scalars(step, scalars)
         if keys:
-            self._writer.scalars(tokens, {f"by_tokens/{name}": value for name, value in keys.items()})
-            self._writer.scalars(int(seconds), {f"by_seconds/{name}": value for name, value in keys.items()})
+            self._by_tokens.scalars(tokens, {f"by_tokens/{name}": value for name, value in keys.items()})
+            self._by_seconds.scalars(int(seconds), {f"by_seconds/{name}": value for name, value in keys.items()})
 
     def histogram(self, name: str, step: int, values: ArrayLike) -> None:
         """Write a distribution.  Raises KeyError if the name is not among names.HISTOGRAMS."""
@@ -69,11 +98,16 @@ class Recorder:
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything is written or lost; False if that took longer."""
-        return self._writer.flush(timeout_s)
+        return all(writer.flush(timeout_s) for writer in self._writers)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Close the writer.  Idempotent."""
-        self._writer.close(timeout_s)
+        """Close the writers.  Idempotent."""
+        for writer in self._writers:
+            writer.close(timeout_s)
+
+    @property
+    def _writers(self) -> tuple[TensorBoardWriter, ...]:
+        return self._writer, self._by_tokens, self._by_seconds
 
 
 def sample_markdown(sample: Sample) -> str:

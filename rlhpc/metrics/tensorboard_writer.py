@@ -4,8 +4,9 @@ Eats plain numbers and text, makes events.  Uses tensorboard's own message build
 TensorFlow nor torch is imported.  Nothing here stops a run; see event_file.py.
 
 A resumed run repeats the steps since its last checkpoint in a new file.  TensorBoard's data server lets a later point
-replace the earlier ones from its step on, so curves show the timeline that counts; mark_resume() says where the seam
-is.
+replace the earlier ones from its step on; its other loader does where a SessionLog says that a run starts again, which
+`undo_from` writes.  That loader then drops all points of the directory from that step on, whatever their tag: points
+over another axis than steps lie in a directory of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -82,6 +83,14 @@ class TensorBoardWriter:
         summary = Summary()
         summary.value.add(tag=custom_scalar.CONFIG_SUMMARY_TAG, metadata=metadata, tensor=tensor)
         self._append(0, summary)
+
+    def undo_from(self, step: int) -> None:
+        """Have the points of earlier files of this directory disregarded from this step on; before anything else.
+
+        Twice, since the loader takes the first start that it sees in a directory for that of a new run.
+        """
+        for _ in range(2):
+            self._file.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def mark_resume(self, step: int, attempt: int) -> None:
         """Note that this attempt begins at `step`, for the reader who wonders about a kink."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.buffer.strikes import StrikeBook, StrikeFile
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import CheckpointError
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
 from rlhpc.roles.totals import Totals
+from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership
 
@@ -32,6 +35,8 @@ class Books:
     totals: Totals
     step: int  # the step to begin with
     policy_version: int
+    attempt: int = 0  # of the run
+    strikes: StrikeBook = field(default_factory=StrikeBook)  # no checkpoint's: no resume undoes it
 
 
 def open_books(context: RoleContext, clock: Clock) -> Books:
@@ -39,12 +44,17 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
-    settings = _ledger_settings(context, tokenizer, clock)
+    if saved is not None:
+        prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
+    strikes = _read_strikes(layout)
+    settings = _ledger_settings(context, tokenizer, clock) | {"strikes": strikes}
     ledger = (
         AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
         if saved is not None
         else AdmissionLedger(**settings)
     )
+    if context.fence is not None:
+        context.fence.check()  # what is set aside next may be a successor's otherwise
     segments = SegmentWriter(
         layout.rollouts,
         set_aside_later_segments(layout, saved, context.attempt),
@@ -54,15 +64,24 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         max_s=config.buffer.segment_s,
         compression=config.buffer.compression,
         clock=clock,
+        fence=context.fence,
     )
     buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
-    if saved is None:
-        return Books(prompts, tokenizer, ledger, segments, buffer, membership, Totals(), 0, 0)
-    buffer.load(layout.checkpoint(saved.step))
-    prompts.load_state(saved.prompts)
-    membership.load_state(saved.membership)
-    totals = Totals(**saved.totals)
-    return Books(prompts, tokenizer, ledger, segments, buffer, membership, totals, saved.step, saved.policy_version)
+    totals, step, policy_version = Totals(), 0, 0
+    if saved is not None:
+        buffer.load(layout.checkpoint(saved.step))
+        membership.load_state(saved.membership)
+        totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    return Books(
+        prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt, strikes
+    )
+
+
+def _read_strikes(layout: RunLayout) -> StrikeBook:
+    try:
+        return StrikeBook(StrikeFile(layout.strikes).read())
+    except OSError as error:
+        raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:

@@ -19,18 +19,31 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, RoleFailed, SegmentError
-from rlhpc.messages import CancelGroup, Heartbeat, Hello, LeaseReturn, RollCall, SaveReport, StopRole, WeightsLive
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
+from rlhpc.messages import (
+    CancelGroup,
+    Heartbeat,
+    Hello,
+    LeaseProgress,
+    LeaseReturn,
+    RollCall,
+    SaveReport,
+    StopRole,
+    WeightsLive,
+)
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.awake_clock import AwakeClock
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.deaths import Deaths
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.granting import Granting
 from rlhpc.roles.intake import Intake
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.patient_sealing import PatientSealing
 from rlhpc.roles.publication import Publication, PublicationLimits
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
@@ -43,7 +56,7 @@ from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-DISK_PATIENCE_S = 300.0  # for a disk that takes no segment to have room again
+PAUSE_COUNTS_FOR = 8  # a pause of ours counts for this part of the silence that others are allowed, at most
 FAREWELL_S = 2.0  # for the others to hear that they should stop
 
 
@@ -82,8 +95,9 @@ class Controller:
     ) -> None:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
-        self._books = open_books(context, clock)
-        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, clock)
+        self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
+        self._books = open_books(context, self._awake)
+        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
         self._publication = Publication(
             control,
@@ -91,6 +105,7 @@ class Controller:
             self._books.membership,
             transport=config.weights.transport,
             limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            clock=self._awake,
         )
         self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._granting = Granting(
@@ -102,10 +117,13 @@ class Controller:
             version=lambda: self._publication.live_version,
         )
         self._loop = self._make_loop()
-        self._checkpoints = CheckpointWriter(context.layout, config.checkpoint.keep, self._trainer, self._books)
-        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger)
+        self._checkpoints = CheckpointWriter(
+            context.layout, config.checkpoint.keep, self._trainer, self._books, fence=context.fence
+        )
+        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
         self._lag = LoopLag(clock)
-        self._unsealed_since: float | None = None  # when the disk began to refuse segments
+        self._sealing = PatientSealing(self._books.segments, self._awake)
+        self._deaths = Deaths(context, control, self._fleet, self._books)
         self._recorder = RunRecorder(
             context, self._books, self._board.figures, self._fleet, self._publication, self._intake, self._lag
         )
@@ -134,21 +152,35 @@ class Controller:
             await self._outlast_save(stop.event)
             raise
         self._close_books()
+        if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
+            raise RoleFailed("no generator is left, and nobody starts another; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
             loops = [
                 group.create_task(loop)
-                for loop in (self._hear(), self._take_in(), self._granting.run(), self._watch(), self._lag.run())
+                for loop in (
+                    self._hear(),
+                    self._take_in(),
+                    self._granting.run(),
+                    self._watch(),
+                    self._lag.run(),
+                    self._awake.run(),
+                )
             ]
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
-            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
+            deserted = group.create_task(self._deaths.nobody_is_left.wait())
+            await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
             self._granting.is_open = False
+            if deserted.done():
+                stop.event.set()
+            elif stopped.done():
+                await self._deaths.find()
             await self._publication.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
-            for task in (*loops, stopped, training):
+            for task in (*loops, stopped, deserted, training):
                 task.cancel()
 
     async def _train(self, stop: asyncio.Event) -> None:
@@ -207,6 +239,7 @@ class Controller:
                 with suppress(ChannelError):  # it is gone already
                     await self._control.send(name, StopRole(misplaced))
                 return
+            self._deaths.is_back(name)
             await self._publication.joined(name, message.weight_devices, message.incarnation)
             self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
 
@@ -220,16 +253,18 @@ class Controller:
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
                 self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+            elif isinstance(message, LeaseProgress):
+                self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._granting.wake()
 
     async def _cancel_dropped(self) -> None:
         """Spare generators the work on groups that nobody wants any more."""
         while self._intake.cancelled:
-            cancel = CancelGroup(self._intake.cancelled.pop())
+            group_id = self._intake.cancelled.pop()
             for name in self._publication.ready_members:
                 with suppress(ChannelError):  # it is gone, or too busy to hear: then it works in vain
-                    await self._leases.send(name, cancel)
+                    await self._leases.send(name, CancelGroup(group_id))
 
     async def _watch(self) -> None:
         """Look for what does not announce itself: silence, lateness, poison, full segments."""
@@ -241,23 +276,10 @@ class Controller:
             for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._intake.drop(group_id, DropReason.POISON)
-            await self._seal()
+            await asyncio.to_thread(self._sealing.tick)
+            await self._deaths.write()
             self._granting.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
-
-    async def _seal(self) -> None:
-        """Seal a segment if one is due.  A full disk may have room again in a moment; meanwhile nothing is lost."""
-        now = asyncio.get_running_loop().time()
-        try:
-            await asyncio.to_thread(self._books.segments.tick)
-        except SegmentError:
-            if self._unsealed_since is None:
-                log.exception("trying again for %d s", DISK_PATIENCE_S)
-                self._unsealed_since = now
-            elif now - self._unsealed_since > DISK_PATIENCE_S:
-                raise
-        else:
-            self._unsealed_since = None
 
     async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  Generators are expendable; the others are not."""
@@ -267,7 +289,7 @@ class Controller:
         if member is not None and member.hello.role == "trainer":
             raise RoleFailed(f"{name} {why}")
         if member is not None and member.hello.role == "generator":
-            self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
+            await self._deaths.of(name)
             await self._publication.lost(name)
             self._loop.groups_changed()  # perhaps only those are left who wait for their first weights
             self._granting.wake()
@@ -279,6 +301,7 @@ class Controller:
         if self._checkpoints.awaits_trainer:
             log.warning("the run has failed; the trainer is writing a checkpoint, which is waited for")
         while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
+            self._awake.look()
             with suppress(ChannelTimeout):
                 name, message = await self._control.receive(WATCH_INTERVAL_S)
                 if isinstance(message, Heartbeat):
@@ -303,7 +326,7 @@ class Controller:
             self._books.segments.seal_all()
             self._recorder.close_totals()
             bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._books.totals, bound, group_size)
+            summarise(self._context.layout, self._books.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
@@ -323,5 +346,5 @@ class Controller:
         self._recorder.close()
         try:
             self._books.segments.seal_all()
-        except SegmentError:
+        except (SegmentError, OwnershipLost):
             log.exception("%d groups could not be sealed", self._books.segments.num_pending)

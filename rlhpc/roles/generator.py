@@ -17,7 +17,9 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
+from rlhpc.generation.finished_request import prefix_of
 from rlhpc.generation.make import start_engine
+from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -30,6 +32,7 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
+from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.roles.presence import beat, hello
 from rlhpc.roles.visits import Visit, follow_services, visit_controllers
@@ -52,7 +55,7 @@ async def _generate(context: RoleContext) -> None:
     stop = stop_event(*(NOTICES if context.is_supervised else ()))
     config = context.config
     starting = asyncio.create_task(
-        start_engine(config, seed=config.run.seed + 1 + context.replica, layout=context.layout)
+        start_engine(config, seed=engine_seed(config.run.seed, context.replica), layout=context.layout)
     )
     engine = await unless_stopped(stop, starting)
     if engine is None:
@@ -79,6 +82,7 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
         loops = [
             generator.obey(control, visit),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
+            generator.report_progress(),
         ]
         if context.is_supervised:
             loops.append(follow_services(visit, REWARDS, services, judges.replace))
@@ -114,6 +118,8 @@ class Generator:
         self._tokenizer = PromptTokenizer(context.config.model.path)
         self._judges = judges
         self._sampling: dict[str, asyncio.Task[None]] = {}  # request id → task
+        self._requests: dict[str, RolloutRequest] = {}  # the same
+        self._progress = ProgressReporter(engine)
         self._now = asyncio.get_running_loop().time
         self._rate = Rate(10.0, self._now())
         self._is_draining = False
@@ -136,11 +142,20 @@ class Generator:
             if request.request_id in self._sampling:
                 continue  # the lease ran out and came back to us: what we already sample is what is wanted
             task = sampling.create_task(self._sample(request))
-            self._sampling[request.request_id] = task
+            self._sampling[request.request_id], self._requests[request.request_id] = task, request
             task.add_done_callback(partial(self._forget, request.request_id))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._sampling.pop(request_id, None)
+        self._requests.pop(request_id, None)
+
+    async def report_progress(self) -> None:
+        """Say how far long rollouts have come, now and then, for ever."""
+        interval_s = report_interval_s(self._context.config.admission.lease_deadline_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            for report in self._progress.reports(self._requests.values()):
+                await self._leases.send(report)
 
     async def _cancel(self, group_id: int) -> None:
         for request_id in [r for r in self._sampling if r.startswith(f"{group_id}:")]:
@@ -156,8 +171,7 @@ class Generator:
         await self._leases.send(await self._judge(rollout))
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
-        done = Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
-        prefix = done if len(done.token_ids) else None
+        prefix = prefix_of(rollout) if len(rollout.token_ids) else None
         await self._leases.send(LeaseReturn(request.group_id, (request.sample_index,), (prefix,), "leaving"))
 
     # ---------------------------------------------------------------------------------------------- rewards between

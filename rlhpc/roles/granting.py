@@ -58,9 +58,14 @@ class Granting:
         credit = {name: self._capacity(name) - self._ledger.outstanding(name) for name in self._generators()}
         while credit:
             name = max(credit, key=lambda generator: credit[generator])
-            lease = self._ledger.grant(name, credit[name]) if credit[name] > 0 else None
-            if lease is None:
+            if credit[name] <= 0:
                 return
+            lease = self._ledger.grant(name, credit[name])
+            if lease is None:
+                if not self._ledger.is_quarantining():
+                    return
+                del credit[name]
+                continue
             try:
                 await self._leases.send(name, lease)
             except (PeerUnreachable, ChannelFull) as error:

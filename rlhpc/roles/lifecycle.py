@@ -1,8 +1,8 @@
 """How every process of a run starts, hears that it should stop, and ends.
 
 Eats the command line of one role, makes a RoleContext.  A role ends with exit status 0 when it was told to or
-its work is done, 2 when the settings are at fault, 3 when the world failed it, 5 when another role did not turn up in
-time, 70 when we are at fault.
+its work is done, 2 when the settings are at fault, 3 when the world failed it, 4 when another attempt has taken the run
+over, 5 when another role did not turn up in time, 70 when we are at fault.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from typing import TypedDict, TypeVar
 
 from rlhpc.config import Config, TransportConfig
 from rlhpc.config_file import read_resolved
-from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError
+from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
+from rlhpc.ownership import Fence
+from rlhpc.roles.guard import Guard
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
-EXIT_CONFIG, EXIT_FAULT, EXIT_ALONE, EXIT_BUG = 2, 3, 5, 70
+EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, EXIT_ALONE, EXIT_BUG = 2, 3, 4, 5, 70
 MEET_TIMEOUT_S = 120.0  # where no supervisor says how long: all processes are started together
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
@@ -63,6 +65,9 @@ class RoleContext:
     meet_timeout_s: float = (
         MEET_TIMEOUT_S  # so long this process waits for another to turn up; then it says who is missing
     )
+    owner: str = (
+        ""  # of the run directory, in whose name this process writes; "": it outlasts attempts and writes nothing
+    )
     is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlasts the controller's restarts
 
     @property
@@ -75,6 +80,11 @@ class RoleContext:
             replica=self.replica,
             incarnation=self.incarnation,
         )
+
+    @property
+    def fence(self) -> Fence | None:
+        """What is asked before each change of the run directory."""
+        return Fence(self.layout, self.owner) if self.owner else None
 
     @property
     def name(self) -> str:
@@ -92,6 +102,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--resume-step", type=int, default=None)
     parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
+    parser.add_argument("--owner", default="", help="of the run directory: the attempt that this process belongs to")
     parser.add_argument("--meet-timeout-s", type=float, default=MEET_TIMEOUT_S)
     parser.add_argument("--supervised", action="store_true")
     options = parser.parse_args(arguments)
@@ -108,6 +119,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
         config=config,
         config_hash=digest,
         meet_timeout_s=options.meet_timeout_s,
+        owner=options.owner,
         is_supervised=options.supervised,
     )
 
@@ -122,7 +134,10 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     )
     log = logging.getLogger("rlhpc.lifecycle")
     log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
+    Guard(context.fence).start()
     try:
+        if context.fence is not None:
+            context.fence.check()
         work(context)
     except ConfigError as error:
         log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
@@ -151,6 +166,8 @@ def _status_of(error: BaseException) -> int:
         return EXIT_CONFIG
     if isinstance(error, ChannelTimeout):
         return EXIT_ALONE
+    if isinstance(error, OwnershipLost):
+        return EXIT_FENCED
     return EXIT_FAULT if isinstance(error, RlhpcError) else EXIT_BUG
 
 

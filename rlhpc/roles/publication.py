@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rlhpc.contracts import ServerChannel
+from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
 from rlhpc.messages import (
     FormGroup,
@@ -58,10 +61,11 @@ class Publication:
         *,
         transport: str,
         limits: PublicationLimits,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """transport: weights.transport, with "auto" as it stands."""
+        """transport: weights.transport, with "auto" as it stands.  `clock` counts the time that others are given."""
         self._control, self._trainer, self._membership = control, trainer, membership
-        self._limits = limits
+        self._limits, self._clock = limits, clock
         self._wish, self._trainer_device = transport, ""
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
@@ -169,10 +173,7 @@ class Publication:
         Members that failed, died or stayed silent too long are left out of the next epoch; False: nobody is left, and
         the caller publishes again.
         """
-        try:
-            async with asyncio.timeout(self._limits.settle_s), self._changed:
-                await self._changed.wait_for(lambda: not self._membership.waiting_for(version))
-        except TimeoutError:
+        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.settle_s):
             for name in self._membership.waiting_for(version):
                 log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
@@ -208,16 +209,28 @@ class Publication:
     async def _somebody(self) -> bool:
         """Wait until a generator that can be reached is there.  False: the run is ending, and none is."""
         while True:
-            try:
-                async with asyncio.timeout(self._limits.first_member_s), self._changed:
-                    await self._changed.wait_for(lambda: bool(self._membership.candidates) or self._is_ending)
-            except TimeoutError:
+            if not await self._until(
+                lambda: bool(self._membership.candidates) or self._is_ending, self._limits.first_member_s
+            ):
                 raise RoleFailed(
                     f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for what ended them"
-                ) from None
+                )
             await asyncio.gather(*(self._tell(name, RollCall()) for name in self._membership.candidates))
             if self._membership.candidates or self._is_ending:
                 return bool(self._membership.candidates)
+
+    async def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until it is so; False: it is not after `limit_s`, by a clock that leaves our own pauses out."""
+        deadline = self._clock() + limit_s
+        async with self._changed:
+            while not is_so():
+                left_s = deadline - self._clock()
+                if left_s <= 0:
+                    return False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
+        return True
 
     async def _tell(self, name: str, message: object) -> None:
         try:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from rlhpc.algorithms.diagnostics import staleness
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
-from rlhpc.metrics.recorder import Recorder, Sample
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.books import Books
 from rlhpc.roles.fleet import Fleet
@@ -46,7 +45,9 @@ class RunRecorder:
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
         self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
         self._clock = asyncio.get_running_loop().time
-        self._recorder = Recorder(TensorBoardWriter(context.layout.tensorboard))
+        is_again = context.attempt > 0
+        seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
+        self._recorder = Recorder(context.layout.tensorboard, seam=seam)
         self._recorder.config(context.layout.config.read_text())
         if context.resume_step is not None:
             self._recorder.resumed(context.resume_step, context.attempt)
@@ -132,6 +133,7 @@ class RunRecorder:
             "group/dropped_total": float(totals.groups_dropped),
             "group/replaced_total": float(totals.groups_without_spread),
             "group/regranted_total": float(totals.leases_regranted),
+            "checkpoint/failed_total": float(totals.checkpoints_failed),
             "wall_s": totals.wall_s,
         }
 
@@ -180,6 +182,7 @@ class RunRecorder:
         live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
         live.reward = figures.get("reward/mean", live.reward)
         live.staleness_max = self._totals.staleness_max
+        live.checkpoints_failed = self._totals.checkpoints_failed
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
         live.generator_tokens_per_s = figures["generator/tokens_per_s"]
         live.eta_s = self._eta.remaining_s()

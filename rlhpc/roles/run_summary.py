@@ -16,6 +16,7 @@ import numpy as np
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.files import write_atomically
+from rlhpc.ownership import Fence
 from rlhpc.roles.totals import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Verdict
@@ -51,8 +52,10 @@ def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[fl
     return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
 
 
-def summarise(layout: RunLayout, totals: Totals, staleness_bound: int, group_size: int) -> dict[str, Any]:
-    """Write summary.json and return what it says."""
+def summarise(
+    layout: RunLayout, totals: Totals, staleness_bound: int, group_size: int, fence: Fence | None = None
+) -> dict[str, Any]:
+    """Write summary.json and return what it says.  Raises OwnershipLost: only the owner may say that a run is over."""
     curve = reward_by_version(layout.rollouts, group_size)
     first, last = tenth_means(curve, totals.steps)
     seconds = totals.training_s or 1.0
@@ -77,7 +80,11 @@ def summarise(layout: RunLayout, totals: Totals, staleness_bound: int, group_siz
         "wall_s": totals.wall_s,
         "reward_by_version": [[version, mean, count] for version, (mean, count) in curve.items()],
     }
-    write_atomically(layout.summary, json.dumps(summary, indent=1).encode())
+    content = json.dumps(summary, indent=1).encode()
+    if fence is not None:
+        fence.write(layout.summary, content)
+    else:
+        write_atomically(layout.summary, content)
     return summary
 
 

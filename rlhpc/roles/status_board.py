@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
+from rlhpc.ownership import Fence
 from rlhpc.roles.fleet import Fleet
 from rlhpc.run_layout import RunLayout
 
@@ -32,13 +33,22 @@ class LiveFigures:
     save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
     attempt: int = 0
     resume_step: int | None = None  # the attempt went on from this checkpoint
+    checkpoints_failed: int = 0  # left out since the start because the disk did not take them
 
 
 class StatusBoard:
     """Writes the file; a disk that does not take it costs a warning, not the run."""
 
-    def __init__(self, layout: RunLayout, config: Config, fleet: Fleet, ledger: AdmissionLedger) -> None:
+    def __init__(
+        self,
+        layout: RunLayout,
+        config: Config,
+        fleet: Fleet,
+        ledger: AdmissionLedger,
+        fence: Fence | None = None,
+    ) -> None:
         self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
+        self._fence = fence
         self.figures = LiveFigures()
 
     def document(self) -> bytes:
@@ -56,8 +66,14 @@ class StatusBoard:
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file.  Touches nothing else, so that a slow disk may hold up a thread instead of the loop."""
+        """Replace the file.  Touches nothing else, so that a slow disk may hold up a thread instead of the loop.
+
+        Raises OwnershipLost.
+        """
         try:
-            write_atomically(self._path, document)
+            if self._fence is not None:
+                self._fence.write(self._path, document, is_synced=False)
+            else:
+                write_atomically(self._path, document)
         except OSError as error:
             log.warning("%s not written: %s", self._path, error)

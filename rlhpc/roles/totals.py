@@ -26,6 +26,7 @@ class Totals:
     generator_s: float = 0.0  # summed over generators
     training_s: float = 0.0  # from the first version live to the last step
     wall_s: float = 0.0  # of the controllers, start-up included
+    checkpoints_failed: int = 0  # left out because the disk did not take them
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -55,11 +55,19 @@ class Checkpoints(Protocol):
     write_s: float
     longest_s: float
 
+    @property
+    def has_failed(self) -> bool:
+        """True if the last one could not be written, as far as is known by now."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the last one could not be written and it is time for another attempt, at whatever step."""
+
     async def write(self, step: int, policy_version: int) -> None:
         """Take a snapshot now; write it in the background, after the one before."""
 
     def raise_failure(self) -> None:
-        """Raise the CheckpointError of the last one, if it has failed by now."""
+        """Raise the CheckpointError of the last one if saving has failed for too long."""
 
     async def finish(self) -> None:
         """Wait until the last one is complete.  Raises CheckpointError if it failed."""
@@ -113,8 +121,8 @@ class TrainLoop:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
         After `stop` nothing is published and nobody is waited for: generators may be gone already, and a resume
-        publishes before anything else.  Returns when the last checkpoint is complete.  Raises CheckpointError at the
-        boundary after one has failed.
+        publishes before anything else.  A checkpoint that fails on the way is followed by another soon.  Returns when
+        the last one is complete.  Raises CheckpointError if that fails, or if none succeeds for long.
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved, self._stop = self.step, stop
@@ -124,11 +132,12 @@ class TrainLoop:
                 break
             record(await self._train(groups, waited_s, checkpoints))
             checkpoints.raise_failure()
-            if self.step % every == 0 and self.step < last:
+            is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
+            if is_due and self.step < last:
                 await self._save(checkpoints)
                 saved = self.step
         await self._settled()
-        if self.step > saved:
+        if self.step > saved or checkpoints.has_failed:
             await self._save(checkpoints)
         await checkpoints.finish()
 
@@ -168,7 +177,7 @@ class TrainLoop:
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
-        self._buffer.consume(groups, self.step)
+        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
         # The version before may still be settling, and would release everything that is listed: list these after it.
         await self._settled()
         self._unreleased += [group.group_id for group in groups]

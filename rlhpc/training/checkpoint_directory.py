@@ -1,31 +1,51 @@
-"""Whole checkpoints as directories that are complete or ignored.
+"""Whole checkpoints as directories that appear complete or not at all.
 
 Eats a directory that all roles have written into, makes a checkpoint: `begin` gives a place to write, `complete` makes
-it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
-Loads without torch.
+it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.  One that
+does not count is never deleted but set aside under another name.  Loads without torch.
 
     checkpoints/step_000120/{trainer/…, controller.json, COMPLETE}     COMPLETE: {"files": {name: [bytes, crc32]}, …}
-    checkpoints/.step_000120.tmp/…                                     being written
+    checkpoints/.step_000120.tmp/…, .step_000120.removed/…             being written, being deleted
+    checkpoints/step_000120.damaged, .undone, .damaged-2, …            set aside
 """
 
 from __future__ import annotations
 
+import enum
 import json
+import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory, write_atomically
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_timeline import Timeline
 from rlhpc.training.file_record import FileRecord, check_file, record_of
 
+log = logging.getLogger("rlhpc.checkpoint")
 COMPLETE = "COMPLETE"
 _STEP_NAME = re.compile(r"step_(\d+)")
-_TEMPORARY_NAME = re.compile(r"\.step_(\d+)\.tmp")
+_LEFTOVER_NAME = re.compile(r"\.step_(\d+)\.(?:tmp|removed)")
+_ASIDE_NAME = re.compile(r"step_\d+\.(?:damaged|undone)(?:-\d+)?")
+MANY_BYTES, NUM_READERS = 256 << 20, 8
+
+
+class Fate(enum.Enum):
+    """Whether a run may go on from a checkpoint."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"  # a file is missing or is not what was written
+    UNDONE = "undone"  # of steps that a later attempt began before
+    UNREADABLE = "unreadable"  # no permission, an error of the disk: it may be sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +54,65 @@ class CheckpointState:
 
     step: int
     path: Path
-    problem: str  # "" if complete and sound, else the file and the reason
+    problem: str  # "" if sound, else what is wrong: the file, what was expected and what is there
+    fate: Fate
 
 
-def begin(final: Path) -> Path:
+class KnownCheckpoints:
+    """Judges checkpoints; remembers which were read to the last byte and are untouched since."""
+
+    def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
+        """Of a checkpoint with more than read_up_to_bytes sizes alone are compared."""
+        self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
+        self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
+
+    def newest_first(self, is_wanted: Callable[[int], bool] = lambda step: True) -> Iterator[CheckpointState]:
+        """Judge those of wanted steps one after the other; who has seen enough stops, and older ones are not read.
+
+        Raises OSError if attempts.jsonl or the directory cannot be read.
+        """
+        timeline = Timeline.read(RunLayout(self._checkpoints.parent).attempts)
+        for step, path in reversed(_steps_below(self._checkpoints)):
+            if is_wanted(step):
+                yield self._judge(step, path, timeline)
+
+    def steps(self) -> list[tuple[int, Path]]:
+        """(step, path) of all, oldest first, read or not."""
+        return _steps_below(self._checkpoints)
+
+    def note_sound(self, path: Path) -> None:
+        """Every byte of this one has just been read."""
+        with suppress(CheckpointError, OSError):  # then it is read again, and that says what is wrong
+            self._read[path] = _stamps(path)
+
+    def _judge(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
+        try:
+            attempt = _read_complete(path).get("attempt")
+            undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)
+            if undone_by is not None:
+                text = f"{path}: of attempt {attempt}; attempt {undone_by} went on from before it, and undid its steps"
+                return CheckpointState(step, path, text, Fate.UNDONE)
+            if self._read.get(path) is None or self._read[path] != _stamps(path):
+                _verify_files(path, self._read_up_to_bytes)
+                self.note_sound(path)
+        except (CheckpointError, OSError) as error:
+            return CheckpointState(step, path, str(error), _fate_of(error))
+        return CheckpointState(step, path, "", Fate.SOUND)
+
+
+def begin(final: Path, staging: Path | None = None) -> Path:
     """Return an empty directory to write the checkpoint `final` into, on the same filesystem.
 
-    Raises CheckpointError if `final` is complete already, or on a write error.
+    staging: directory in which it is made; default: beside `final`, with parents.
+    Raises CheckpointError if `final` is complete already, of this timeline and sound, or on a write error.
     """
-    if final.exists() and not _problem_of(final, verify_content=True):
+    if final.exists() and _fate(final) is Fate.SOUND:
         raise CheckpointError(f"{final}: a complete checkpoint of this step is there already")
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = (staging or final.parent) / f".{final.name}.tmp"
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+        temporary.mkdir(parents=staging is None)
     except OSError as error:
         raise CheckpointError(f"{temporary}: cannot be made: {error}") from error
     return temporary
@@ -58,22 +122,29 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Make what was written into `temporary` the checkpoint `final`.  Durable when it returns.
 
     manifest: what else COMPLETE shall say, JSON; sizes and checksums of all files are added under "files".
-    An incomplete `final` is replaced.  Raises CheckpointError; then `final` does not count.  Reads every byte once.
+    A `final` that does not count is set aside.  Raises CheckpointError; then this one does not count, either.  Reads
+    every byte once.
     """
     try:
         files = {}
         for name in _files_below(temporary):
             _sync_file(temporary / name)
             files[name] = astuple(record_of(temporary / name))
-        for directory in sorted({(temporary / name).parent for name in files} | {temporary}):
+        for directory in sorted({(temporary / name).parent for name in files}):
             sync_directory(directory)
-        if final.exists():
-            _remove(final)
-        temporary.replace(final)
+        # Before the rename, so that a step_NNNNNN without COMPLETE has lost it and was not merely interrupted.
+        write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
+        if final.is_dir():
+            _clear_the_way(final)
+        temporary.replace(final)  # it appears and counts in one instant
         sync_directory(final.parent)
-        write_atomically(final / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
+
+
+def discard(temporary: Path) -> None:
+    """Delete what is left of a checkpoint that could not be completed, as far as the filesystem lets us."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -81,85 +152,168 @@ def verify(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError naming the file and the reason if it is incomplete or damaged.
     """
-    if problem := _problem_of(path, verify_content=True):
-        raise CheckpointError(problem)
+    _verify_files(path)
     return _read_complete(path)
 
 
 def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
-    """Return (step, path) of the newest checkpoint that verifies, or None.  Others are ignored; describe names them."""
-    for step, path in reversed(_steps_below(checkpoints)):
-        if not _problem_of(path, verify_content=True):
-            return step, path
+    """Return (step, path) of the newest checkpoint that verifies; None if there are no checkpoints.
+
+    Raises CheckpointError naming all that is wrong if there are some and none verifies.
+    """
+    skipped = []
+    for state in KnownCheckpoints(checkpoints).newest_first():
+        if state.fate is Fate.SOUND:
+            return state.step, state.path
+        skipped.append(state.problem)
+    if skipped:
+        raise CheckpointError(f"{checkpoints}: no checkpoint is sound: {'; '.join(skipped)}")
     return None
 
 
 def describe(checkpoints: Path) -> list[CheckpointState]:
     """Return every checkpoint, oldest first, with what is wrong with it."""
-    return [
-        CheckpointState(step, path, _problem_of(path, verify_content=True)) for step, path in _steps_below(checkpoints)
-    ]
+    return [*KnownCheckpoints(checkpoints).newest_first()][::-1]
 
 
-def prune(checkpoints: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` (at least 2) complete checkpoints, and what older unfinished ones have left.
+def set_aside(path: Path, why: Fate) -> Path:
+    """Rename a checkpoint so that it never counts again, durably; returns its new path.  Raises OSError."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{why.value}{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    path.rename(target)
+    sync_directory(path.parent)
+    return target
 
-    Returns what was deleted.  Nothing newer than the newest complete one is touched, and nothing at all if there is
-    none.  Here complete means COMPLETE and the sizes it gives: contents are read when a checkpoint is used.
+
+def what_was_set_aside(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints that set_aside has renamed, by name."""
+    return sorted(path for path in _entries_of(checkpoints) if _ASIDE_NAME.fullmatch(path.name))
+
+
+def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -> list[Path]:
+    """Delete what is older than the newest `keep` (at least 2) sound checkpoints; returns what was deleted.
+
+    Of those that are kept every byte is read, except of those in `known` that are untouched since they were read.
+    Damaged ones between them are set aside.  With fewer than `keep` sound ones nothing is deleted.  Nothing newer than
+    the newest sound one is touched.  What interrupted saves and deletions have left behind goes, too.
     Raises CheckpointError if keep is below 2 or on a write error.
     """
     if keep < 2:
         raise CheckpointError(f"{checkpoints}: keep={keep} complete checkpoints; legal: 2 or more")
-    steps = _steps_below(checkpoints)
-    complete_steps = [step for step, path in steps if not _problem_of(path, verify_content=False)]
-    if not complete_steps:
-        return []
-    kept, newest = set(complete_steps[-keep:]), complete_steps[-1]
-    doomed = [path for step, path in steps if step < newest and step not in kept]
-    doomed += [path for step, path in _steps_below(checkpoints, _TEMPORARY_NAME) if step <= newest]
+    kept: list[CheckpointState] = []
     try:
-        for path in doomed:
+        for state in (known or KnownCheckpoints(checkpoints)).newest_first():
+            if state.fate is Fate.SOUND:
+                kept.append(state)
+            elif state.fate is Fate.UNREADABLE:
+                log.warning("%s; it is not counted, and nothing is deleted for its sake", state.problem)
+            elif kept:
+                log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
+            if len(kept) == keep:
+                break
+        deleted = [path for step, path in _steps_below(checkpoints) if len(kept) == keep and step < kept[-1].step]
+        for path in deleted:
             _remove(path)
+        leftovers = [path for step, path in _steps_below(checkpoints, _LEFTOVER_NAME) if kept and step <= kept[0].step]
+        for path in leftovers:
+            shutil.rmtree(path)
     except OSError as error:
         raise CheckpointError(f"{checkpoints}: cannot delete old checkpoints: {error}") from error
-    return doomed
+    return deleted + leftovers
+
+
+def leftovers_of(checkpoints: Path) -> list[Path]:
+    """Return what is being written or deleted, or was when a process died."""
+    return [path for _, path in _steps_below(checkpoints, _LEFTOVER_NAME)]
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint, COMPLETE first: one that is half deleted must not count."""
-    (path / COMPLETE).unlink(missing_ok=True)
-    sync_directory(path)
-    shutil.rmtree(path)
+    """Delete a checkpoint; renamed first, since one that is half deleted must not look like a damaged one."""
+    doomed = path.with_name(f".{path.name}.removed")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    sync_directory(path.parent)
+    shutil.rmtree(doomed)
 
 
-def _problem_of(path: Path, *, verify_content: bool) -> str:
-    """Return "" or the file at fault and the reason."""
-    try:
-        for name, (num_bytes, crc32) in _read_complete(path)["files"].items():
-            check_file(path / name, FileRecord(num_bytes, crc32), verify_content=verify_content)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+def _clear_the_way(final: Path) -> None:
+    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be sound: it is another's."""
+    fate = _fate(final)
+    if fate in (Fate.SOUND, Fate.UNREADABLE):
+        raise CheckpointError(f"{final}: another checkpoint of this step has come meanwhile")
+    set_aside(final, fate)
+
+
+def _fate(final: Path) -> Fate:
+    """Read one checkpoint that is in the way of another of its step."""
+    match = _STEP_NAME.fullmatch(final.name)
+    assert match is not None, final
+    step = int(match[1])
+    return next((each.fate for each in KnownCheckpoints(final.parent).newest_first(step.__eq__)), Fate.DAMAGED)
+
+
+def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
+    """Raise CheckpointError naming the file at fault, what was expected and what is there.
+
+    Several files at once: one reader alone does not use what a parallel filesystem can give.
+    """
+    files = {name: FileRecord(*numbers) for name, numbers in _read_complete(path)["files"].items()}
+    num_bytes = sum(record.num_bytes for record in files.values())
+
+    def check(name: str) -> None:
+        check_file(path / name, files[name], verify_content=num_bytes <= read_up_to_bytes)
+
+    if num_bytes < MANY_BYTES:
+        for name in files:
+            check(name)
+        return
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as readers:
+        for done in [readers.submit(check, name) for name in files]:
+            done.result()
+
+
+def _fate_of(error: CheckpointError | OSError) -> Fate:
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    is_absent = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return Fate.UNREADABLE if isinstance(cause, OSError) and not is_absent else Fate.DAMAGED
+
+
+def _stamps(path: Path) -> tuple[object, ...]:
+    """What changes when a file of a checkpoint is written to or replaced, whatever its size and its times say."""
+    states = [(path / name).stat() for name in [*_read_complete(path)["files"], COMPLETE]]
+    return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)
 
 
 def _read_complete(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path / COMPLETE).read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: has no {COMPLETE}: it was never finished") from error
+        raise CheckpointError(f"{path}: has no {COMPLETE}, which every whole checkpoint holds") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / COMPLETE}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+    if not isinstance(content, dict) or not _is_table_of_files(content.get("files")):
         raise CheckpointError(f"{path / COMPLETE}: is not a checkpoint manifest")
     return content
 
 
+def _is_table_of_files(files: Any) -> bool:
+    """{name: [bytes, crc32]}"""
+    return isinstance(files, dict) and all(
+        isinstance(numbers, list) and len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
+        for numbers in files.values()
+    )
+
+
 def _steps_below(checkpoints: Path, pattern: re.Pattern[str] = _STEP_NAME) -> list[tuple[int, Path]]:
     """Return (step, path) of directories whose name matches, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    matches = ((pattern.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    matches = ((pattern.fullmatch(path.name), path) for path in _entries_of(checkpoints))
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _entries_of(checkpoints: Path) -> list[Path]:
+    return list(checkpoints.iterdir()) if checkpoints.is_dir() else []
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -35,8 +35,11 @@ def check_file(path: Path, expected: FileRecord, *, verify_content: bool) -> Non
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
             raise CheckpointError(f"{path}: {num_bytes} bytes where {expected.num_bytes} were written")
-        if verify_content and record_of(path) != expected:
-            raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
+        if verify_content and (found := record_of(path)) != expected:
+            raise CheckpointError(
+                f"{path}: its content is not what was written (checksum differs: "
+                f"crc32 {found.crc32:08x} where {expected.crc32:08x} was written)"
+            )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: is missing") from error
     except OSError as error:

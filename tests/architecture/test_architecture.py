@@ -6,9 +6,9 @@ import ast
 import dataclasses
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,7 @@ STAGES = {
 _ANYWHERE = {"Int32", "Float32", "Bool", "WeightGroup", "WeightManifest", "TensorSpec"}
 
 MAX_FILE_LINES = 350
-WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 430}  # every contract at one look is the point of that file
+WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 440}  # every contract at one look is the point of that file
 MAX_FUNCTION_LINES = 60
 # Budgets may only shrink.
 BUDGETS = {"type: ignore": 25, "except Exception": 11}
@@ -194,6 +194,40 @@ def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
     assert not found
 
 
+_SLURM = {"sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo", "srun", "sstat", "sprio", "salloc"}
+_SLURM_DOOR = "launch/batch/slurm_commands.py"
+_STARTS_STEPS = {"launch/batch/steps.py", "launch/batch/callable_step.py"}  # srun, whose tasks they watch
+
+
+def test_slurms_commands_are_called_in_one_place() -> None:
+    """What can start programs names none of Slurm's: those go through the door, which cleans their environment."""
+    found = []
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        if name == _SLURM_DOOR or name.startswith("launch/dev_cluster/"):  # the latter starts a Slurm of its own
+            continue
+        words = {node.value for node in ast.walk(_tree(path)) if isinstance(node, ast.Constant)} & _SLURM
+        allowed = {"srun"} if name in _STARTS_STEPS else set()
+        if "subprocess" in _imported(path) or re.search(
+            r"\bos\.(exec|spawn|posix_spawn|system|popen)", path.read_text()
+        ):
+            found += [f"{name}: {word}" for word in sorted(words - allowed)]
+    assert not found, f"call them by slurm() of {_SLURM_DOOR}"
+
+
+def test_squeue_is_asked_for_jobs_on_hidden_partitions_too() -> None:
+    """Without --all they are not shown, and what is not shown was taken for gone."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            parts = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            is_ours = not str(path.relative_to(ROOT)).startswith("launch/dev_cluster/")
+            if is_ours and words[:1] == ["squeue"] and "--all" not in words:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
 _BATCH = sorted([*(ROOT / "launch" / "batch").glob("*.py"), ROOT / "launch" / "supervisor.py"])
 _PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
 
@@ -214,21 +248,18 @@ def test_what_runs_in_a_batch_step_is_python_3_9_and_the_standard_library(path: 
             assert not node.keywords, f"{path.name}: zip(strict=…) is Python 3.10"
 
 
-def test_the_config_loads_without_torch_in_a_third_of_a_second() -> None:
+def test_the_config_loads_without_torch_in_a_third_of_a_second_of_cpu() -> None:
     program = (
         "import sys; from pathlib import Path; from rlhpc.config_file import load_config; "
         f"load_config(Path({str(ROOT / 'configs' / 'demo.toml')!r})); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
-    best_s = float("inf")
-    for _ in range(5):  # the best of five: what the machine's neighbours do is not ours to measure
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        best_s = min(best_s, time.perf_counter() - began)
-    assert best_s < 0.3 + _interpreter_start_s()
+    # The best of five, and not by the clock: what the machine's neighbours do is not ours to measure.
+    assert min(_cpu_s(program) for _ in range(5)) < 0.3 + min(_cpu_s("pass") for _ in range(5))
 
 
-def _interpreter_start_s() -> float:
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "pass"], check=True)
-    return time.perf_counter() - began
+def _cpu_s(program: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

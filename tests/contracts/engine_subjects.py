@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -40,10 +41,10 @@ LONG_PROMPT = np.asarray([4 + index % 90 for index in range(150)], np.int32)  # 
 MAX_TOKENS = 600
 
 
-def tiny_config(model: Path, staging: str = "auto", **generation: object) -> Config:
+def tiny_config(model: Path, staging: str = "auto", dtype: str = "float32", **generation: object) -> Config:
     tables: dict[str, object] = {
         "run": {"name": "test", "num_steps": 1},
-        "model": {"path": model, "dtype": "float32"},
+        "model": {"path": model, "dtype": dtype},
         "data": {"path": model, "task": "math"},
         "generation": {
             "max_prompt_tokens": 192, "max_completion_tokens": MAX_TOKENS, "max_num_seqs": 16,
@@ -60,12 +61,13 @@ def request_of(
     group_id: int,
     *,
     max_tokens: int = 16,
+    temperature: float = 1.0,
     stop_token_ids: tuple[int, ...] = (),
     prompt: Int32 | None = None,
     prefix: Prefix | None = None,
 ) -> RolloutRequest:
     tokens = np.arange(4, 12, dtype=np.int32) + group_id % 50 if prompt is None else prompt
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
     return RolloutRequest(group_id, 0, Prompt(group_id, "math", tokens, "42"), sampling, prefix)
 
 
@@ -160,11 +162,12 @@ class VllmSubject(Subject):
         transport: str = "gloo",
         device: str = "cpu",
         staging: str = "auto",
+        dtype: str = "float32",
         **generation: object,
-    ) -> VllmSubject:
+    ) -> Self:
         model = make_tiny_checkpoint(directory / "model", family=family, tied=tied)
         forget_end_of_sequence(model)
-        config = tiny_config(model, staging, **generation)
+        config = tiny_config(model, staging, dtype, **generation)
         weights = WeightsConfig(transport=transport, timeout_s=config.weights.timeout_s)
         publisher = make_publisher(weights, directory=directory / "weights", device=device)
         subject = cls(publisher, transport, model, device)

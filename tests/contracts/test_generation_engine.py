@@ -39,7 +39,7 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
     else:
         staging = "paused" if request.param.endswith("paused") else "auto"
-        made = await VllmSubject.start(directory, family="qwen2", tied=True, staging=staging)
+        made = await VllmSubject.start(directory, family="qwen2", tied=True, staging=staging, seeded_samples=True)
     await made.join()
     await made.update(0)
     yield made
@@ -142,6 +142,29 @@ async def test_a_prefix_of_full_length_is_a_whole_completion(subject: Subject) -
     rollout = await subject.engine.generate(request_of(5, max_tokens=6, prefix=prefix))
     assert rollout.finish_reason is FinishReason.LENGTH
     assert len(rollout.token_ids) == 6
+
+
+async def test_what_is_shown_of_a_request_is_the_beginning_of_what_it_returns(subject: Subject) -> None:
+    request = _long(3)
+    running, shown = asyncio.create_task(subject.engine.generate(request)), []
+    while not running.done():
+        await asyncio.sleep(0.002)
+        if (prefix := subject.engine.progress(request.request_id)) is not None:
+            shown.append(prefix)
+    rollout = await running
+    assert any(0 < len(prefix.token_ids) < len(rollout.token_ids) for prefix in shown)
+    for prefix in shown:
+        begin = slice(len(prefix.token_ids))
+        np.testing.assert_array_equal(prefix.token_ids, rollout.token_ids[begin])
+        np.testing.assert_array_equal(prefix.behaviour_logprobs, rollout.behaviour_logprobs[begin])
+        np.testing.assert_array_equal(prefix.versions, rollout.versions[begin])
+    assert subject.engine.progress(request.request_id) is None
+
+
+async def test_a_member_that_is_sampled_again_is_drawn_alike_whatever_runs_beside_it(subject: Subject) -> None:
+    first = await subject.engine.generate(request_of(7))
+    second, *_ = await asyncio.gather(*(subject.engine.generate(request_of(index)) for index in (7, 8, 9)))
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
 
 
 async def test_a_pause_keeps_requests(subject: Subject) -> None:

@@ -6,19 +6,20 @@ Eats a run file; makes processes that are known by name.  Which of them outlast 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from launch.plan import ProcessPlan, RunPlan, plan_run
 from launch.run_directory import Attempt, claim, mint_keys
 from rlhpc.config_file import load_config
-from tests.ring.run_kit import RUN_LIMIT_S, START_LIMIT_S, Lab, command_environment
+from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 
 JOB = 4711  # as if Slurm had given it
 
@@ -50,7 +51,13 @@ class Attempts:
 
     def _claim(self, *, resume: bool) -> Attempt:
         attempt = claim(self._config, self.layout, resume=resume, fresh=False)
-        self._plan = plan_run(self._config, self.layout, attempt=attempt.index, resume_step=attempt.resume_step)
+        self._plan = plan_run(
+            self._config,
+            self.layout,
+            attempt=attempt.index,
+            resume_step=attempt.resume_step,
+            owner=attempt.owner,
+        )
         mint_keys(self._plan)
         return attempt
 
@@ -62,6 +69,8 @@ class Attempts:
                 words = ["--meet-timeout-s", str(meet_timeout_s)]
                 words += ["--incarnation", f"{JOB}.{self._plan.attempt}.{start}"]
                 words += ["--supervised"] if supervised else []
+                if supervised and plan.role in ("generator", "reward"):  # they outlast attempts, and belong to none
+                    plan = replace(plan, arguments=_without_owner(plan.arguments))
                 self._processes[plan.name] = self._spawn(plan, words)
 
     def pid(self, name: str) -> int:
@@ -79,12 +88,10 @@ class Attempts:
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
             self._processes[name].wait()
 
-    def status_of(self, name: str, timeout_s: float = RUN_LIMIT_S) -> int:
+    def status_of(self, name: str) -> int:
         """Wait until it ends; returns its exit status."""
-        try:
-            return self._processes[name].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} runs on after {timeout_s:g} s\n{self.story()}") from None
+        self.wait_until(lambda: not self.is_alive(name), f"the end of {name}")
+        return self._processes[name].wait()
 
     def is_alive(self, name: str) -> bool:
         """Whether it runs."""
@@ -95,16 +102,22 @@ class Attempts:
         logs = sorted((self.layout.logs / name).glob("*.log"))
         return "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
 
-    def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = START_LIMIT_S) -> None:
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds."""
-        deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self.story()}"
-            time.sleep(0.05)
+        wait_while_it_moves(is_so, self._trace, what, self.story)
+
+    def _trace(self) -> tuple[object, ...]:
+        with contextlib.suppress(FileNotFoundError):
+            return trace_of(self.layout, json.loads(self.layout.status.read_bytes()))
+        return trace_of(self.layout, {})
 
     def story(self) -> str:
         """The last lines of every log: for the message of a failed test."""
         return "\n".join(f"--- {name}\n" + "\n".join(self.log(name).splitlines()[-25:]) for name in self._processes)
+
+    def abandon(self, *names: str) -> dict[str, subprocess.Popen[bytes]]:
+        """Forget processes, which others of their names may follow; they are the caller's now."""
+        return {name: self._processes.pop(name) for name in names}
 
     def _spawn(self, plan: ProcessPlan, words: list[str]) -> subprocess.Popen[bytes]:
         assert self._plan is not None
@@ -119,3 +132,8 @@ class Attempts:
                 env={**command_environment(), **plan.environment},
                 start_new_session=True,
             )
+
+
+def _without_owner(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    place = arguments.index("--owner")
+    return arguments[:place] + arguments[place + 2 :]

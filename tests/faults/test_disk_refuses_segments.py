@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.ring.ring_rewards import GATE, GATE_AFTER
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 
@@ -16,12 +17,18 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("full-disk"))
 
 
-def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(lab: Lab) -> None:
+def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = lab.root / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setenv(GATE_AFTER, str(6 * GROUPS * GROUP_SIZE))  # six steps at most until the disk refuses
     layout = lab.layout("refused")
     run_file = lab.run_file(
         "refused",
         run={"num_steps": NUM_STEPS},
-        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        data={"task": "tests.ring.ring_rewards:gated_parity"},
+        rewards={"timeout_s": 600.0},
         buffer={"segment_groups": 2, "segment_s": 0.2},
         checkpoint={"every_steps": 1000},
     )
@@ -29,6 +36,7 @@ def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(lab: Lab)
     with Run(run_file, layout) as run:
         run.wait_for_step(2)
         layout.rollouts.rename(aside)
+        gate.touch()
         run.wait_until(lambda _: "trying again for" in layout.log("controller", 0, 0).read_text())
         aside.rename(layout.rollouts)
         assert run.finish() == 0, run.story()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import Lab, Run, make_lab, summary_of
-
-NUM_STEPS = 40  # far more than go by before both engines are seen at work
+from tests.ring.run_kit import Lab, Run, last_scalar, make_lab, rlhpc
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +21,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
     run_file = lab.run_file(
         "bereft",
-        run={"num_steps": NUM_STEPS},
+        run={"num_steps": 100_000},  # stopped once everything has been seen
         data={"task": "tests.ring.ring_rewards:slow_parity"},
         generation={"engine": "vllm", "num_replicas": 2, "max_num_seqs": 8, "max_completion_tokens": 160},
         trainer={"device": "auto"},
@@ -39,17 +34,18 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
         status = run.wait_until(lambda s: s["step"] >= 2 and all(_is_sampling(r) for r in _generators(s, 2)))
         victim = _generators(status, 2)[0]
         os.kill(victim["pid"], signal.SIGKILL)
+        run.wait_for_step(status["step"] + 5)
+        others = {role["name"] for role in run.status()["roles"] if role["name"].startswith("generator")}
+        stopped = rlhpc("stop", str(layout.root))
+        assert stopped.returncode == 0, stopped.stderr
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()  # the engine workers of the dead one neither
     assert f"{victim['name']} ended with signal SIGKILL" in run.output
     assert "the run goes on with the rest" in run.output
-    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
-    summary = summary_of(layout)
-    assert summary["steps"] == NUM_STEPS
-    assert summary["leases_regranted"] > 0
-    assert summary["staleness_max"] <= summary["staleness_bound"]
-    assert max(r.consumed_step - r.admitted_version for r in consumed(layout.rollouts)) <= 1
-    assert _members_at_the_end(layout) == {"generator-0", "generator-1"} - {victim["name"]}
+    assert_full_batches_trained_once(layout.rollouts, run.status()["step"], 4, 4)
+    assert last_scalar(layout, "group/regranted_total") > 0
+    assert max(r.trained_version - r.admitted_version for r in consumed(layout.rollouts)) <= 1
+    assert others == {"generator-0", "generator-1"} - {victim["name"]}
 
 
 def _generators(status: dict, num: int) -> list[dict]:
@@ -59,8 +55,3 @@ def _generators(status: dict, num: int) -> list[dict]:
 
 def _is_sampling(role: dict) -> bool:
     return role["metrics"].get("running", 0) > 0
-
-
-def _members_at_the_end(layout: RunLayout) -> set[str]:
-    status = json.loads(Path(layout.status).read_bytes())
-    return {role["name"] for role in status["roles"] if role["name"].startswith("generator")}

@@ -19,7 +19,7 @@ from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
 from rlhpc.training.checkpoint_directory import COMPLETE, describe, latest_complete
 from tests.faults.switched_rewards import SWITCH
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import START_LIMIT_S, Lab, Run, summary_of
+from tests.ring.run_kit import CEILING_S, Lab, Run, summary_of
 from tests.tiny_models import make_tiny_checkpoint
 
 pytestmark = pytest.mark.ring
@@ -105,7 +105,7 @@ def _trainer_of(run: Run) -> psutil.Process:
 
 def _wait_for_words(run: Run, words: str) -> None:
     """Wait until the controller has said so in its log."""
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + CEILING_S
     while words not in run.layout.log("controller", 0, 0).read_text():
         assert time.monotonic() < deadline, f"{words!r} was never said\n{run.story()}"
         time.sleep(0.05)
@@ -120,9 +120,9 @@ def _stop_in_mid_write(run: Run, trainer: psutil.Process) -> Path:
 
     It may be done sooner than it is stopped: then the next checkpoint is waited for.
     """
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + CEILING_S
     while time.monotonic() < deadline:
-        for file in run.layout.checkpoints.glob(".step_*.tmp/trainer/*"):
+        for file in run.layout.checkpoints.glob(".owner_*/.step_*.tmp/trainer/*"):
             trainer.suspend()
             directory = file.parents[1]
             has_older = latest_complete(run.layout.checkpoints) is not None

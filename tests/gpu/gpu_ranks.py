@@ -111,4 +111,4 @@ def relative_distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start
 
 
 def _equal(left: dict[tuple[str, str], Tensor], right: dict[tuple[str, str], Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+    return bool(left) and left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)

@@ -99,6 +99,7 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps(backend, clusters, mod
     ((norms, here),) = cluster.run(masters_after, tmp_path / "here", **settings)
     ((host_norms, host),) = cluster.run(masters_after, tmp_path / "host", optimizer_offload=True, **settings)
     assert host_norms == pytest.approx(norms, rel=1e-4)
+    assert here
     assert host.keys() == here.keys()
     for key in here:
         torch.testing.assert_close(host[key], here[key], atol=1e-5, rtol=0, msg=lambda story, key=key: f"{key} {story}")
@@ -137,5 +138,7 @@ def test_activations_computed_anew_lead_to_the_same_state(backend, recompute, cl
         masters_after, tmp_path / "again", recompute_activations=recompute, **settings
     )
     assert again_norms == pytest.approx(norms, rel=1e-3)
+    assert kept
+    assert again.keys() == kept.keys()
     for key in kept:
         torch.testing.assert_close(again[key], kept[key], atol=1e-5, rtol=0)

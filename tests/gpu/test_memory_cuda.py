@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -113,9 +114,18 @@ def test_a_snapshot_from_the_gpu_is_taken_before_save_returns(tmp_path):
 
 
 def test_a_snapshot_takes_twelve_bytes_of_the_host_for_every_parameter():
-    num_elements = (16 << 20) + 1000  # right above a power of two, to which torch rounds pinned memory up
-    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    small, _ = make_saver(1000)  # the process takes what CUDA's registration itself needs
+    small.close()
+    num_elements = (16 << 20) + 1000  # right above a power of two, to which torch rounds its own pinned memory up
+    process = psutil.Process()
+    before = process.memory_info().rss
     saver, _ = make_saver(num_elements)
-    taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    taken = process.memory_info().rss - before  # memory that the GPU may copy into is all resident
+    copies = [piece for kinds in saver._copies.values() for pieces in kinds.values() for piece in pieces]
+    reserved = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in copies}
+    is_pinned = [piece.is_pinned() for piece in copies]
     saver.close()
-    assert taken <= 1.05 * 12 * num_elements
+    assert is_pinned
+    assert all(is_pinned)
+    assert 12 * num_elements <= sum(reserved.values()) <= 1.05 * 12 * num_elements
+    assert 0.95 * 12 * num_elements <= taken <= 1.05 * 12 * num_elements + (16 << 20)

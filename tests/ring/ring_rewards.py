@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
+from pathlib import Path
 
 from rlhpc.contracts import RewardOutcome
 
 SLOW_S = 0.01
+GATE = "RLHPC_TEST_GATE"  # names a file: until it is there, nobody is judged
+GATE_AFTER = "RLHPC_TEST_GATE_AFTER"  # but so many completions are, by each worker
+_judged = itertools.count()
 
 
 def parity(completion: str, reference: str) -> RewardOutcome:
@@ -18,6 +24,15 @@ def parity(completion: str, reference: str) -> RewardOutcome:
 def slow_parity(completion: str, reference: str) -> RewardOutcome:
     """Bounds the pace of a run from below, so that there is a middle in which something can happen to it."""
     time.sleep(SLOW_S)
+    return parity(completion, reference)
+
+
+def gated_parity(completion: str, reference: str) -> RewardOutcome:
+    """Waits until the test lets it go on, so that there is a middle however fast the machine; see rewards.timeout_s."""
+    if next(_judged) < int(os.environ.get(GATE_AFTER, "0")):
+        return slow_parity(completion, reference)
+    while not Path(os.environ[GATE]).exists():
+        time.sleep(0.05)
     return parity(completion, reference)
 
 

@@ -23,6 +23,8 @@ class RolloutOnDisk:
     verdict: str
     versions: NDArray[np.int32]  # [Lc]
     token_ids: NDArray[np.int32]  # [Lc]
+    trained_version: int = -1  # −1: none
+    is_applied: bool = False
 
 
 def rollouts_on_disk(directory: Path) -> list[RolloutOnDisk]:
@@ -75,6 +77,8 @@ def _rollouts_of(path: Path) -> list[RolloutOnDisk]:
                     verdict=rollouts["verdict"][r].decode(),
                     versions=rollouts["versions"][tokens],
                     token_ids=rollouts["token_ids"][tokens],
+                    trained_version=int(groups["trained_version"][g]),
+                    is_applied=bool(groups["applied"][g] == 1),
                 )
             )
     return found

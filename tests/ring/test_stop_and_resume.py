@@ -91,7 +91,7 @@ def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
         stopped = rlhpc("stop", str(layout.root))
         assert stopped.returncode == 0, stopped.stderr
         assert "stopped" in stopped.stdout
-        assert run.finish(timeout_s=5) == 0, run.story()
+        assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
     step = _saved_step(layout)
     assert step >= 3  # nothing was saved on schedule

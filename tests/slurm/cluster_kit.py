@@ -9,6 +9,7 @@ from pathlib import Path
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.processes import Process
 
+PATIENCE_S = 120.0  # what takes a second on a quiet machine has come by then on one where 20 others work
 MakeCluster = Callable[..., DevCluster]  # (shape: ClusterShape | None = None, installation: Installation | None = None)
 
 
@@ -44,18 +45,25 @@ def _shown(cluster: DevCluster, job: int, field: str) -> str:
     return rows.get(str(job), rows.get(f"{job}+0", "")).strip()
 
 
-def wait_state(cluster: DevCluster, job: int, *states: str, patience_s: float = 30.0) -> str:
+def wait_state(cluster: DevCluster, job: int, *states: str, patience_s: float = PATIENCE_S) -> str:
     """Wait until a job is in one of `states`."""
     wait_until(lambda: job_state(cluster, job) in states, f"job {job} {' or '.join(states)}", patience_s)
     return job_state(cluster, job)
 
 
-def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = 30.0) -> float:
+def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> float:
     """Wait; returns the seconds it took."""
     began = time.monotonic()
     while not is_so():
         assert time.monotonic() - began < patience_s, f"not in {patience_s:.0f} s: {what}"
         time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = time.monotonic()
+    action()
     return time.monotonic() - began
 
 

@@ -16,13 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from launch.dev_cluster.cluster import DevCluster
+from tests.ring.ring_rewards import GATE
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
-from tests.ring.run_kit import ROOT, Lab, command_environment, summary_of, to_toml
+from tests.ring.run_kit import (
+    ROOT,
+    Lab,
+    command_environment,
+    summary_of,
+    to_toml,
+    trace_of,
+    wait_while_it_moves,
+)
 
-START_LIMIT_S = 90.0  # from submission to the first step, on a busy machine
-RUN_LIMIT_S = 150.0
-# Sections of a run that lasts: 0.2 s a step and more, bounded by its rewards.
+# Sections of a run that is not over in a moment: every step takes its rewards' time.
 LASTING = {"data": {"task": "tests.ring.ring_rewards:slow_parity"}}
+# Of one that does not end before the test stops it, however fast the machine: for what is done to it on its way.
+ENDLESS = {"num_steps": 100_000}
+
+
+def held_by(gate: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a run that makes no step before that file is there."""
+    return {
+        "data": {"task": "tests.ring.ring_rewards:gated_parity"},
+        "rewards": {"timeout_s": 600.0},
+        "site": {"prologue": {"commands": [f"export {GATE}={gate}"]}},
+    }
 
 
 class SlurmRun:
@@ -43,7 +61,7 @@ class SlurmRun:
         self.submitted_at = time.time()
         return self.cli("submit", str(self.run_file), str(self.site_file), *words)
 
-    def cli(self, *words: str, status: int = 0, timeout_s: float = 60.0) -> str:
+    def cli(self, *words: str, status: int = 0, timeout_s: float = 180.0) -> str:
         """Any rlhpc command, on this cluster; returns what it printed."""
         done = subprocess.run(
             [sys.executable, "-m", "launch.cli", *words],
@@ -82,25 +100,61 @@ class SlurmRun:
         """One for every start: attempts.jsonl."""
         return [json.loads(line) for line in self.layout.attempts.read_text().splitlines()]
 
-    def wait(self, is_so: Callable[[], Any], what: str, timeout_s: float = START_LIMIT_S) -> Any:
-        """Wait until it is so and return what it said."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := is_so()):
-            assert time.monotonic() < deadline, f"not in {timeout_s:g} s: {what}\n{self.story()}"
-            time.sleep(0.1)
+    def wait(self, is_so: Callable[[], Any], what: str) -> Any:
+        """Wait until it is so and return what it said; in vain once nothing of run and cluster moves any more."""
+        found: Any = None
+
+        def is_there() -> Any:
+            nonlocal found
+            found = is_so()
+            return found
+
+        wait_while_it_moves(is_there, self._trace, what, self.story)
         return found
 
-    def wait_step(self, step: int, timeout_s: float = START_LIMIT_S) -> float:
+    def wait_step(self, step: int) -> float:
         """Wait until so many steps are done; returns the seconds since submission."""
-        self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}", timeout_s)
+        self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
         return time.time() - self.submitted_at
 
-    def wait_complete(self, timeout_s: float = RUN_LIMIT_S) -> float:
+    def wait_more_steps(self, num_steps: int = 2) -> None:
+        """Wait until an attempt has done so many more steps than it has now."""
+
+        def seen() -> tuple[int, int]:
+            status = self.status()
+            return status.get("attempt", -1), status.get("step", 0)
+
+        attempt, step = seen()
+
+        def is_further() -> bool:
+            nonlocal attempt, step
+            now = seen()
+            if now[0] != attempt:  # it begins at the last checkpoint
+                attempt, step = now
+            return now[0] >= 0 and now[1] >= step + num_steps
+
+        self.wait(is_further, "training goes on")
+
+    def wait_complete(self) -> float:
         """Wait until the run is complete and none of its jobs is left; returns the seconds that it took."""
         began = time.monotonic()
-        self.wait(self.layout.summary.exists, "complete", timeout_s)
-        self.wait(lambda: not self.queue(), "no job left", 90.0)
+        self.wait(self.layout.summary.exists, "complete")
+        self.wait(lambda: not self.queue(), "no job left")
         return time.monotonic() - began
+
+    def stop(self) -> int:
+        """`rlhpc stop`: saved, no job left, full batches up to there, nothing trained twice; returns the step."""
+        self.cli("stop", str(self.layout.root), timeout_s=300.0)
+        self.wait(lambda: not self.queue(), "no job left")
+        assert self.status()["phase"] == "stopped", self.story()
+        step: int = self.status()["step"]
+        assert_full_batches_trained_once(self.layout.rollouts, step, groups_per_step=4, group_size=4)
+        return step
+
+    def _trace(self) -> tuple[object, ...]:
+        """Whatever moves while something still happens."""
+        slurm = (self.queue(), self.cluster.node_states()) if self.cluster.is_reachable() else ()
+        return *trace_of(self.layout, self.status()), len(self.events()), slurm
 
     def queue(self) -> dict[str, str]:
         """State by job, task or component, of those of this run that are in the queue."""

@@ -5,21 +5,19 @@ Every test that asks for either is skipped, with one line, where Slurm neither i
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.layout import LONGEST_ROOT
-from launch.dev_cluster.packages import Installation, SlurmMissing, obtain, private
+from launch.dev_cluster.installation import Installation, SlurmMissing
+from launch.dev_cluster.packages import obtain, private
 from launch.dev_cluster.shape import ClusterShape, default_shape
 from tests.ring.run_kit import Lab, make_lab
 from tests.slurm.cluster_kit import MakeCluster
+from tests.slurm.stand import Stand, discard, new_cluster
 from tests.slurm.submit_kit import Desk
 
 
@@ -48,21 +46,34 @@ def private_installation() -> Installation:
 
 
 @pytest.fixture(scope="session")
-def slurm(slurm_installation: Installation) -> Iterator[DevCluster]:
-    """The session's cluster: partitions train, gen, cpu and scavenge.  A test leaves it without jobs and whole."""
-    with ExitStack() as stack:
-        yield _start(stack, default_shape(), slurm_installation)
+def slurm_stand(slurm_installation: Installation) -> Iterator[Stand]:
+    with Stand(lambda: new_cluster(default_shape(), slurm_installation)) as stand:
+        yield stand
+
+
+@pytest.fixture
+def slurm(slurm_stand: Stand) -> Iterator[DevCluster]:
+    """The session's cluster: partitions train, gen, cpu and scavenge.  Whatever a test leaves behind is healed."""
+    yield slurm_stand.cluster
+    slurm_stand.heal()
 
 
 @pytest.fixture(scope="session")
-def slurm_accounts() -> Iterator[DevCluster]:
-    """One with accounting, small; jobs are charged to the account `lab`."""
+def accounts_stand() -> Iterator[Stand]:
     try:
         installation = obtain(has_accounting=True)
     except SlurmMissing as error:
         pytest.skip(str(error))
-    with ExitStack() as stack:
-        yield _start(stack, replace(default_shape(1, 1, 1, gpus=2), has_accounting=True), installation)
+    shape = replace(default_shape(1, 1, 1, gpus=2), has_accounting=True)
+    with Stand(lambda: new_cluster(shape, installation)) as stand:
+        yield stand
+
+
+@pytest.fixture
+def slurm_accounts(accounts_stand: Stand) -> Iterator[DevCluster]:
+    """One with accounting, small; jobs are charged to the account `lab`.  Healed as the other."""
+    yield accounts_stand.cluster
+    accounts_stand.heal()
 
 
 @pytest.fixture
@@ -71,19 +82,12 @@ def make_cluster(slurm_installation: Installation) -> Iterator[MakeCluster]:
     with ExitStack() as stack:
 
         def make(shape: ClusterShape | None = None, installation: Installation | None = None) -> DevCluster:
-            return _start(stack, shape or default_shape(1, 2, 0, gpus=2), installation or slurm_installation)
+            cluster = new_cluster(shape or default_shape(1, 2, 0, gpus=2), installation or slurm_installation)
+            stack.callback(discard, cluster)
+            cluster.start()
+            return cluster
 
         yield make
-
-
-def _start(stack: ExitStack, shape: ClusterShape, installation: Installation) -> DevCluster:
-    root = Path(tempfile.mkdtemp(prefix="rlhpc-slurm-"))
-    if len(str(root)) > LONGEST_ROOT:  # sockets go below it
-        root.rmdir()
-        root = Path(tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp"))
-    stack.callback(shutil.rmtree, root, ignore_errors=True)
-    cluster = DevCluster.create(root, shape, installation, dies_with_parent=True)
-    return stack.enter_context(cluster)
 
 
 @pytest.fixture(scope="session")
@@ -93,10 +97,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture
-def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """Where a person submits from: this process's Slurm commands go to the session's cluster."""
     for name, value in slurm.environment().items():
         monkeypatch.setenv(name, value)
-    desk = Desk(slurm, lab)
-    yield desk
-    desk.clear()
+    return Desk(slurm, lab)

@@ -35,7 +35,7 @@ def sleep_long() -> str:
     """Outlast the test unless ended."""
     print("asleep", flush=True)
     try:
-        time.sleep(120)
+        time.sleep(600)
     finally:
         print("leaves in good order", flush=True)
     return "slept"
@@ -56,18 +56,31 @@ class FailsFirst:
         return started
 
 
-class Counts:
-    """Counts to `end`; continues where its checkpoint was taken."""
+class WaitsFor:
+    """Ends when a file is there: when the test has seen what it wanted to see."""
 
-    def __init__(self, end: int, begun_at: int = 0, lives: int = 1) -> None:
-        self.end, self.count, self.begun_at, self.lives = end, begun_at, begun_at, lives
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> str:
+        while not self.path.exists():
+            time.sleep(0.1)
+        return "waited"
+
+
+class Counts:
+    """Counts to `end`, and on until its life is `min_lives`; continues where its checkpoint was taken."""
+
+    def __init__(self, end: int, min_lives: int = 1, begun_at: int = 0, lives: int = 1) -> None:
+        self.end, self.min_lives = end, min_lives
+        self.count, self.begun_at, self.lives = begun_at, begun_at, lives
 
     def __call__(self) -> tuple[int, int, int]:
-        while self.count < self.end:
+        while self.count < self.end or self.lives < self.min_lives:
             self.count += 1
             print(f"life {self.lives} counts {self.count}", flush=True)
             time.sleep(0.1)
         return self.lives, self.begun_at, self.count
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        return submitit.helpers.DelayedSubmission(Counts(self.end, self.count, self.lives + 1))
+        return submitit.helpers.DelayedSubmission(Counts(self.end, self.min_lives, self.count, self.lives + 1))

@@ -12,6 +12,7 @@ from typing import Any
 from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.cli import main
 from launch.dev_cluster.cluster import DevCluster
+from launch.dev_cluster.healing import restore
 from launch.run_directory import claim_for_jobs
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
@@ -67,10 +68,7 @@ class Desk:
 
     def clear(self) -> None:
         """Leave the cluster without jobs."""
-        jobs = sorted(set(self.cluster.run("squeue", "--noheader", "--format=%A").split()))
-        if jobs:
-            self.cluster.run("scancel", *jobs, check=False)
-        self.cluster.wait_idle()
+        restore(self.cluster)
 
     def recorded(self, name: str, *jobs: tuple[str, str, tuple[str, ...]]) -> RunLayout:
         """A claimed run with jobs of the test's own: (name in the plan, lines of sh, options of sbatch)."""

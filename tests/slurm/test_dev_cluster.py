@@ -11,7 +11,7 @@ import pytest
 from launch.cli import main
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import Process, process, wait_gone
 from launch.dev_cluster.shape import default_shape
 from rlhpc.errors import RoleFailed
@@ -28,10 +28,8 @@ from tests.slurm.cluster_kit import (
 )
 
 
-def test_all_nodes_are_idle_in_less_than_ten_seconds(make_cluster: MakeCluster) -> None:
-    began = time.monotonic()
+def test_all_nodes_are_idle_once_a_cluster_has_started(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(default_shape())
-    assert time.monotonic() - began < 10
     assert cluster.node_states() == dict.fromkeys(("t0", "t1", "g0", "g1", "g2", "g3", "c0"), "idle")
 
 
@@ -86,8 +84,8 @@ def test_a_crashed_node_goes_down_and_its_job_runs_again_elsewhere(make_cluster:
     faults.crash_node(cluster, node)
     assert processes
     assert not any(each.is_alive for each in processes)
-    wait_until(lambda: cluster.node_states()[node].startswith("down"), "noticed", 60)
-    wait_until(lambda: len(job_output(cluster, job).split()) == 2, "it runs again", 30)
+    wait_until(lambda: cluster.node_states()[node].startswith("down"), "noticed")
+    wait_until(lambda: len(job_output(cluster, job).split()) == 2, "it runs again")
     first, second = job_output(cluster, job).split()
     assert first == node != second
     faults.start_node(cluster, node)
@@ -101,7 +99,8 @@ def test_a_node_declared_down_is_not_waited_for(make_cluster: MakeCluster) -> No
     node = job_node(cluster, job)
     faults.crash_node(cluster, node)
     faults.declare_down(cluster, node)
-    assert wait_until(lambda: len(job_output(cluster, job).split()) == 2, "it runs again", 20) < 15
+    wait_until(lambda: len(job_output(cluster, job).split()) == 2, "it runs again")
+    assert "Reason=crashed" in cluster.run("scontrol", "show", "node", node), "and not: not responding"
 
 
 def test_processes_outlive_the_daemon_of_their_node(make_cluster: MakeCluster) -> None:

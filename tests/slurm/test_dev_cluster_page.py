@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.installation import Installation
 
 PAGE = Path(__file__).parents[2] / "docs" / "dev_cluster.md"
 

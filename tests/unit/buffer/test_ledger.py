@@ -144,8 +144,44 @@ def test_everything_a_dead_generator_held_is_grantable_again(ledger):
     ledger.deliver("dead", 0, 0)
     assert ledger.forget_holder("dead") == [0, 1]
     assert ledger.outstanding("dead") == 0
-    assert [ledger.grant("g-1", 2).sample_indices for _ in range(2)] == [(1,), (0, 1)]
+    assert [ledger.grant(holder, 2).sample_indices for holder in ("g-1", "g-2")] == [(1,), (0, 1)]
     assert ledger.forget_holder("never heard of") == []
+
+
+def test_a_lease_is_as_long_again_for_the_members_that_its_holder_goes_on_with(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    clock.advance(50.0)
+    ledger.renew("g-0", 0, [1])
+    ledger.renew("g-1", 0, [0])  # who does not hold it changes nothing
+    clock.advance(50.0)
+    assert ledger.expire() == [(0, "g-0")]
+    assert ledger.group(0).free_indices == [0]
+    clock.advance(11.0)
+    assert ledger.expire() == [(0, "g-0")]  # it has stopped going on
+    assert ledger.group(0).free_indices == [0, 1]
+
+
+def test_what_a_holder_has_shown_of_a_rollout_survives_its_death(ledger):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    ledger.renew("g-0", 0, [0, 1], [make_prefix(3), None])
+    ledger.renew("g-0", 0, [0], [None])
+    ledger.forget_holder("g-0")
+    lease = ledger.grant("g-1", 2)
+    assert [None if prefix is None else len(prefix.token_ids) for prefix in lease.prefixes] == [3, None]
+    ledger.deliver("g-0", 0, 0)  # it was not dead after all
+    ledger.forget_holder("g-1")
+    assert ledger.grant("g-2", 2).prefixes == ()
+
+
+def test_progress_of_groups_and_members_that_are_not_there_is_refused_or_ignored(ledger):
+    admit(ledger, 1)
+    ledger.renew("g-0", 7, [0])
+    with pytest.raises(LedgerError, match="which has 2"):
+        ledger.renew("g-0", 0, [2])
+    with pytest.raises(LedgerError, match="1 members of group 0 with 2 prefixes"):
+        ledger.renew("g-0", 0, [0], [None, None])
 
 
 def test_a_prefix_handed_back_travels_with_the_next_lease(ledger):

@@ -106,6 +106,13 @@ class Ring(RuleBasedStateMachine):
         group_id = data.draw(st.integers(max(0, self.num_admitted - 12), self.num_admitted))
         self.ledger.hand_back(holder, group_id, range(self.ledger.group_size), is_failure=is_failure)
 
+    @rule(data=st.data(), holder=HOLDERS)
+    def go_on(self, data: st.DataObject, holder: str) -> None:
+        group_id = data.draw(st.integers(max(0, self.num_admitted - 12), self.num_admitted))
+        before = self.ledger.outstanding(holder)
+        self.ledger.renew(holder, group_id, range(self.ledger.group_size))
+        assert self.ledger.outstanding(holder) == before
+
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)

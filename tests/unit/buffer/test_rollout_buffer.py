@@ -12,8 +12,8 @@ from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.buffer.segment_files import set_aside_lost_segments
-from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.buffer.segment_files import segment_paths, set_aside_lost_segments
+from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import FinishReason, Verdict
@@ -69,7 +69,7 @@ def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollout
     batch = buffer.take(2, step=5)
     assert [group.group_id for group in batch] == [0, 1]
     assert buffer.take(2, step=6) is None
-    buffer.consume(batch, step=5)
+    buffer.consume(batch, step=5, trained_version=5, applied=True)
     buffer.release([0, 1])
     buffer.segments.seal()
     recorded = list(read_rollouts_directory(rollouts))
@@ -84,7 +84,7 @@ def test_a_late_copy_of_a_rollout_is_ignored_at_every_stage(buffer):
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
     batch = buffer.take(2, step=0)
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
-    buffer.consume(batch, step=0)
+    buffer.consume(batch, step=0, trained_version=0, applied=True)
     buffer.release([0, 1])
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
     assert buffer.assembler.partial() == {}
@@ -132,10 +132,10 @@ def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_th
     with pytest.raises(LedgerError, match="before they are consumed"):
         buffer.release([0])
     with pytest.raises(LedgerError, match="not taken for step 1"):
-        buffer.consume(batch, step=1)
-    buffer.consume(batch, step=0)
+        buffer.consume(batch, step=1, trained_version=1, applied=True)
+    buffer.consume(batch, step=0, trained_version=0, applied=True)
     with pytest.raises(LedgerError, match="consumed already"):
-        buffer.consume(batch, step=0)
+        buffer.consume(batch, step=0, trained_version=0, applied=True)
     assert buffer.segments.num_pending == 2
 
 
@@ -149,11 +149,11 @@ def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buff
     admit(buffer, 0, 1, 2, 3)
     deliver(buffer, 0, 1)
     batch = buffer.take(2, step=0)
-    buffer.consume(batch, step=0)  # trained; its weights are not live yet
+    buffer.consume(batch, step=0, trained_version=0, applied=True)  # trained; its weights are not live yet
     deliver(buffer, 2)
     buffer.deliver("g-0", make_scored(3, 1))
-    assert set(buffer.save_buffered(tmp_path, next_step=1)) == {"buffered.h5"}
-    state = buffer.state(next_step=1)
+    state = buffer.freeze(next_step=1).write(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.h5")] == ["buffered.h5"]
 
     restored = restore(tmp_path, rollouts, state)
     assert restored.ledger.counts()["released"] == 2
@@ -170,16 +170,15 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     admit(buffer, 0, 1)
     deliver(buffer, 0, 1)
     prefetched = buffer.take(2, step=1)
-    buffer.save_buffered(tmp_path, next_step=1)
-    state = buffer.state(next_step=1)
-    buffer.consume(prefetched, step=1)  # the timeline that will be lost
+    state = buffer.freeze(next_step=1).write(tmp_path)
+    buffer.consume(prefetched, step=1, trained_version=1, applied=True)  # the timeline that will be lost
     buffer.release([0, 1])
     buffer.segments.seal()
 
     restored = restore(tmp_path, rollouts, state)
     batch = restored.take(2, step=1)
     assert [group.group_id for group in batch] == [0, 1]
-    restored.consume(batch, step=1)
+    restored.consume(batch, step=1, trained_version=1, applied=True)
     restored.release([0, 1])
     restored.segments.seal()
     restored.ledger.conservation()
@@ -187,13 +186,22 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     assert [r.group.group_id for r in read_rollouts_directory(rollouts / "lost_attempt_1")] == [0, 1]
 
 
-def test_a_checkpoint_is_refused_while_resolved_groups_are_only_in_memory(buffer, tmp_path):
-    admit(buffer, 0)
+def test_what_is_resolved_while_a_checkpoint_is_written_belongs_to_the_time_after_it(buffer, rollouts, tmp_path):
+    admit(buffer, 0, 1, 2)
+    deliver(buffer, 0, 1)
     buffer.drop(0, DropReason.CANCELLED)
-    with pytest.raises(LedgerError, match="save_buffered comes first"):
-        buffer.state(next_step=0)
-    buffer.save_buffered(tmp_path, next_step=0)
-    assert buffer.state(next_step=0)["next_segment_index"] == 1
+    frozen = buffer.freeze(next_step=0)
+    deliver(buffer, 2)
+    buffer.drop(1, DropReason.CANCELLED)
+    buffer.segments.tick()
+    state = frozen.write(tmp_path)
+    buffer.segments.seal_all()
+    assert [[r.group.group_id for r in read_segment(path)] for path in segment_paths(rollouts)] == [[0], [1]]
+
+    restored = restore(tmp_path, rollouts, state)
+    assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0]
+    assert_same_group(restored.take(1, step=0)[0], make_group(1))
+    assert restored.ledger.grant("g-9", 4).group_id == 2
 
 
 def test_a_checkpoint_is_refused_while_a_trained_batch_is_not_recorded(buffer, tmp_path):
@@ -201,25 +209,28 @@ def test_a_checkpoint_is_refused_while_a_trained_batch_is_not_recorded(buffer, t
     deliver(buffer, 0, 1)
     buffer.take(2, step=0)
     with pytest.raises(LedgerError, match="not consumed"):
-        buffer.save_buffered(tmp_path, next_step=1)
+        buffer.freeze(next_step=1)
 
 
 def test_buffered_rollouts_that_contradict_the_ledger_are_refused(buffer, rollouts, tmp_path):
+    (tmp_path / "earlier").mkdir()
     admit(buffer, 0, 1)
     deliver(buffer, 0)
-    buffer.save_buffered(tmp_path, next_step=0)
+    buffer.freeze(next_step=0).write(tmp_path / "earlier")
     deliver(buffer, 1)
+    state = buffer.freeze(next_step=0).write(tmp_path)
+    (tmp_path / "earlier" / "buffered.h5").replace(tmp_path / "buffered.h5")
     with pytest.raises(CheckpointError, match=r"holds 2 rollouts and the ledger counts 4"):
-        restore(tmp_path, rollouts, buffer.state(next_step=0))
+        restore(tmp_path, rollouts, state)
 
 
 def test_damaged_buffered_rollouts_are_refused(buffer, rollouts, tmp_path):
     admit(buffer, 0)
     deliver(buffer, 0)
-    buffer.save_buffered(tmp_path, next_step=0)
+    state = buffer.freeze(next_step=0).write(tmp_path)
     path = tmp_path / "buffered.h5"
     data = np.frombuffer(path.read_bytes(), np.uint8).copy()
     data[-1] ^= 1
     path.write_bytes(data.tobytes())
     with pytest.raises(CheckpointError, match="checksum"):
-        restore(tmp_path, rollouts, buffer.state(next_step=0))
+        restore(tmp_path, rollouts, state)

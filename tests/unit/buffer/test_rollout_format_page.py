@@ -10,7 +10,7 @@ from pathlib import Path
 
 import h5py
 
-GOLDEN = Path(__file__).parent / "golden_schema_1.h5"
+GOLDEN = Path(__file__).parent / "golden_schema_2.h5"
 PAGE = Path(__file__).parents[3] / "docs" / "rollout_format.md"
 
 
@@ -60,4 +60,6 @@ def test_the_checksums_are_those_that_the_page_describes():
         sizes = [int(groups[name][row + 1] - groups[name][row]) for name in ("rollout_offsets", "prompt_offsets")]
         record = struct.pack("<7q", *numbers, *sizes) + cut(groups, "prompt_token_ids", "prompt_offsets", row)
         texts = [cut(groups, name, f"{name}_offsets", row) for name in ("task", "reference")]
-        assert zlib.crc32(record + with_lengths([groups["drop_reason"][row], *texts])) == groups["crc32"][row]
+        record += with_lengths([groups["drop_reason"][row], *texts])
+        record += struct.pack("<2q", groups["trained_version"][row], groups["applied"][row])
+        assert zlib.crc32(record) == groups["crc32"][row]

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -37,6 +38,16 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
 
 
 def sample_groups() -> list[ResolvedGroup]:
+    """With all that schema 2 can say."""
+    first, second, *others = sample_groups_of_schema_1()
+    return [
+        replace(first, trained_version=0, applied=True),
+        replace(second, trained_version=5, applied=False),
+        *others,
+    ]
+
+
+def sample_groups_of_schema_1() -> list[ResolvedGroup]:
     verifier_error = make_scored(
         3, 0, reward=math.nan, verdict=Verdict.VERIFIER_ERROR, detail="\ud800 timed out", reward_parts={}
     )
@@ -55,11 +66,7 @@ def sample_groups() -> list[ResolvedGroup]:
 def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> None:
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        assert (mine.consumed_step, mine.drop_reason, mine.attempts) == (
-            theirs.consumed_step,
-            theirs.drop_reason,
-            theirs.attempts,
-        )
+        assert replace(mine, group=theirs.group) == theirs
         assert_same_group(mine.group, theirs.group)
 
 
@@ -205,9 +212,9 @@ def test_a_row_changed_in_a_copy_is_named(tmp_path, column, where):
 def test_a_file_of_a_later_schema_is_refused(tmp_path):
     path = tmp_path / "later.h5"
     with h5py.File(path, "w") as file:
-        file.attrs["schema"] = 2
+        file.attrs["schema"] = 3
     for read in (read_segment, lambda p: read_columns(p, ["rollouts/reward"])):
-        with pytest.raises(SegmentError, match="has schema 2"):
+        with pytest.raises(SegmentError, match="has schema 3"):
             read(path)
 
 
@@ -279,9 +286,18 @@ def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_segment_written_by_the_first_release_is_readable_for_ever():
-    """golden_schema_1.h5 was written once, from sample_groups(), and is never written again."""
-    assert_same(read_segment(Path(__file__).parent / "golden_schema_1.h5"), sample_groups())
+def test_a_segment_of_any_schema_is_readable_for_ever():
+    """Each golden file was written once, from the groups of its schema, and is never written again."""
+    first, second = (Path(__file__).parent / f"golden_schema_{schema}.h5" for schema in (1, 2))
+    assert_same(read_segment(first), sample_groups_of_schema_1())
+    assert_same(read_segment(second), sample_groups())
+    names = ("groups/trained_version", "groups/applied", "groups/group_id")
+    assert [values.tolist() for values in read_columns(first, names).values()] == [[-1] * 6, [-1] * 6, [*range(6)]]
+    assert [values.tolist() for values in read_columns(second, names).values()] == [
+        [0, 5, -1, -1, -1, -1],
+        [1, 0, -1, -1, -1, -1],
+        [*range(6)],
+    ]
 
 
 def make_sealed(directory: Path, count: int) -> list[Path]:

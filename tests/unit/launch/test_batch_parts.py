@@ -12,13 +12,13 @@ import pytest
 
 from launch.batch.event_log import EventLog
 from launch.batch.exit_records import ExitRecord, read_records, write_record
-from launch.batch.other_jobs import OVER
 from launch.batch.plan_file import PlanFileError, read_plan
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
 from launch.batch.signals import Notices
 from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
-from launch.batch.this_job import ThisJob, TimeLimit, seconds_left
+from launch.batch.slurm_values import OVER, duration_s
+from launch.batch.this_job import ThisJob, TimeLimit
 from launch.jobs.states import STATES, Life
 from rlhpc.run_layout import RunLayout
 
@@ -39,7 +39,7 @@ def progress(step_s: float, save_s: float) -> Progress:
     [("1:30", 90), ("2:00:05", 7205), ("3-01:00:00", 262_800), ("UNLIMITED", None), ("INVALID", None), ("", None)],
 )
 def test_time_left_is_read_in_all_forms_of_squeue(text: str, seconds: float | None) -> None:
-    assert seconds_left(text) == seconds
+    assert duration_s(text) == seconds
 
 
 def test_a_job_knows_itself_from_its_environment() -> None:

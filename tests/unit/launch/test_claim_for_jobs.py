@@ -18,12 +18,14 @@ from launch.jobs.scale import Addition, scale_run
 from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
 from launch.memory.model_shape import ModelShape
 from launch.preflight import Findings
-from launch.run_directory import claim, claim_for_jobs, register_launcher
+from launch.run_directory import claim, claim_for_jobs
 from launch.site.site_file import PrologueConfig
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import begin, complete
+from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
@@ -108,8 +110,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written
 ) -> None:
     claim_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
-    layout.checkpoint(40).mkdir()
-    (layout.checkpoint(40) / "COMPLETE").write_text("{}")
+    complete(begin(layout.checkpoint(40)), layout.checkpoint(40), {})
     before = layout.config.read_bytes()
     with pytest.raises(RunDirectoryError, match="has come to step 40 already"):
         claim_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)
@@ -128,8 +129,7 @@ def test_what_is_no_run_is_never_taken(config: Config, layout: RunLayout) -> Non
 
 def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> None:
     claim(config, layout, resume=False, fresh=False)
-    register_launcher(layout)
-    with pytest.raises(RunDirectoryError, match="a run lives here"):
+    with living_launcher(layout), pytest.raises(RunDirectoryError, match="a run lives here"):
         claim_for_jobs(config, layout, resume=True, fresh=False)
 
 
@@ -146,12 +146,12 @@ def test_a_run_of_another_user_is_not_deleted(
 
 
 def test_a_launcher_of_another_host_that_has_ended_is_forgotten_with_the_next_claim(
-    config: Config, layout: RunLayout
+    config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the status that jobs write would make it live again."""
+    monkeypatch.setattr("launch.run_owner.SILENCE_S", 1.0)
     claim(config, layout, resume=False, fresh=False)
-    layout.launcher.write_text(json.dumps({"pid": 1, "host": "another-host", "created": 0.0}))
-    os.utime(layout.launcher, (0, 0))
+    launcher_elsewhere(layout)
     claim_for_jobs(config, layout, resume=True, fresh=False)
     layout.status.write_text("{}")
     claim_for_jobs(config, layout, resume=True, fresh=False)

@@ -77,12 +77,12 @@ def test_clocks_are_compared_to_the_second() -> None:
 
 def test_releases_of_slurm_are_known_as_tried_or_not() -> None:
     plan = plan_of()
-    for version, verdict in (((20, 2), "fail"), ((21, 8), "warn"), ((22, 5), "pass"), ((25, 11), "pass"), ((26, 5), "warn")):  # fmt: skip # noqa: E501
+    for version, verdict in (((20, 2), "fail"), ((21, 8), "warn"), ((22, 5), "pass"), ((25, 11), "pass"), ((26, 5), "pass"), ((26, 11), "warn")):  # fmt: skip # noqa: E501
         facts = type(FACTS)(**{name: getattr(FACTS, name) for name in FACTS.__slots__} | {"version": version})
         findings = list(login_checks.check_version(plan, facts))
         assert findings[0].verdict == verdict
         assert len(findings) == 1 + (version >= (25, 11))
-        assert (findings[0].text == "has been tried") is (version == (22, 5))  # the one that tests/slurm runs on
+        assert (findings[0].text == "has been tried") is (version in ((22, 5), (26, 5)))  # tests/slurm runs on these
 
 
 def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_of_and_none_is_needed() -> None:
@@ -244,7 +244,8 @@ NODE: dict[str, Any] = {
     "versions": {"rlhpc": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"}, "driver": "570.1", "has_rlhpc": True,
     "gpus": ["NVIDIA H100"] * 2, "visible": "0,1", "tmp": {"path": "/tmp", "free_bytes": 99 * GIB},
     "shm_bytes": 99 * GIB, "limits": {"nofile": -1, "memlock": -1}, "known_sha256": "k", "round_trip_s": 0.02,
-    "skew_s": 0.001, "address": "10.0.0.1",
+    "skew_s": 0.001, "address": "10.0.0.1", "compute_capabilities": ["9.0"] * 2, "cuda_library": "",
+    "vllm_compatibility": "", "compiler": "/usr/bin/gcc", "has_python_headers": True,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from launch import gpus
 from launch.cli import main
 from launch.gpu_map import describe_gpus, map_gpus
-from launch.gpus import VisibleGpus, parse_listing, visible_gpus
+from launch.gpus import Gpu, VisibleGpus, parse_listing, visible_gpus
 from launch.plan import describe_plan, plan_run
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
@@ -99,7 +99,15 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
     assert gpus.gpus_here({}).words == ("0", "1")
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate'; exit 9\n")
-    assert gpus.gpus_here({}).words == ()
+    monkeypatch.setattr(gpus, "_device_files", lambda: (Gpu(""), Gpu(""), Gpu("")))
+    assert gpus.gpus_here({}).words == ("0", "1", "2")
+    assert gpus.gpus_here({"CUDA_VISIBLE_DEVICES": "GPU-abc,2"}).words == ("GPU-abc", "2")
+
+
+def test_device_files_are_counted_where_nobody_lists_gpus(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-modeset", "null"):
+        (tmp_path / name).touch()
+    assert gpus._device_files(tmp_path) == (Gpu(""), Gpu(""))
 
 
 # -------------------------------------------------------------------------------------------------------- who gets it

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.queue import duration_s, job_rows, look_at_jobs, moment_unix_s
+from launch.batch.slurm_values import duration_s
+from launch.jobs.queue import job_rows, look_at_jobs, moment_unix_s
 from launch.jobs.states import Life
 
 QUEUE = """\

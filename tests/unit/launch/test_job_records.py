@@ -45,7 +45,7 @@ def test_a_record_is_read_as_it_was_written(layout: RunLayout) -> None:
     assert json.loads(layout.job_record(12).read_bytes()) == {
         "job_id": 12, "name": "hetjob", "placement": "hetjob", "array_size": None, "plan": "p", "script": "s",
         "is_elastic": False, "first_replica": 0, "replicas_per_task": 2, "partition": "gpu",
-        "submitted_unix_s": 100.0, "follows": None,
+        "submitted_unix_s": 100.0, "follows": None, "tasks": None,
     }  # fmt: skip
 
 

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from launch import local
-from launch.batch.exit_records import last_words
+from launch.batch.exit_records import last_words, read_failures
 from launch.local import LocalExecutor
 from launch.plan import ProcessPlan, RunPlan
+from launch.run_owner import RunOwner
 from rlhpc.run_layout import RunLayout
 
 PATIENT = "import time; time.sleep(60)"
@@ -51,7 +52,8 @@ def executor(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -
             )
             for name, code in programs.items()
         )
-        return LocalExecutor(RunPlan(RunLayout(tmp_path / "run"), 0, processes), told.append)
+        layout = RunLayout(tmp_path / "run")
+        return LocalExecutor(RunPlan(layout, 0, processes), told.append, RunOwner(layout, None))
 
     return make
 
@@ -70,6 +72,16 @@ def test_a_missed_process_ends_the_run_with_its_status_and_itslast_words(
     (line,) = told
     assert line.startswith("trainer-0 ended with exit status 1: CheckpointError: torn (log: ")
     assert str(tmp_path / "run/logs/trainer-0/attempt_0.log") in line
+
+
+def test_the_first_failure_is_written_down_also_of_a_process_that_was_killed(
+    executor: Callable[..., LocalExecutor], tmp_path: Path
+) -> None:
+    killed = "import os; print('step 5', flush=True); os.kill(os.getpid(), 9)"
+    with executor(controller_0=PATIENT, trainer_0=killed, generator_0=PATIENT) as started:
+        assert started.wait(lambda: None) == 9
+    (record,) = read_failures(RunLayout(tmp_path / "run"), 0)  # not that the others were told to end
+    assert (record.name, record.status, record.last_words) == ("trainer-0", 137, "step 5")
 
 
 def test_an_expendable_process_is_missed_only_when_it_was_the_last_of_its_kind(

@@ -128,7 +128,6 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('[common]\nextra = ["--mem=4G"]', ["common.extra.0='--mem=4G'", "legal: memory_gib_per_task or memory_gib_"]),
         ('[common]\nextra = ["-p gpu"]', ["common.extra.0='-p gpu'", "legal: partition"]),
         ('[common]\nextra = ["--array=0-3"]', ["common.extra.0='--array=0-3'", "the plan counts on its own"]),
-        ('[common]\nextra = ["--comment=mine"]', ["common.extra.0='--comment=mine'", "marks its jobs with a comment"]),
         ('[common]\nextra = ["--cpus-per-gpu=4"]', ["common.extra.0='--cpus-per-gpu=4'", "legal: cpus_per_gpu"]),
         ('[common]\nextra = ["--licenses=\'a"]', ["common.extra.0=", "legal: what stands behind #SBATCH"]),
         ('[common]\nextra = ["licenses"]', ["common.extra.0='licenses'", "legal: what stands behind #SBATCH"]),

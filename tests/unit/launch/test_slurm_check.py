@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from launch.batch.slurm_values import duration_s
 from launch.doctor.cluster_facts import (
     Association,
     ClusterFacts,
     Qos,
-    duration_s,
     parse_associations,
     parse_config,
     parse_nodes,

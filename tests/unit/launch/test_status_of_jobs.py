@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from launch.batch.job_records import JobRecord, write_record
-from launch.run_directory import register_launcher
+from launch.run_owner import register_launcher
 from launch.status import render_status
 from rlhpc.run_layout import RunLayout
 
@@ -162,7 +162,7 @@ def test_the_time_limit_says_what_happens_at_it(separate: Run) -> None:
     (steps / "COMPLETE").touch()
     (said,) = separate.document["next"]
     before, rest = said.split(", ", 1)
-    assert rest == "its time limit, job 12 saves, is requeued and goes on"
+    assert rest == "its time limit, job 12 saves, is requeued or submits a successor, and goes on"
     assert before in [f"before {moment(58 * 60 + second, '%H:%M')}" for second in (47, -13)]
 
 
@@ -182,7 +182,7 @@ def test_a_run_whose_jobs_have_all_ended_says_how_to_go_on(run: Run) -> None:
     run.queue(line("12", "NODE_FAIL", nodes="c0"))
     assert run.document["next"] == [f"no job of this run is alive; `rlhpc resume {run.layout.root}` begins at step 0"]
     run.queue(line("12", "OUT_OF_MEMORY", nodes="c0"))
-    assert "first see why: `rlhpc logs RUN_DIR slurm`" in run.document["next"][0]
+    assert f"first see why: `rlhpc logs {run.layout.root} slurm`" in run.document["next"][0]
     assert "memory_gib_per_gpu" in run.text
 
 

@@ -7,13 +7,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 
-from rlhpc.metrics.recorder import Recorder, Sample, sample_markdown
-from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
+from rlhpc.metrics.recorder import Recorder, Sample, Seam, sample_markdown
 
 
 @pytest.fixture
 def recorder(tmp_path):
-    recorder = Recorder(TensorBoardWriter(tmp_path, lambda: 1000.0))
+    recorder = Recorder(tmp_path, wall_clock=lambda: 1000.0)
     yield recorder
     recorder.close()
 
@@ -37,10 +36,10 @@ def test_key_metrics_are_written_over_steps_tokens_and_seconds(recorder, tmp_pat
     recorder.close()
     written = read(tmp_path)
     assert points(written, "reward/mean") == [(3, 0.5)]
-    assert points(written, "by_tokens/reward/mean") == [(7_000_000_000, 0.5)]
-    assert points(written, "by_seconds/reward/mean") == [(12, 0.5)]
+    assert points(read(tmp_path / "by_tokens"), "by_tokens/reward/mean") == [(7_000_000_000, 0.5)]
+    assert points(read(tmp_path / "by_seconds"), "by_seconds/reward/mean") == [(12, 0.5)]
     assert points(written, "staleness/max") == [(3, 2.0)]
-    assert "by_tokens/staleness/max" not in written.Tags()["scalars"]
+    assert "by_tokens/staleness/max" not in read(tmp_path / "by_tokens").Tags()["scalars"]
 
 
 def test_an_unknown_name_is_refused_and_nothing_of_its_step_is_written(recorder, tmp_path):
@@ -103,22 +102,45 @@ def test_the_dashboard_is_in_every_run(recorder, tmp_path):
     assert [category.title for category in layout.category] == ["Reward", "Staleness", "Idle", "Policy", "Throughput"]
 
 
+def attempt(directory, steps, seam=None) -> None:
+    """Steps of 100 tokens and 2.5 seconds; the value says which attempt wrote it."""
+    recorder = Recorder(directory, seam=seam, wall_clock=lambda: 1000.0)
+    for step in steps:
+        recorder.step(step, {"reward/mean": float(seam is not None)}, 100 * (step + 1), 2.5 * (step + 1))
+    recorder.close()
+
+
 def test_two_attempts_write_two_files_of_one_run(tmp_path):
-    for attempt, step in ((0, 1), (1, 2)):
-        recorder = Recorder(TensorBoardWriter(tmp_path, lambda: 1000.0))
-        recorder.resumed(step, attempt)
-        recorder.step(step, {"reward/mean": float(step)}, tokens=step, seconds=step)
-        recorder.close()
-    assert len(list(tmp_path.iterdir())) == 2
-    assert points(read(tmp_path), "reward/mean") == [(1, 1.0), (2, 2.0)]
+    attempt(tmp_path, [0])
+    attempt(tmp_path, [1], Seam(1, 100, 2.5))
+    assert len(list(tmp_path.glob("events.*"))) == 2
+    assert points(read(tmp_path), "reward/mean") == [(0, 0.0), (1, 1.0)]
+
+
+def test_steps_that_a_resume_undoes_are_shown_once_on_every_axis(tmp_path):
+    attempt(tmp_path, range(8))
+    attempt(tmp_path, range(4, 6), Seam(4, 400, 10.0))
+    kept = [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0), (5, 1.0)]
+    assert points(read(tmp_path), "reward/mean") == kept
+    by_tokens = points(read(tmp_path / "by_tokens"), "by_tokens/reward/mean")
+    assert by_tokens == [(100 * (step + 1), value) for step, value in kept]
+    by_seconds = points(read(tmp_path / "by_seconds"), "by_seconds/reward/mean")
+    assert by_seconds == [(int(2.5 * (step + 1)), value) for step, value in kept]
+
+
+def test_a_run_that_begins_once_more_shows_nothing_of_what_was_before(tmp_path):
+    attempt(tmp_path, range(3))
+    attempt(tmp_path, range(2), Seam(0, 0, 0.0))
+    assert points(read(tmp_path), "reward/mean") == [(0, 1.0), (1, 1.0)]
+    assert points(read(tmp_path / "by_tokens"), "by_tokens/reward/mean") == [(100, 1.0), (200, 1.0)]
+    assert read(tmp_path).Tensors("custom_scalars__config__")
 
 
 def test_writing_metrics_imports_neither_tensorflow_nor_torch():
     code = (
         "import sys, tempfile; from pathlib import Path\n"
         "from rlhpc.metrics.recorder import Recorder\n"
-        "from rlhpc.metrics.tensorboard_writer import TensorBoardWriter\n"
-        "recorder = Recorder(TensorBoardWriter(Path(tempfile.mkdtemp())))\n"
+        "recorder = Recorder(Path(tempfile.mkdtemp()))\n"
         "recorder.step(0, {'reward/mean': 1.0}, 1, 1.0); recorder.histogram('reward/histogram', 0, [1.0])\n"
         "recorder.close(); assert not {'tensorflow', 'torch', 'zmq'} & set(sys.modules)\n"
     )

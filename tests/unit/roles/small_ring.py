@@ -161,21 +161,33 @@ class FakeCheckpoints:
         self.written.set()
         self.is_disk_slow = False
         self.failure: CheckpointError | None = None
+        self.is_patience_over = False
+        self.is_pausing = False  # after a failure
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.has_failed and not self.is_pausing
 
     async def write(self, step: int, policy_version: int) -> None:
-        await self.finish()
+        await self.written.wait()
+        self.failure = None
         self.begun.append((step, policy_version))
         self.live_versions.append(self._publication.live_version)
         if self.is_disk_slow:
             self.written.clear()
 
     def raise_failure(self) -> None:
-        if self.failure is not None:
+        if self.failure is not None and self.is_patience_over:
             raise self.failure
 
     async def finish(self) -> None:
         await self.written.wait()
-        self.raise_failure()
+        if self.failure is not None:
+            raise self.failure
 
 
 class FakeGenerator:

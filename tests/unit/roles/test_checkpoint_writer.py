@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.books import Books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
 from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
 from rlhpc.roles.totals import Totals
 from rlhpc.roles.trainer_link import LEAD, TrainerLink
@@ -24,6 +29,7 @@ from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint_directory import latest_complete
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.weights.membership import Membership
+from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
 
 PATIENCE_S = 10.0
@@ -44,6 +50,8 @@ class Desk:
     buffer: RolloutBuffer
     writer: CheckpointWriter
     asked: list[SaveCheckpoint]
+    totals: Totals
+    clock: ManualClock
 
     def trainer_has_written(self, step: int, error: str = "") -> None:
         directory = Path(next(command.directory for command in self.asked if command.step == step)) / "trainer"
@@ -65,8 +73,12 @@ class Desk:
                 self.buffer.deliver("somebody", scored(group_id, index))
         groups = self.buffer.take(len(group_ids), step)
         assert groups is not None
-        self.buffer.consume(groups, step)
+        self.buffer.consume(groups, step, trained_version=step, applied=True)
         self.buffer.release(group_ids)
+
+    @property
+    def everything_on_disk(self) -> list[str]:
+        return sorted(path.name for path in self.layout.checkpoints.iterdir())
 
     @property
     def steps_on_disk(self) -> list[str]:
@@ -78,7 +90,8 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     layout, batches = RunLayout(root), MemoryServer(BATCHES)
     layout.rollouts.mkdir()
     buffer = make_buffer(small_config(), layout.rollouts)
-    books: Any = Books(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), Totals(), 0, 0)
+    totals, clock = Totals(), ManualClock()
+    books: Any = Books(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), totals, 0, 0)
     asked: list[SaveCheckpoint] = []
     client = batches.connect(LEAD)
 
@@ -90,9 +103,16 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
 
     trainer = asyncio.create_task(take_snapshots())
     try:
-        yield Desk(layout, buffer, CheckpointWriter(layout, keep, TrainerLink(batches), books), asked)
+        writer = CheckpointWriter(layout, keep, TrainerLink(batches), books, clock=clock)
+        yield Desk(layout, buffer, writer, asked, totals, clock)
     finally:
         trainer.cancel()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.005)
 
 
 async def test_training_goes_on_as_soon_as_the_snapshot_is_taken(tmp_path: Path) -> None:
@@ -100,7 +120,7 @@ async def test_training_goes_on_as_soon_as_the_snapshot_is_taken(tmp_path: Path)
         await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
         assert it.writer.awaits_trainer
         assert latest_complete(it.layout.checkpoints) is None
-        it.writer.raise_failure()  # there is none
+        assert not it.writer.has_failed
         it.trainer_has_written(1)
         assert not it.writer.awaits_trainer
         await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
@@ -150,7 +170,7 @@ async def test_older_checkpoints_are_deleted_only_when_the_new_one_is_complete(t
         assert it.steps_on_disk == ["step_000002", "step_000003"]
 
 
-async def test_a_checkpoint_that_the_trainer_could_not_write_is_an_error_and_older_ones_stay(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_the_trainer_could_not_write_is_left_out_and_older_ones_stay(tmp_path: Path) -> None:
     async with desk(tmp_path) as it:
         for step in (1, 2):
             await it.complete_one(step)
@@ -158,11 +178,86 @@ async def test_a_checkpoint_that_the_trainer_could_not_write_is_an_error_and_old
         it.trainer_has_written(3, error="the disk is full")
         with pytest.raises(CheckpointError, match="step_000003: the trainer could not save: the disk is full"):
             await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
+        assert it.everything_on_disk == ["step_000001", "step_000002"]
+        assert it.totals.checkpoints_failed == 1
+        await it.complete_one(4)
+        assert it.steps_on_disk == ["step_000002", "step_000004"]
+
+
+async def test_after_a_failure_another_attempt_is_due_after_a_pause_that_grows(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        waited = []
+        for step in (1, 2, 3):
+            await it.writer.write(step, step)
+            it.trainer_has_written(step, error="the disk is full")
+            await until(lambda: it.writer.has_failed)
+            before = it.clock.now_s
+            while not it.writer.is_overdue:
+                it.clock.advance(0.25)
+            waited.append(it.clock.now_s - before)
+            it.writer.raise_failure()  # it is not time for that
+        assert waited[0] < waited[1] < waited[2] <= LONGEST_PAUSE_S
+        await it.complete_one(4)
+        assert not it.writer.is_overdue
+
+
+async def test_failures_for_longer_than_the_patience_are_an_error(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        for step in (1, 2):
+            await it.writer.write(step, step)
+            it.trainer_has_written(step, error="the disk is full")
+            await until(lambda: it.writer.has_failed)
+            if step == 1:
+                it.writer.raise_failure()
+            it.clock.advance(DISK_PATIENCE_S + 1)
         with pytest.raises(CheckpointError, match="the disk is full"):
             it.writer.raise_failure()
-        with pytest.raises(CheckpointError, match="the disk is full"):
-            await it.writer.write(4, 4)
-        assert it.steps_on_disk == ["step_000001", "step_000002"]
+
+
+async def test_a_controllers_part_that_the_disk_refuses_is_left_out_and_loses_no_group(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        it.train_on_groups(0, 1, step=0)
+        it.layout.rollouts.rename(tmp_path / "out-of-reach")
+        await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
+        assert it.writer.has_failed
+        assert it.asked == []
+        assert it.everything_on_disk == []
+        assert it.buffer.segments.num_pending == 2
+        (tmp_path / "out-of-reach").rename(it.layout.rollouts)
+        await it.complete_one(2)
+        assert [r.group.group_id for r in read_rollouts_directory(it.layout.rollouts)] == [0, 1]
+
+
+async def test_the_event_loop_goes_on_while_a_slow_disk_takes_the_controllers_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is as of its beginning, whatever is delivered and dropped while it is written."""
+    may_sync = threading.Event()
+    real_fsync = os.fsync
+
+    def slow_fsync(descriptor: int) -> None:
+        assert may_sync.wait(PATIENCE_S), "the event loop stood still"
+        real_fsync(descriptor)
+
+    async with desk(tmp_path) as it:
+        it.train_on_groups(0, 1, step=0)
+        assert it.buffer.ledger.admit(prompt(2), 1) == 2
+        monkeypatch.setattr(os, "fsync", slow_fsync)
+        writing = asyncio.create_task(it.writer.write(1, 1))
+        await asyncio.sleep(0.05)
+        for index in (0, 1):
+            it.buffer.deliver("somebody", scored(2, index))
+        it.buffer.drop(2, DropReason.NO_SPREAD)
+        may_sync.set()
+        await asyncio.wait_for(writing, PATIENCE_S)
+        it.trainer_has_written(1)
+        await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
+        it.buffer.segments.seal_all()
+        state = read_run_state(it.layout, 1)
+        assert [group["group_id"] for group in state.buffer["ledger"]["groups"]] == [2]
+        assert state.buffer["next_segment_index"] == 1
+        assert [r.group.group_id for r in read_segment(it.layout.segment(0))] == [0, 1]
+        assert [r.group.group_id for r in read_segment(it.layout.segment(1))] == [2]
 
 
 async def test_a_checkpoint_that_cannot_be_completed_is_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.publication import PublicationLimits
@@ -167,9 +168,39 @@ async def test_a_run_does_not_end_before_its_last_checkpoint_is_written(tmp_path
         await asyncio.wait_for(training, PATIENCE_S)
 
 
-async def test_a_checkpoint_that_fails_in_the_background_ends_the_run_at_the_next_boundary(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_fails_is_followed_by_another_at_the_next_boundary(tmp_path: Path) -> None:
+    async with small_ring(saving_every(8, 4), tmp_path) as ring:
+        await ring.add_generator()
+
+        def fail_during_the_sixth(record: StepRecord) -> None:
+            ring.records.append(record)
+            if record.report.step == 5:
+                ring.saving.failure = CheckpointError("the disk is full")
+
+        ring.on_record = fail_during_the_sixth
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert ring.saving.begun == [(4, 4), (6, 6), (8, 8)]
+
+
+async def test_after_a_failure_the_schedule_waits_for_the_pause_to_end(tmp_path: Path) -> None:
+    async with small_ring(saving_every(9, 2), tmp_path) as ring:
+        await ring.add_generator()
+
+        def fail_early_and_pause(record: StepRecord) -> None:
+            if record.report.step == 2:
+                ring.saving.failure, ring.saving.is_pausing = CheckpointError("the disk is full"), True
+            elif record.report.step == 6:
+                ring.saving.is_pausing = False
+
+        ring.on_record = fail_early_and_pause
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [step for step, _ in ring.saving.begun] == [2, 7, 8, 9]
+
+
+async def test_checkpoints_that_fail_for_too_long_end_the_run_at_the_next_boundary(tmp_path: Path) -> None:
     async with small_ring(saving_every(100, 2), tmp_path) as ring:
         await ring.add_generator()
+        ring.saving.is_patience_over = True
 
         def fail_after_the_third(record: StepRecord) -> None:
             if record.report.step == 2:
@@ -251,6 +282,24 @@ async def test_a_step_that_is_not_finite_keeps_the_version_and_too_many_of_them_
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         assert [record.report.applied for record in ring.records] == [False] * 4
         assert {record.report.policy_version for record in ring.records} == {0}
+
+
+async def test_staleness_can_be_told_from_segments_after_skipped_steps(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=12), tmp_path) as ring:
+        await ring.add_generator()
+        ring.trainer.is_finite = False
+
+        def every_fourth_is_finite(record: StepRecord) -> None:
+            ring.trainer.is_finite = record.report.step % 4 == 2
+
+        ring.on_record = every_fourth_is_finite
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        ring.buffer.segments.seal_all()
+        used = list(read_rollouts_directory(tmp_path))
+    bound = ring.ledger.staleness_bound
+    assert [resolved.applied for resolved in used[::2]] == [step % 4 == 3 for step in range(12)]
+    assert max(resolved.trained_version - resolved.group.admitted_version for resolved in used) <= bound
+    assert max(resolved.consumed_step - resolved.group.admitted_version for resolved in used) > bound
 
 
 async def test_a_finite_step_forgives_those_before(tmp_path: Path) -> None:

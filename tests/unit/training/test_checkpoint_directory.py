@@ -91,6 +91,23 @@ def test_a_complete_step_is_not_written_twice_but_a_damaged_one_is_replaced(layo
     verify(path)
 
 
+def test_a_save_that_comes_too_late_leaves_a_sound_checkpoint_of_its_step_alone(layout):
+    late = begin(layout.checkpoint(1), layout.root)
+    write_parts(late, "of one that was thought dead")
+    save(layout, 1)
+    with pytest.raises(CheckpointError, match="has come meanwhile"):
+        complete(late, layout.checkpoint(1), {"step": 1})
+    assert (layout.checkpoint(1) / "controller.json").read_text() == "state 1"
+    assert latest_complete(layout.checkpoints) == (1, layout.checkpoint(1))
+
+
+def test_where_none_is_sound_all_are_named(layout):
+    for step in (1, 2):
+        (save(layout, step) / "controller.json").write_text("broken")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is sound: .*step_000002/controller.json.*step_000001/"):
+        latest_complete(layout.checkpoints)
+
+
 def test_pruning_keeps_the_newest_complete_ones(layout):
     for step in (1, 2, 3, 4):
         save(layout, step)

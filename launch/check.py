@@ -1,0 +1,46 @@
+"""`rlhpc check`: of a run file what can be refused before a start, of a run directory what is damaged."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+from rlhpc.run_layout import RunLayout
+
+
+def check_run_file(options: argparse.Namespace) -> int:
+    """Print the plan, the model, the data and the memory of a run.  Raises ConfigError for what is illegal."""
+    from launch.gpu_map import GpuMap, map_gpus
+    from launch.gpus import gpus_here
+    from launch.memory.verdict import memory_report
+    from launch.plan import describe_plan, plan_run
+    from launch.preflight import preflight
+
+    if options.json:
+        raise ConfigError(f"--json: of a run directory, and {options.run_file} is none")
+    config = load_config(options.run_file, options.overrides)
+    gpus = GpuMap() if options.site else map_gpus(config, gpus_here(os.environ))  # a site's GPUs are elsewhere
+    findings = preflight(config)
+    memory = memory_report(config, findings.model, findings.shape, options.site)
+    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
+    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
+    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
+    data = findings.dataset
+    print(
+        f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
+        f"{data.longest_prompt_tokens} at most ({data.longest_source})"
+    )
+    print(memory)
+    return 0
+
+
+def check_run_directory(options: argparse.Namespace) -> int:
+    """Print what a run has written and what of it is damaged; returns 1 if anything is.  Raises ConfigError."""
+    from launch.run_check_report import report_run
+    from launch.run_directory import without_dots
+
+    if options.overrides or options.site:
+        raise ConfigError(f"{options.run_file}: a run directory is checked as it is; legal besides: --json")
+    return report_run(RunLayout(without_dots(options.run_file)), as_json=options.json)

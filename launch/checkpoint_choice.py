@@ -1,0 +1,131 @@
+"""Which checkpoint a resume goes on from, and what becomes of the newer ones.
+
+Input: the checkpoints of a run and what the user asked for.  Output: a step, after every byte of its checkpoint was
+read.  Guarantees: a look changes nothing; what is newer than the chosen step is set aside by name before an attempt
+begins, so that a checkpoint that was passed over is never taken later, repaired or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhpc.errors import CheckpointError, RunDirectoryError
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
+
+Tell = Callable[[str], None]
+LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; more is left to the job, which reads everything once more
+WORTH_SAYING_BYTES = 4 << 30  # reading this much takes longer than a user waits without a word
+
+
+class UnreadableCheckpoint(RunDirectoryError):
+    """The newest checkpoint cannot be read now; it may be sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a resume shall begin: the newest sound checkpoint unless something else is said."""
+
+    from_start: bool = False
+    step: int | None = None
+
+
+NEWEST = ResumePoint()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint to go on from."""
+
+    step: int | None  # None: from the beginning
+    passed_over: tuple[CheckpointState, ...] = ()  # newer ones, newest first
+
+
+def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_bytes: float = math.inf) -> Choice:
+    """Find the checkpoint to go on from; changes nothing.
+
+    read_up_to_bytes: of a larger one sizes alone are compared; for whoever does not go on from it himself.
+    Raises RunDirectoryError: there are checkpoints and none is sound; the one asked for is not there or not sound.
+    Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
+    """
+    known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
+    _announce(known, wanted, tell, read_up_to_bytes)
+    if wanted.from_start:
+        return Choice(None, _newer_unread(known, -1, "--from-start undoes it"))
+    if wanted.step is not None:
+        return _by_name(layout, known, wanted.step)
+    passed_over: list[CheckpointState] = []
+    for state in known.newest_first():
+        if state.fate is Fate.SOUND:
+            return Choice(state.step, tuple(passed_over))
+        if state.fate is Fate.UNREADABLE:
+            raise UnreadableCheckpoint(
+                f"{state.problem}; the checkpoint may be sound: make it readable, or name an older one with --step N"
+            )
+        passed_over.append(state)
+    if passed_over:
+        raise RunDirectoryError(_none_is_sound(layout, passed_over))
+    return Choice(None)
+
+
+def put_aside(choice: Choice, tell: Tell) -> list[str]:
+    """Rename what was passed over; tells of each, and returns what it told.  Raises CheckpointError.
+
+    From the newest back: killed half-way, a resume finds the others still newer than its choice.
+    """
+    told = []
+    for state in choice.passed_over:
+        try:
+            target = set_aside(state.path, state.fate)
+        except FileNotFoundError:  # whoever was still writing has taken it away
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{state.path}: cannot be set aside: {error.strerror or error}") from error
+        told.append(f"{state.path.name} is set aside as {target.name}: {state.problem}")
+        tell(told[-1])
+    return told
+
+
+def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
+    there = [number for number, _ in known.steps()]
+    if step not in there:
+        raise RunDirectoryError(
+            f"--step {step}: {layout.checkpoints} has no checkpoint of this step; there are: "
+            f"{', '.join(map(str, there)) or 'none'}"
+        )
+    state = next(state for state in known.newest_first(lambda number: number == step))
+    if state.fate is not Fate.SOUND:
+        raise RunDirectoryError(f"--step {step}: {state.problem}")
+    return Choice(step, _newer_unread(known, step, f"--step {step} undoes it"))
+
+
+def _newer_unread(known: KnownCheckpoints, step: int, why: str) -> tuple[CheckpointState, ...]:
+    """All above this step, newest first, to be undone whatever they hold."""
+    newer = [CheckpointState(number, path, why, Fate.UNDONE) for number, path in known.steps() if number > step]
+    return tuple(newer[::-1])
+
+
+def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
+    lines = [
+        f"{layout.checkpoints}: no checkpoint can be resumed from ({len(states)} tried):",
+        *(f"  {state.problem}" for state in states),
+        "put a whole copy of one back and resume again; or begin at step 0 with `--resume --from-start` "
+        f"(`rlhpc resume {layout.root} --from-start` for jobs), which sets these checkpoints and all rollouts aside",
+    ]
+    return "\n".join(lines)
+
+
+def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
+    """Say what is read, where that takes a while, and what is not."""
+    candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
+    if wanted.from_start or not candidates:
+        return
+    num_bytes = sum(file.stat().st_size for file in candidates[-1].rglob("*") if file.is_file())
+    if num_bytes > read_up_to_bytes:
+        tell(
+            f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: sizes are compared now, contents when the job begins"
+        )
+    elif num_bytes >= WORTH_SAYING_BYTES:
+        tell(f"reading all {num_bytes / 1e9:.0f} GB of {candidates[-1].name}, to resume from nothing that is damaged")

@@ -1,0 +1,92 @@
+"""The lock of a run directory: held by the launcher and every process that it starts, as long as one of them lives.
+
+In: a RunLayout.  Out: an open file whose lock children inherit; the kernel frees it with the last of them, however
+they ended.  It makes "something of this run still lives on this machine" a question with an answer, also where a killed
+launcher has left a process that stands still.  On filesystems without locks there is none, and ownership.py alone keeps
+attempts apart.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from launch.process_identity import ProcessIdentity
+from rlhpc.run_layout import RunLayout
+
+_NAME = RunLayout(Path()).lock.name
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class LockHeld(Exception):
+    """Somebody has it."""
+
+
+class DirectoryLock:
+    """A lock that is held.  Closing it frees our share of it alone."""
+
+    def __init__(self, descriptor: int, path: Path, *, is_real: bool) -> None:
+        self.descriptor, self._path = descriptor, path
+        self.is_real = is_real  # False: this filesystem has no locks
+
+    def close(self) -> None:
+        """Let go.  Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    @property
+    def is_of_the_directory(self) -> bool:
+        """False if somebody has deleted the file since: then it keeps nobody away."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def lock_directory(layout: RunLayout) -> DirectoryLock:
+    """Lock a run directory that exists.  Raises LockHeld; OSError where the file cannot be made."""
+    while True:
+        descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = DirectoryLock(descriptor, layout.lock, is_real=True)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise LockHeld from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                lock.close()
+                raise
+            lock.is_real = False
+        if lock.is_of_the_directory:
+            return lock
+        lock.close()  # the run was deleted between the two lines
+
+
+def holders(layout: RunLayout) -> list[ProcessIdentity]:
+    """Processes of this machine, not this one, that have the lock file open, as far as they may be seen."""
+    try:
+        wanted = layout.lock.stat()
+    except FileNotFoundError:
+        return []
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdecimal() or int(directory.name) == os.getpid():
+            continue
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if any(_is_open(path, wanted) for path in (directory / "fd").iterdir()):
+                identity = ProcessIdentity.of(int(directory.name))
+                found += [identity] if identity is not None else []
+    return found
+
+
+def _is_open(path: Path, wanted: os.stat_result) -> bool:
+    try:
+        # The name first: a look at what lies on a filesystem that does not answer would hang.
+        return Path(os.readlink(path)).name == _NAME and os.path.samestat(path.stat(), wanted)  # noqa: PTH115
+    except OSError:  # closed meanwhile
+        return False

@@ -1,0 +1,1 @@
+"""`rlhpc submit --seeds … --sweep …`: runs that differ in a few settings, submitted together."""

@@ -1,0 +1,219 @@
+"""What a run was begun with: digests of tokenizer, weights and dataset, noted at the first start and held on resume.
+
+Input: the settings and the files they name.  Output: inputs.json in the run directory, or what differs from it.
+Guarantees: a file counts as the same by its content, wherever it lies, so that a directory may move; a file whose path,
+inode, size and times are those that were noted is not read again, so that a resume costs a few `stat` calls.
+
+Of safetensors above FULL_BYTES the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
+finds another model, or another training of the same one, in 140 GB within seconds.  Everything else is read in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rlhpc.config import Config
+from rlhpc.data.records import SUFFIXES
+from rlhpc.errors import RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+FORMAT_VERSION = 1
+FULL_BYTES = 256 << 20
+SAMPLE_BYTES = 4096
+READ_BYTES = 8 << 20
+NUM_READERS = 8
+MAX_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
+
+WEIGHTS = ".safetensors"
+# What decides about tokens, and what the model is.  Beside the weights, which are *.safetensors.
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "tokenizer.model",
+    "model.safetensors.index.json")  # fmt: skip
+
+Entries = dict[str, "InputFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file as it was when it was read."""
+
+    path: str
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int  # nobody can set it back: a file that was written to in place has another one
+    digest: str
+
+    def is_untouched(self, other: InputFile) -> bool:
+        """True if both are the same file and nobody wrote to it in between; digests are not compared."""
+        return asdict(self) | {"digest": ""} == asdict(other) | {"digest": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Files by name, of the model directory and of the dataset."""
+
+    model: Entries
+    data: Entries
+
+
+def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
+    """Read what the settings name; what `known` holds and nobody has touched is not read again.
+
+    A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
+    """
+    model, data = config.model.path, config.data.path
+    weights = sorted(path.name for path in model.glob(f"*{WEIGHTS}"))
+    paths = {name: model / name for name in (*MODEL_FILES, *weights)}
+    files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
+    return Inputs(
+        _read_all(paths, known.model if known is not None else {}),
+        _read_all({path.name: path for path in files}, known.data if known is not None else {}),
+    )
+
+
+def read_inputs(layout: RunLayout) -> Inputs | None:
+    """What was noted; None for a run that has noted nothing.  Raises RunDirectoryError if the file is damaged."""
+    try:
+        document = json.loads(layout.inputs.read_bytes())
+        if document["format_version"] != FORMAT_VERSION:
+            raise RunDirectoryError(f"{layout.inputs}: format version {document['format_version']} is not known here")
+        return Inputs(*({name: InputFile(**e) for name, e in document[part].items()} for part in ("model", "data")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"{layout.inputs}: damaged ({error!r}); delete it to have the present model and data noted anew"
+        ) from error
+
+
+def write_inputs(layout: RunLayout, inputs: Inputs) -> None:
+    """Note them."""
+    document = {"format_version": FORMAT_VERSION, **asdict(inputs)}
+    write_atomically(layout.inputs, json.dumps(document, indent=1).encode())
+
+
+def refuse_other_inputs(config: Config, layout: RunLayout, *, may_lack_weights: bool = False) -> Inputs:
+    """Return the inputs as they are now, which are those that the run began with.  Changes nothing.
+
+    may_lack_weights: on a node where no weights lie, none are compared.  Raises RunDirectoryError naming what differs.
+    """
+    noted = read_inputs(layout)
+    now = look_at_inputs(config, noted)
+    different = differences(noted, now, may_lack_weights=may_lack_weights) if noted is not None else []
+    if different:
+        lines = [f"{layout.root}: model or data are not those that this run began with:"]
+        lines += [f"  {line}" for line in different]
+        lines.append("put them back as they were; for other ones start a new run (another run.name)")
+        raise RunDirectoryError("\n".join(lines))
+    return now
+
+
+def differences(before: Inputs, now: Inputs, *, may_lack_weights: bool = False) -> list[str]:
+    """What is not the same: a line each that names key, file and digests."""
+    model = before.model
+    if may_lack_weights and not any(name.endswith(WEIGHTS) for name in now.model):
+        model = {name: entry for name, entry in model.items() if not name.endswith(WEIGHTS)}
+    lines = list(_differences("model.path", model, now.model))
+    # Of a dataset the order of its files counts and their names do not.
+    if [entry.digest for entry in before.data.values()] != [entry.digest for entry in now.data.values()]:
+        lines += list(_differences("data.path", before.data, now.data)) or ["data.path: its files have another order"]
+    return lines
+
+
+def _differences(key: str, before: Mapping[str, InputFile], now: Mapping[str, InputFile]) -> Iterator[str]:
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if new is None and old is not None:
+            yield f"{key}: {name} is missing; it was {old.path}"
+        elif old is None and new is not None:
+            yield f"{key}: {new.path} was not there"
+        elif old is not None and new is not None and old.digest != new.digest:
+            yield f"{key}: {new.path} has other content ({_size(old, new)}digest {new.digest}, noted {old.digest})"
+
+
+def _size(old: InputFile, new: InputFile) -> str:
+    return f"{new.num_bytes} bytes where {old.num_bytes} were; " if new.num_bytes != old.num_bytes else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _read_all(paths: Mapping[str, Path], known: Mapping[str, InputFile]) -> Entries:
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="inputs") as readers:
+        found = list(readers.map(partial(_read, known), paths.items()))
+    return {name: entry for name, entry in zip(paths, found, strict=True) if entry is not None}
+
+
+def _read(known: Mapping[str, InputFile], named: tuple[str, Path]) -> InputFile | None:
+    name, path = named
+    try:
+        state = path.stat()
+        entry = partial(InputFile, str(path), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        if name in known and known[name].is_untouched(entry("")):
+            return known[name]
+        is_sampled = path.suffix == WEIGHTS and state.st_size > FULL_BYTES
+        return entry(_digest(_samples_of(path) if is_sampled else _blocks_of(path)))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _digest(blocks: Iterator[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            yield block
+
+
+def _samples_of(path: Path) -> Iterator[bytes]:
+    """Size, header, and some of every tensor; of what is no safetensors file, all."""
+    spans = _tensor_spans(path)
+    if spans is None:
+        yield from _blocks_of(path)
+        return
+    with path.open("rb", buffering=0) as file:
+        yield struct.pack("<q", path.stat().st_size)
+        yield file.read(spans[0][0])
+        for begin, end in spans:
+            for place in (begin, (begin + end) // 2, end - SAMPLE_BYTES):
+                file.seek(max(begin, place))
+                yield file.read(min(SAMPLE_BYTES, end - max(begin, place)))
+
+
+def _tensor_spans(path: Path) -> Sequence[tuple[int, int]] | None:
+    """Where tensors begin and end, in bytes from the file's beginning, in their order; None if it has no such header.
+
+    The first one begins where the header ends.
+    """
+    with path.open("rb") as file:
+        head = file.read(8)
+        num_bytes = int.from_bytes(head, "little")
+        if len(head) < 8 or num_bytes > MAX_HEADER_BYTES:
+            return None
+        try:
+            header = json.loads(file.read(num_bytes))
+            offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+            spans = sorted((8 + num_bytes + int(begin), 8 + num_bytes + int(end)) for begin, end in offsets)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return spans or None
+
+
+def _entries_of(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []

@@ -1,0 +1,1 @@
+"""`rlhpc list`: every run below a directory and in the queue, a line each."""

@@ -1,0 +1,36 @@
+"""The options that say where a resume begins: of `run`, `submit` and `resume`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlhpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.checkpoint_choice import ResumePoint
+
+
+def takes_resume_point(parser: argparse.ArgumentParser) -> None:
+    """Add --from-start and --step."""
+    where = parser.add_mutually_exclusive_group()
+    text = "resume at step 0: set all checkpoints and rollouts aside"
+    where.add_argument("--from-start", action="store_true", help=text)
+    where.add_argument("--step", type=int, metavar="N", help="resume from this checkpoint; set newer ones aside")
+
+
+def resume_point(options: argparse.Namespace) -> ResumePoint:
+    """What was given.  Raises ConfigError where nothing is resumed."""
+    from launch.checkpoint_choice import ResumePoint  # with what reads checkpoints, which --help need not wait for
+
+    is_resume = getattr(options, "resume", True)
+    if (options.from_start or options.step is not None) and not is_resume:
+        option = "--from-start" if options.from_start else "--step"
+        raise ConfigError(f"{option} says where a resume begins: give --resume, too")
+    return ResumePoint(options.from_start, options.step)
+
+
+def refuse_resume_point(options: argparse.Namespace) -> None:
+    """Of several runs at once.  Raises ConfigError if one is given."""
+    if options.from_start or options.step is not None:
+        raise ConfigError("--step and --from-start are of one run; `rlhpc resume RUN_DIR` takes them for each")

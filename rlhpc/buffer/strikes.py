@@ -1,0 +1,138 @@
+"""Remember which prompts were being sampled when a generator died: one of them may have killed it.
+
+Eats Prompt, makes Suspicion, which the ledger grants by.  A prompt is known by its content, so that it keeps its
+strikes when a failed run starts again or another epoch draws it anew.  Pure; `StrikeFile` keeps it on disk.
+
+Most deaths are a node's or a neighbour's, and strike whole generations of innocents: a first strike has no
+consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent is
+ever struck often enough to be dropped (docs/design.md, §12).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhpc.files import sync_directory
+from rlhpc.types import Prompt
+
+log = logging.getLogger("rlhpc.strikes")
+ANY_COMPANY = 0
+COMPANY_SHRINKS_BY = 8  # from one death to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What is held against a prompt."""
+
+    prompt: str  # key_of
+    strikes: int  # leases lost by its unluckiest sample since it was last completed; 0: forgiven
+    together: int  # groups that the generator held which died with it last
+
+    def company(self, max_attempts: int) -> int:
+        """Groups that a generator may hold when this is one of them; ANY_COMPANY: as many as it likes.
+
+        Alone from the last but one attempt on: whoever is struck by a neighbour's fault has one left.
+        """
+        if self.strikes >= max(1, max_attempts - 2):
+            return 1
+        return ANY_COMPANY if self.strikes <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
+
+
+class StrikeBook:
+    """Suspicions by prompt, and what has changed since they were last written down."""
+
+    def __init__(self, known: Iterable[Suspicion] = ()) -> None:
+        """known: in the order in which they were recorded; later ones replace earlier ones."""
+        self._by_prompt: dict[str, Suspicion] = {}
+        self.unwritten: list[Suspicion] = []
+        for suspicion in known:
+            self._note(suspicion)
+
+    def of(self, prompt: Prompt) -> Suspicion | None:
+        """What is held against it, if anything."""
+        return self._by_prompt.get(key_of(prompt)) if self._by_prompt else None
+
+    def strike(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
+        """A generator has died that sampled these prompts, each with the leases it has lost by now."""
+        suspicions = [Suspicion(key_of(prompt), strikes, len(struck)) for prompt, strikes in struck]
+        for suspicion in suspicions:
+            self._note(suspicion)
+        self.unwritten += suspicions
+        return suspicions
+
+    def forgive(self, prompt: Prompt) -> None:
+        """It was sampled to the end."""
+        suspicion = self.of(prompt)
+        if suspicion is not None:
+            forgiven = Suspicion(suspicion.prompt, 0, 0)
+            self._note(forgiven)
+            self.unwritten.append(forgiven)
+
+    def _note(self, suspicion: Suspicion) -> None:
+        if suspicion.strikes:
+            self._by_prompt[suspicion.prompt] = suspicion
+        else:
+            self._by_prompt.pop(suspicion.prompt, None)
+
+
+class StrikeFile:
+    """One JSON line a strike or pardon, appended and synced; of the run, not of an attempt: no resume undoes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writing = threading.Lock()
+
+    def read(self) -> list[Suspicion]:
+        """All lines, oldest first.  A line that a crash cut off is passed over.  Raises OSError."""
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        found = []
+        for line in lines:
+            try:
+                found += [Suspicion(**json.loads(line))] if line else []
+            except (ValueError, TypeError):
+                log.warning("%s: a line is no strike: %r", self._path, line[:80])
+        return found
+
+    def append(self, book: StrikeBook) -> None:
+        """Write down what has changed; any thread may.
+
+        A disk that refuses costs a warning: the next call tries again.
+        """
+        with self._writing:
+            self._append(book)
+
+    def _append(self, book: StrikeBook) -> None:
+        changes = book.unwritten[:]
+        if not changes:
+            return
+        # A line of its own, whatever a crash has left behind the last one.
+        data = "".join(f"\n{json.dumps(asdict(change))}" for change in changes) + "\n"
+        try:
+            is_new = not self._path.exists()
+            with self._path.open("ab") as file:
+                file.write(data.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync_directory(self._path.parent)
+        except OSError as error:
+            log.warning("%s not written: %s", self._path, error)
+            return
+        del book.unwritten[: len(changes)]
+
+
+def key_of(prompt: Prompt) -> str:
+    """What makes a prompt the same when it is drawn again."""
+    digest = hashlib.sha256(prompt.task.encode("utf-8", "surrogatepass") + b"\0")
+    digest.update(prompt.token_ids.astype("<i4").tobytes())
+    return digest.hexdigest()[:24]

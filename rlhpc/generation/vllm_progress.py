@@ -1,0 +1,44 @@
+"""Read what vLLM has sampled of a request that has not ended.
+
+Its front end collects tokens and log-probabilities of every request until the end; this looks at that collection.  It
+is no public interface: whatever is not found as expected reads as "not known", which costs nothing but the knowledge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """As much of a CompletionOutput as there is."""
+
+    token_ids: list[int]
+    logprobs: Any  # flat
+    finish_reason: str = "abort"
+
+
+def num_tokens(llm: Any, request_id: str) -> int:
+    """How many tokens there are of this request; 0: none, or this vLLM does not tell."""
+    detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
+    return len(detokenizer.output_token_ids) if detokenizer is not None else 0
+
+
+def partial_completion(llm: Any, request_id: str) -> PartialCompletion | None:
+    """What there is of this request; None if nothing is, or this vLLM does not tell."""
+    state = _state_of(llm, request_id)
+    detokenizer = getattr(state, "detokenizer", None)
+    logprobs = getattr(getattr(state, "logprobs_processor", None), "logprobs", None)
+    if detokenizer is None or logprobs is None:
+        return None
+    token_ids = list(detokenizer.output_token_ids)
+    is_whole = token_ids and len(getattr(logprobs, "start_indices", ())) == len(token_ids)
+    return PartialCompletion(token_ids, logprobs) if is_whole else None
+
+
+def _state_of(llm: Any, request_id: str) -> Any:
+    processor = getattr(llm, "output_processor", None)
+    states = getattr(processor, "request_states", {})
+    internal = [request_id, *getattr(processor, "external_req_ids", {}).get(request_id, ())]
+    return next((states[name] for name in internal if name in states), None)

@@ -1,0 +1,150 @@
+"""Who may write to a run directory: the attempt whose name stands in owner.json, and nobody else.
+
+In: a run directory, and the name of an owner, new for every attempt.  Out: whole files, or OwnershipLost.
+
+A process that was stopped, or whose node hung, may wake up when another attempt has long begun.  Three things keep it
+from writing into that attempt's timeline:
+
+1. It reads owner.json before each change (Fence.check).
+2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  Who
+   takes over writes its own name first and then deletes the staging directories of all others: from then on their
+   renames fail, however late they come, and what was renamed before is there to be seen and judged.
+3. A thread of each role looks at owner.json every second and ends its process (roles/guard.py).
+
+Needs no locks and compares no clocks: owner.json is opened anew for each look, upon which an NFS client asks the
+server.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.errors import OwnershipLost, RunDirectoryError
+from rlhpc.files import sync_directory, write_atomically, write_synced
+from rlhpc.run_layout import RunLayout
+
+_PREFIX, _GONE_PREFIX = ".owner_", ".gone_"
+REMOVE_TRIES = 20
+REMOVE_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What a process of one attempt asks before it changes the run directory."""
+
+    layout: RunLayout
+    owner: str
+
+    def check(self) -> None:
+        """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: not to be known."""
+        found = read_owner(self.layout)
+        if found != self.owner:
+            by = f"by {found}" if found else f"or deleted: there is no {self.layout.owner.name}"
+            raise OwnershipLost(
+                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes nothing more"
+            )
+
+    def staging(self, directory: Path) -> Path:
+        """The directory below root, rollouts or checkpoints in which files are prepared that shall appear there.
+
+        It was made by take_over and is never made again: who has lost the run directory finds it gone.
+        """
+        return directory / f"{_PREFIX}{self.owner}"
+
+    def write(self, path: Path, content: bytes, *, is_synced: bool = True) -> None:
+        """Replace `path` by `content`: whole, and only while we are the owner.
+
+        is_synced: False for what is written anew every moment, and may be lost with the power.
+        Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
+        """
+        self.check()
+        temporary = self.staging(path.parent) / path.name
+        try:
+            write_synced(temporary, content, is_synced=is_synced)
+            temporary.replace(path)
+        except FileNotFoundError as error:
+            self.check()  # the usual reason: the staging directory was deleted meanwhile
+            raise error from None
+        if is_synced:
+            sync_directory(path.parent)
+
+
+def read_owner(layout: RunLayout) -> str | None:
+    """Name of the owner; None: there is none, or no such directory.  Raises OSError where that cannot be known."""
+    try:
+        document = json.loads(layout.owner.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(errno.EIO, f"damaged: {error}", str(layout.owner)) from error
+    return str(document.get("owner", ""))
+
+
+def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int = 0) -> Fence:
+    """Become the owner: from when this returns nobody of an earlier attempt changes what readers see.
+
+    attempt: number of the attempt that begins.  job_id, restart: of Slurm, 0 without it.
+    Raises RunDirectoryError: another took over at the same moment, or a staging directory cannot be deleted.
+    """
+    owner = f"{attempt}-{uuid.uuid4().hex[:12]}"
+    fence, directories = Fence(layout, owner), (layout.root, layout.rollouts, layout.checkpoints)
+    for directory in directories:
+        fence.staging(directory).mkdir(parents=True)
+    document = {
+        "owner": owner,
+        "attempt": attempt,
+        "job_id": job_id,
+        "restart": restart,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "unix_time_s": time.time(),  # for people
+    }
+    write_atomically(layout.owner, json.dumps(document).encode())
+    for directory in directories:
+        for path in (*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_GONE_PREFIX}*")):
+            if path != fence.staging(directory):
+                _refuse_if_lost(fence)  # or we would delete our successor's
+                _remove(path)
+    _refuse_if_lost(fence)
+    for directory in directories:  # who took over just before us may have deleted them before it saw us
+        fence.staging(directory).mkdir(exist_ok=True)
+    return fence
+
+
+def _refuse_if_lost(fence: Fence) -> None:
+    try:
+        fence.check()
+    except OwnershipLost as error:
+        raise RunDirectoryError(f"{fence.layout.root}: another start took it over at the same moment") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a staging directory whose owner may be writing into it."""
+    gone = path if path.name.startswith(_GONE_PREFIX) else path.with_name(f"{_GONE_PREFIX}{uuid.uuid4().hex[:12]}")
+    try:
+        if gone != path:
+            path.rename(gone)  # for everybody who asks by name it is gone with this
+    except FileNotFoundError:
+        return
+    # Files too: an NFS client may hold on to the directory itself.  On another machine a file that is open there can
+    # stay behind under a name of NFS's own, which nobody renames.
+    for _ in range(REMOVE_TRIES):
+        shutil.rmtree(gone, ignore_errors=True)
+        try:
+            left = [name for name in os.listdir(gone) if not name.startswith(".nfs")]  # noqa: PTH208  names are enough
+        except FileNotFoundError:
+            return
+        if not left:
+            return
+        time.sleep(REMOVE_PAUSE_S)
+    raise RunDirectoryError(
+        f"{gone}: cannot be deleted, it holds {left[0]}; a process of an earlier attempt writes there"
+    )

@@ -1,0 +1,46 @@
+"""Seconds in which this process was awake: what others are given time by.
+
+A process that was stopped, suspended with its machine or held up by a filesystem has heard nobody meanwhile, though
+everybody may have spoken: what they said waits in its queues.  Time in which nobody could be heard is nobody's silence,
+and no lease runs out in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from rlhpc.contracts import Clock
+
+log = logging.getLogger("rlhpc.clock")
+LOOKS_PER_STRETCH = 5  # so that an event loop that is only busy loses none of its time
+
+
+class AwakeClock:
+    """A monotonic clock that stands still while the event loop does, but for one stretch."""
+
+    def __init__(
+        self, clock: Clock, longest_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """longest_s: what the time between two looks counts for at most; a small part of everybody's patience."""
+        self._clock, self._longest_s, self._sleep = clock, longest_s, sleep
+        self._counted_s = self._looked_at_s = clock()
+
+    def __call__(self) -> float:
+        """Seconds since some moment, pauses left out."""
+        return self._counted_s + min(self._clock() - self._looked_at_s, self._longest_s)
+
+    async def run(self) -> None:
+        """Look again and again until cancelled: without looks the clock stands still."""
+        while True:
+            self.look()
+            await self._sleep(self._longest_s / LOOKS_PER_STRETCH)
+
+    def look(self) -> None:
+        """The event loop runs: count the time since the last look."""
+        now_s = self._clock()
+        elapsed_s = now_s - self._looked_at_s
+        if elapsed_s > 2 * self._longest_s:
+            log.warning("stood still for %.1f s: nobody's silence counts meanwhile", elapsed_s)
+        self._counted_s, self._looked_at_s = self(), now_s

@@ -1,0 +1,50 @@
+"""How long to put up with a disk that takes nothing, and when to try it again.
+
+A full disk is seldom full for ever: somebody notices, a quota is raised, another job ends.
+"""
+
+from __future__ import annotations
+
+from rlhpc.contracts import Clock
+
+DISK_PATIENCE_S = 300.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
+
+
+class DiskPatience:
+    """Of one kind of file, from its first failed write until one succeeds."""
+
+    def __init__(self, clock: Clock, limit_s: float = DISK_PATIENCE_S) -> None:
+        self._clock, self._limit_s = clock, limit_s
+        self._failing_since: float | None = None
+        self._pause_s = 0.0  # after the last failure: twice that after the one before
+        self._failed_at = 0.0
+
+    @property
+    def may_try(self) -> bool:
+        """True unless a write has failed a moment ago."""
+        return self._failing_since is None or self._clock() - self._failed_at >= self._pause_s
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the last write failed and none has succeeded since long before."""
+        return self._failing_since is not None and self._failed_at - self._failing_since > self._limit_s
+
+    @property
+    def prospect(self) -> str:
+        """What happens next, for the log."""
+        if self._failing_since is None or self.is_exhausted:
+            return "not tried again"
+        left_s = self._limit_s - (self._failed_at - self._failing_since)
+        return f"trying again for {left_s:.0f} s, next in {self._pause_s:.0f} s"
+
+    def failed(self) -> None:
+        """A write has failed."""
+        self._failed_at = self._clock()
+        if self._failing_since is None:
+            self._failing_since, self._pause_s = self._failed_at, 0.0
+        self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+
+    def succeeded(self) -> None:
+        """A write has succeeded."""
+        self._failing_since = None

@@ -1,0 +1,67 @@
+"""Ends this process when it has no business any more: who started it is gone, or another attempt owns the run.
+
+In: the parent's pid and the fence.  A thread looks every LOOK_S and, when it is so, ends the process however deep in a
+library the others are.  Signals and the checks before each write come first (lifecycle.py, ownership.py); this is for a
+process that heeds neither: one that stood still, that imports, that waits in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+from rlhpc.errors import OwnershipLost
+from rlhpc.ownership import Fence
+
+log = logging.getLogger("rlhpc.guard")
+LOOK_S = 0.5
+FENCE_LOOK_S = 1.0
+ORPHAN_GRACE_S = 3.0  # for what the signal of the parent's death sets going: leaving in order
+NUM_DOUBTS = (
+    3  # looks in a row that find no owner at all: a directory that is being replaced, or NFS, shows none for once
+)
+
+
+class Guard(threading.Thread):
+    """Start it once; it ends with the process."""
+
+    def __init__(self, fence: Fence | None) -> None:
+        """fence: None for a process that outlasts attempts."""
+        super().__init__(name="guard", daemon=True)
+        self._fence, self._parent = fence, os.getppid()
+
+    def run(self) -> None:
+        """Look until there is a reason to end."""
+        fence_looked_at = 0.0
+        num_lost = 0
+        while True:
+            time.sleep(LOOK_S)
+            if os.getppid() != self._parent:
+                log.warning("who started this process is gone: %g s are left", ORPHAN_GRACE_S)
+                time.sleep(ORPHAN_GRACE_S)
+                end_now()
+            if self._fence is not None and time.monotonic() - fence_looked_at >= FENCE_LOOK_S:
+                fence_looked_at = time.monotonic()
+                num_lost = num_lost + 1 if self._is_lost(self._fence) else 0
+                if num_lost >= NUM_DOUBTS:
+                    end_now()
+
+    def _is_lost(self, fence: Fence) -> bool:
+        try:
+            fence.check()
+        except OwnershipLost as error:
+            log.error("%s", error)  # noqa: TRY400  there is nothing to trace
+            return True
+        except OSError as error:  # the filesystem does not say: then neither can this process write there
+            log.warning("%s: %s", fence.layout.owner, error)
+        return False
+
+
+def end_now() -> None:
+    """SIGKILL for this process, and for what it has started, where it leads a group of its own."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,61 @@
+"""Tell the controller how far long rollouts have come, so that neither a deadline nor a death begins them anew.
+
+Whatever begins anew is likely to be shorter than what was lost, since long rollouts are lost more often: the policy
+would learn from rollouts that are shorter than its own (docs/algorithms.md).
+Sent are a few bytes a rollout and interval, which renew its lease; and its tokens each time when there are half as many
+again as at the last time, so that in all three times a rollout's tokens are sent at most.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rlhpc.contracts import GenerationEngine
+from rlhpc.messages import LeaseProgress
+from rlhpc.types import Prefix, RolloutRequest
+
+REPORTS_PER_DEADLINE = 4  # so that two may be lost
+LONGEST_INTERVAL_S = 30.0
+FIRST_TOKENS = 64  # what is shorter is quickly sampled again
+GROWTH = 1.5
+MOST_TOKENS = 1 << 20  # of one round of reports
+
+
+def report_interval_s(lease_deadline_s: float) -> float:
+    """Seconds between two rounds of reports."""
+    return min(LONGEST_INTERVAL_S, lease_deadline_s / REPORTS_PER_DEADLINE)
+
+
+class ProgressReporter:
+    """Compares rollouts in flight with what was last said of them."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._num_seen: dict[str, int] = {}  # request id → tokens at the last look
+        self._num_sent: dict[str, int] = {}  # request id → tokens that the controller has
+
+    def reports(self, in_flight: Iterable[RolloutRequest]) -> list[LeaseProgress]:
+        """One message for each group of which some rollout has grown since the last call."""
+        requests = {request.request_id: request for request in in_flight}
+        for known in (self._num_seen, self._num_sent):
+            for request_id in known.keys() - requests.keys():
+                del known[request_id]
+        room = MOST_TOKENS
+        grown: dict[int, list[tuple[int, Prefix | None]]] = defaultdict(list)
+        for request_id, request in requests.items():
+            num_tokens = self._engine.num_sampled(request_id)
+            if num_tokens <= self._num_seen.get(request_id, request.num_done):
+                continue
+            self._num_seen[request_id] = num_tokens
+            sent = self._num_sent.get(request_id, request.num_done)
+            is_news = max(FIRST_TOKENS, GROWTH * sent) <= num_tokens <= room
+            prefix = self._engine.progress(request_id) if is_news else None
+            if prefix is not None:
+                self._num_sent[request_id] = num_tokens
+                room -= num_tokens
+            grown[request.group_id].append((request.sample_index, prefix))
+        return [
+            LeaseProgress(group_id, tuple(index for index, _ in members), tuple(prefix for _, prefix in members))
+            for group_id, members in grown.items()
+        ]

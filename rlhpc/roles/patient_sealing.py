@@ -1,0 +1,33 @@
+"""Seal segments when they are due, on a disk that may be full for a while: groups wait in memory, and none is lost."""
+
+from __future__ import annotations
+
+import logging
+
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.contracts import Clock
+from rlhpc.errors import SegmentError
+from rlhpc.roles.disk_patience import DiskPatience
+
+log = logging.getLogger("rlhpc.segments")
+
+
+class PatientSealing:
+    """Tries again what the disk refuses, after pauses that grow, for as long as `DiskPatience` lasts."""
+
+    def __init__(self, segments: SegmentWriter, clock: Clock) -> None:
+        self._segments, self._patience = segments, DiskPatience(clock)
+
+    def tick(self) -> None:
+        """Seal a segment if one is due.  Any one thread at a time.  Raises SegmentError when patience is exhausted."""
+        if not self._patience.may_try:
+            return
+        try:
+            self._segments.tick()
+        except SegmentError as error:
+            self._patience.failed()
+            if self._patience.is_exhausted:
+                raise
+            log.error("%s; %s", error, self._patience.prospect)  # noqa: TRY400  it will be said again and again
+        else:
+            self._patience.succeeded()

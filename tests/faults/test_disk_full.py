@@ -1,0 +1,82 @@
+"""A disk that is full when a checkpoint is due: a real one, of 64 MB, with a file that takes up all of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlhpc.training.checkpoint_directory import latest_complete
+from tests.ring.run_kit import Lab, Run, make_lab
+
+pytestmark = pytest.mark.ring
+DISK_BYTES = 64 << 20
+BARELY_BYTES = 100 << 10  # enough for the controller's part of a checkpoint, not for the trainer's
+
+
+@pytest.fixture
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("full-disk"))
+
+
+@contextmanager
+def small_disk(at: Path) -> Iterator[None]:
+    """A filesystem of its own in this place, with the same empty directories; skipped where nobody lets us mount one."""
+    directories = [path.name for path in at.iterdir() if path.is_dir()]  # in which the owner prepares files
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a full disk needs the right to mount a small one: {done.stderr.strip()}")
+    for name in directories:
+        (at / name).mkdir()
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+def fill(filler: Path, but_bytes: int) -> None:
+    """Leave so many bytes free."""
+    filler.unlink(missing_ok=True)
+    disk = os.statvfs(filler.parent)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - but_bytes)
+
+
+@pytest.mark.timeout(500)
+def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_end(lab: Lab) -> None:
+    layout = lab.layout("full")
+    run_file = lab.run_file(
+        "full",
+        run={"num_steps": 100_000},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        checkpoint={"every_steps": 2},
+    )
+    filler = layout.checkpoints / "filler"
+    with Run(run_file, layout) as run:
+        run.wait_for_step(1)
+        with small_disk(layout.checkpoints):
+            fill(filler, but_bytes=0)
+            run.wait_until(said(layout.log("controller", 0, 0), "the controller could not save"))
+            fill(filler, but_bytes=BARELY_BYTES)
+            run.wait_until(said(layout.log("controller", 0, 0), "the trainer could not save"))
+            filler.unlink()
+            run.wait_until(lambda _: latest_complete(layout.checkpoints) is not None)
+            step = run.wait_until(lambda status: status["checkpoints_failed"] >= 2)["step"]
+            run.wait_for_step(step + 2)
+            fill(filler, but_bytes=0)
+            run.interrupt(signal.SIGTERM)
+            assert run.finish() != 0, run.story()
+            assert "ERROR CheckpointError: " in layout.log("controller", 0, 0).read_text().splitlines()[-1]
+            assert latest_complete(layout.checkpoints) is not None
+        run.assert_nothing_is_left()
+
+
+def said(log: Path, words: str) -> Callable[[object], bool]:
+    """A condition: the log has it."""
+    return lambda _: words in log.read_text(encoding="utf-8")

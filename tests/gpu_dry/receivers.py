@@ -1,0 +1,73 @@
+"""Classes of foreign objects that our source handles without an annotation, file by file.
+
+An entry that its file does not hold any more is an error (uses.py): the list cannot go stale unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.config import Config
+from rlhpc.generation.engine_profile import engine_profile
+from tests.gpu_dry.uses import Receivers
+
+LLM = ("vllm.v1.engine.async_llm.AsyncLLM",)
+COMPLETION = ("vllm.outputs.CompletionOutput",)
+WORKER = ("vllm.v1.worker.gpu_worker.Worker",)
+RUNNERS = ("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.gpu.model_runner.GPUModelRunner")
+
+
+def receivers() -> dict[str, Receivers]:
+    """By file."""
+    nothing: dict[str, Any] = {}
+    return {
+        "rlhpc/generation/vllm_engine.py": Receivers(
+            {
+                "self._llm": LLM,
+                "llm": LLM,
+                "self._llm.vllm_config": ("vllm.config.VllmConfig",),
+                "output": ("vllm.outputs.RequestOutput",),
+                "completion": COMPLETION,
+            },
+            nothing,
+        ),
+        "rlhpc/generation/vllm_process.py": Receivers(
+            {
+                "llm": LLM,
+                "vllm_config": ("vllm.config.VllmConfig",),
+                "vllm_config.model_config": ("vllm.config.ModelConfig",),
+                "cache": ("vllm.config.CacheConfig",),
+            },
+            {"profile.engine_args": engine_arguments()},
+        ),
+        "rlhpc/generation/finished_request.py": Receivers(
+            {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
+        ),
+        "rlhpc/generation/worker_extension.py": Receivers({"self.model_runner": RUNNERS}, nothing),
+        "rlhpc/training/zero_engine.py": Receivers(
+            {"get_accelerator()": ("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator",)}, nothing
+        ),
+    }
+
+
+def engine_arguments() -> frozenset[str]:
+    """Every keyword that AsyncEngineArgs is given on CUDA."""
+    return frozenset(
+        key
+        for kv_cache_bytes in (None, 1 << 30)
+        for key in engine_profile(dry_config(kv_cache_bytes=kv_cache_bytes), seed=0, device="cuda").engine_args
+    )
+
+
+def dry_config(**generation: Any) -> Config:
+    """A run that is never started: its model and data are not there."""
+    return Config.model_validate(
+        {
+            "run": {"name": "dry", "directory": "runs/dry", "num_steps": 1},
+            "model": {"path": "model"},
+            "data": {"path": "data.jsonl", "task": "integer_arithmetic"},
+            "admission": {"groups_per_step": 1, "group_size": 2},
+            "generation": {"max_prompt_tokens": 8, "max_completion_tokens": 8, "tensor_parallel": 2, **generation},
+            "trainer": {"token_budget": 16},
+        }
+    )

@@ -1,0 +1,302 @@
+"""A resume goes on from what verifies, says what it passes over, and never mixes timelines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from launch.batch import begin
+from launch.batch.plan_file import JobPart, Limits, Part, Share
+from launch.batch.this_job import ThisJob
+from launch.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
+from launch.jobs.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
+from launch.run_directory import claim, claim_for_jobs
+from rlhpc.config import Config
+from rlhpc.config_file import override
+from rlhpc.errors import RunDirectoryError
+from rlhpc.run_layout import RunLayout
+from rlhpc.training import checkpoint_directory as directory
+from rlhpc.training.checkpoint_directory import complete, describe, prune
+from tests.unit.launch.site_kit import config_of
+
+STEPS = (8, 10, 12)
+
+
+def save(layout: RunLayout, step: int, attempt: int = 0, controller: str = "{}") -> Path:
+    """A complete checkpoint, as far as a directory can tell."""
+    temporary = directory.begin(layout.checkpoint(step))
+    (temporary / "trainer").mkdir()
+    (temporary / "trainer" / "weights").write_bytes(b"abc" * step)
+    (temporary / "controller.json").write_text(controller)
+    complete(temporary, layout.checkpoint(step), {"step": step, "attempt": attempt})
+    return layout.checkpoint(step)
+
+
+def flip_one_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def nothing(_: str) -> None:
+    """Takes lines."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_of(f"run.directory={tmp_path / 'run'}")
+
+
+@pytest.fixture
+def layout(config: Config) -> RunLayout:
+    """A run whose first attempt has left three checkpoints."""
+    layout = RunLayout(config.run_directory)
+    claim(config, layout, resume=False, fresh=False)
+    for step in STEPS:
+        save(layout, step)
+    return layout
+
+
+def names(layout: RunLayout) -> set[str]:
+    return {path.name for path in layout.checkpoints.iterdir() if not path.name.startswith(".")}
+
+
+def content_of(layout: RunLayout) -> dict[Path, bytes]:
+    """Every file but those that say who owns the directory."""
+    owned = {layout.owner, layout.lock, layout.launcher}
+    return {path: path.read_bytes() for path in layout.root.rglob("*") if path.is_file() and path not in owned}
+
+
+def resume(config: Config, layout: RunLayout, where: ResumePoint = NEWEST) -> tuple[int | None, list[str]]:
+    """Step of the attempt that begins, and what was told."""
+    told: list[str] = []
+    attempt = claim(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
+    return attempt.resume_step, told
+
+
+def shorten(checkpoint: Path) -> None:
+    (checkpoint / "trainer" / "weights").write_bytes(b"abc")
+
+
+def lose_complete(checkpoint: Path) -> None:
+    (checkpoint / "COMPLETE").unlink()
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    (checkpoint / "controller.json").unlink()
+
+
+def garble_complete(checkpoint: Path) -> None:
+    (checkpoint / "COMPLETE").write_text('{"attempt": "x", "files": {"controller.json": "two"}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: flip_one_bit(path / "trainer" / "weights"), "trainer/weights: its content is not what was"),
+        (shorten, "trainer/weights: 3 bytes where 36 were written"),
+        (lose_a_file, "controller.json: is missing"),
+        (lose_complete, "has no COMPLETE"),
+        (garble_complete, "COMPLETE: is not a checkpoint manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
+    config: Config, layout: RunLayout, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(layout.checkpoint(12))
+    step, told = resume(config, layout)
+    assert step == 10
+    assert names(layout) == {"step_000008", "step_000010", "step_000012.damaged"}
+    assert len(told) == 1
+    assert told[0].startswith("step_000012 is set aside as step_000012.damaged: ")
+    assert said in told[0]
+    assert json.loads(layout.attempts.read_text().splitlines()[-1])["set_aside"] == told
+
+
+def test_a_file_more_than_was_written_is_no_damage(config: Config, layout: RunLayout) -> None:
+    (layout.checkpoint(12) / "trainer" / ".nfs0001").touch()
+    assert resume(config, layout) == (12, [])
+
+
+def test_one_that_cannot_be_read_is_not_taken_for_damaged(config: Config, layout: RunLayout) -> None:
+    weights = layout.checkpoint(12) / "trainer" / "weights"
+    weights.rename(weights.with_name("kept"))
+    weights.symlink_to(weights)  # root, too, is refused to read this, as others are by permissions
+    before = names(layout)
+    with pytest.raises(UnreadableCheckpoint, match=r"step_000012/.*Too many levels.*may be sound.*--step N"):
+        resume(config, layout)
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_FAULT  # another try may help
+    assert names(layout) == before
+    assert len(layout.attempts.read_text().splitlines()) == 1
+    weights.unlink()
+    weights.with_name("kept").rename(weights)
+    assert resume(config, layout)[0] == 12
+
+
+def test_when_none_is_sound_nothing_begins_and_nothing_moves(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in STEPS:
+        flip_one_bit(layout.checkpoint(step) / "trainer" / "weights")
+    before = content_of(layout)
+    longer = override(config, ["run.num_steps=99"])
+    for take_up in (claim, claim_for_jobs):
+        with pytest.raises(RunDirectoryError) as refusal:
+            take_up(longer, layout, resume=True, fresh=False)
+        for word in ("step_000008/", "step_000010/", "step_000012/", "--from-start", str(layout.root)):
+            assert word in str(refusal.value)
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER  # Slurm's next attempt would not help
+    assert f"rlhpc resume {layout.root} --from-start" in capsys.readouterr().err
+    assert content_of(layout) == before
+
+
+def test_without_any_checkpoint_a_resume_begins_at_step_0(config: Config, layout: RunLayout) -> None:
+    shutil.rmtree(layout.checkpoints)
+    layout.checkpoints.mkdir()
+    assert resume(config, layout) == (None, [])
+
+
+def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: RunLayout) -> None:
+    told: list[str] = []
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 12
+    assert told == ["step_000012 has 0 GB: sizes are compared now, contents when the job begins"]
+    shorten(layout.checkpoint(12))
+    assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 10
+    flip_one_bit(layout.checkpoint(10) / "controller.json")
+    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 8
+
+
+def test_from_start_sets_everything_aside(config: Config, layout: RunLayout) -> None:
+    flip_one_bit(layout.checkpoint(10) / "controller.json")
+    step, told = resume(config, layout, ResumePoint(from_start=True))
+    assert step is None
+    assert names(layout) == {f"step_{number:06d}.undone" for number in STEPS}
+    assert len(told) == 3
+    assert resume(config, layout) == (None, [])  # they stay aside
+
+
+def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, layout: RunLayout) -> None:
+    told: list[str] = []
+    where = ResumePoint(from_start=True)
+    claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
+    assert len(told) == 3
+    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
+
+
+def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
+    layout.summary.write_text("{}")
+    with pytest.raises(RunDirectoryError, match="complete"):
+        claim_for_jobs(config, layout, resume=True, fresh=False)
+    claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=ResumePoint(step=10))
+    assert not layout.summary.exists()
+    assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 10
+
+
+def test_a_checkpoint_of_an_undone_timeline_is_in_nobodys_way(config: Config, layout: RunLayout) -> None:
+    resume(config, layout, ResumePoint(step=8))
+    (layout.checkpoints / "step_000010.undone").rename(layout.checkpoint(10))
+    save(layout, 10, attempt=1)
+    assert resume(config, layout)[0] == 10
+    assert "step_000010.undone" in names(layout)
+
+
+def test_an_export_says_which_checkpoints_it_passes_over(
+    config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in STEPS:
+        flip_one_bit(layout.checkpoint(step) / "controller.json")
+    assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
+    told = capsys.readouterr().err
+    assert "no checkpoint is sound" in told
+    assert all(f"step_{step:06d} is passed over: " in told for step in STEPS)
+
+
+def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: Config, layout: RunLayout) -> None:
+    with pytest.raises(RunDirectoryError, match=r"--step 9: .* there are: 8, 10, 12"):
+        resume(config, layout, ResumePoint(step=9))
+    flip_one_bit(layout.checkpoint(10) / "controller.json")
+    with pytest.raises(RunDirectoryError, match=r"--step 10: .*controller\.json"):
+        resume(config, layout, ResumePoint(step=10))
+    assert names(layout) == {f"step_{number:06d}" for number in STEPS}
+    step, told = resume(config, layout, ResumePoint(step=8))
+    assert step == 8
+    assert names(layout) == {"step_000008", "step_000010.undone", "step_000012.undone"}
+    assert len(told) == 2
+
+
+def test_a_checkpoint_that_comes_back_after_its_steps_were_undone_is_never_taken(
+    config: Config, layout: RunLayout
+) -> None:
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    assert resume(config, layout)[0] == 10
+    back = layout.checkpoints / "step_000012.damaged"
+    flip_one_bit(back / "controller.json")
+    back.rename(layout.checkpoint(12))
+    assert describe(layout.checkpoints)[-1].problem.endswith("attempt 1 went on from before it, and undid its steps")
+    step, told = resume(config, layout)
+    assert step == 10
+    assert "step_000012 is set aside as step_000012.undone" in told[0]
+    (layout.checkpoints / "step_000012.undone").rename(layout.checkpoint(12))
+    with pytest.raises(RunDirectoryError, match=r"--step 12: .*undid its steps"):
+        resume(config, layout, ResumePoint(step=12))
+
+
+def test_a_checkpoint_that_a_stale_controller_completes_too_late_is_never_taken(
+    config: Config, layout: RunLayout
+) -> None:
+    assert resume(config, layout, ResumePoint(step=8))[0] == 8
+    save(layout, 14, attempt=0)  # of the controller that was thought dead
+    assert resume(config, layout)[0] == 8
+    assert "step_000014.undone" in names(layout)
+
+
+def test_pruning_never_counts_what_is_damaged_or_of_another_timeline(config: Config, layout: RunLayout) -> None:
+    flip_one_bit(layout.checkpoint(10) / "controller.json")
+    assert prune(layout.checkpoints, 2) == []
+    assert names(layout) == {"step_000008", "step_000010.damaged", "step_000012"}
+    resume(config, layout, ResumePoint(step=8))
+    (layout.checkpoints / "step_000012.undone").rename(layout.checkpoint(12))
+    save(layout, 14, attempt=1)
+    assert prune(layout.checkpoints, 2) == []
+    assert [state.step for state in describe(layout.checkpoints)] == [8, 14]
+
+
+def test_names_of_what_is_set_aside_are_never_used_twice(config: Config, layout: RunLayout) -> None:
+    for number in range(3):
+        flip_one_bit(layout.checkpoint(12) / "controller.json")
+        assert put_aside(choose(layout, NEWEST, nothing), nothing)
+        save(layout, 12)
+        assert f"step_000012.damaged{f'-{number + 1}' if number else ''}" in names(layout)
+
+
+def test_an_attempt_of_a_job_goes_on_from_the_newest_sound_one_and_says_so(layout: RunLayout) -> None:
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    document = begin_attempt(layout, job_id=1, restart=0)
+    assert document["resume_step"] == 10
+    assert len(document["set_aside"]) == 1
+    assert "step_000012.damaged" in document["set_aside"][0]
+    assert "step_000012.damaged" in names(layout)
+
+
+def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_sound(layout: RunLayout) -> None:
+    controller = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (sys.executable,), {}, {})
+    limits = Limits(meet_s=10, stall_s=10, max_retries=1)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (controller,), limits, "requeue", ())
+    job, said = ThisJob.of({"SLURM_JOB_ID": "12"}), []
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    attempt = begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    assert attempt.resume_step == 10
+    assert [event for event, _ in said] == ["checkpoint"]
+    assert said[0][1].startswith("step_000012 is set aside as step_000012.damaged: ")
+    for step in (8, 10):
+        flip_one_bit(layout.checkpoint(step) / "controller.json")
+    with pytest.raises(begin.BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
+        begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    assert error.value.status == begin.EXIT_REFUSED

@@ -1,0 +1,198 @@
+"""What Slurm answers late, hides, refuses or remarks is passed on as it is, and no more is made of it.
+
+Programs on PATH print what was recorded from Slurm 22.05.8.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.batch import slurm_commands, this_job
+from launch.batch.begin import BeginError, begin_attempt
+from launch.batch.plan_file import JobPart, Limits, Part, Share
+from launch.batch.slurm_commands import SlurmError
+from launch.batch.this_job import ThisJob, TimeLimit
+from launch.batch.verdict import Cause, Verdict
+from launch.doctor import cluster_facts, slurm_check
+from launch.doctor.cluster_facts import ask_cluster
+from launch.doctor.job_checks import last_error
+from launch.doctor.slurm_check import check_plan, try_components
+from launch.jobs import stop
+from rlhpc.run_layout import RunLayout
+from tests.unit.launch.site_kit import plan_of
+from tests.unit.launch.test_slurm_check import CONFIG, NODES, PARTITIONS
+
+AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+TIMED_OUT = 'echo "allocation failure: Socket timed out on send/recv operation" >&2; exit 1'
+DENIED = 'echo "slurm_load_{}s error: Access/permission denied" >&2; exit 1'
+
+
+class Commands:
+    """Slurm's commands, by the test's own programs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+
+    def put(self, name: str, body: str) -> None:
+        """body: lines of sh; $n is the number of the call, from 1."""
+        calls = self.directory / f"{name}.calls"
+        path = self.directory / name
+        path.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nn=$(wc -l < {calls})\n{body}\n')
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        path = self.directory / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_commands, "PAUSE_S", 0.05)
+    return Commands(tmp_path / "bin")
+
+
+# ------------------------------------------------------------------------------------------------------ time limits
+
+
+def test_an_end_that_slurm_did_not_say_at_first_is_asked_for_until_it_is_known(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
+    commands.put("squeue", f"[ $n -le 2 ] && {{ {AWAY}; }}; echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    assert (limit.is_known, limit.in_words()) == (False, "until an end that Slurm has not said yet")
+    assert limit.left_s() == float("inf")
+    assert 110 < limit.left_s() <= 120
+    asked = len(commands.calls("squeue"))
+    assert limit.life_s <= 121
+    assert len(commands.calls("squeue")) == asked, "what is known is not asked for again"
+
+
+def test_an_unknown_end_is_asked_for_once_a_minute_and_no_limit_is_an_answer(commands: Commands) -> None:
+    commands.put("squeue", AWAY)
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    assert [limit.left_s() for _ in range(20)] == [float("inf")] * 20
+    assert len(commands.calls("squeue")) == 1
+    commands.put("squeue", "echo UNLIMITED")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    assert (limit.is_known, limit.end, limit.in_words()) == (True, None, "without a time limit")
+
+
+def test_what_was_known_of_an_end_holds_where_slurm_is_silent(commands: Commands) -> None:
+    commands.put("squeue", "echo 2:00")
+    limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
+    commands.put("squeue", AWAY)
+    limit.ask()
+    assert 110 < limit.left_s() <= 120
+
+
+# ------------------------------------------------------------------------------------------------- doctor and submit
+
+
+def scontrol(hidden: tuple[str, ...]) -> str:
+    """Shows all but these kinds, which PrivateData keeps for operators."""
+    cases = [f"  {kind}) {DENIED.format(kind)};;" for kind in hidden]
+    shown = {"partition": PARTITIONS, "node": NODES, "config": CONFIG, "reservation": "ReservationName=course\n"}
+    cases += [f"  {kind}) cat <<'END'\n{text}\nEND\n  ;;" for kind, text in shown.items() if kind not in hidden]
+    return "\n".join(['[ "$1" = --version ] && { echo slurm-wlm 22.05.8; exit; }', 'case "$2" in', *cases, "esac"])
+
+
+def test_what_a_site_hides_is_passed_over(commands: Commands) -> None:
+    commands.put("scontrol", scontrol(("partition", "node", "reservation")))
+    commands.put("sacctmgr", "exit 1")
+    facts = ask_cluster()
+    assert facts.hidden == {"partition", "node", "reservation"}
+    plan = plan_of(common={"reservation": "course"}, trainer={"partition": "gpu"})
+    wrong = [finding for finding in check_plan(plan, facts) if finding.verdict != "pass"]
+    assert [finding.key for finding in wrong] == ["slurm.PrivateData"]
+    assert wrong[0].verdict == "warn"
+    assert "hides its nodes and partitions and reservations" in wrong[0].text
+
+
+def test_nodes_alone_may_be_hidden(commands: Commands) -> None:
+    commands.put("scontrol", scontrol(("node",)))
+    commands.put("sacctmgr", "exit 1")
+    facts = ask_cluster()
+    assert (facts.nodes, len(facts.partitions)) == ((), 4)
+    lines = [finding.line for finding in check_plan(plan_of(trainer={"partition": "gpuu"}), facts)]
+    assert any("no such partition; legal: cpu, gpu, lab, old" in line for line in lines)
+
+
+def test_what_is_neither_hidden_nor_there_is_still_an_error(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.put("sacctmgr", "exit 1")
+    commands.put("scontrol", f"[ $n = 1 ] && {{ {AWAY}; }}\n{scontrol(())}")
+    assert ask_cluster().hidden == frozenset(), "asked once more"
+    monkeypatch.setattr(cluster_facts, "PATIENCE_S", 0.0)
+    commands.put("scontrol", AWAY)
+    with pytest.raises(SlurmError, match="slurmctld does not answer, so nothing could be checked"):
+        ask_cluster()
+    commands.put("scontrol", 'echo "error: Protocol authentication error" >&2; exit 1')
+    with pytest.raises(SlurmError, match=r"Slurm cannot be asked, .*Protocol authentication error"):
+        ask_cluster()
+
+
+def test_a_time_out_of_a_trial_submission_is_no_refusal(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.put("sbatch", f"[ $n = 1 ] && {{ {TIMED_OUT}; }}; echo 'sbatch: Job 9 to start' >&2")
+    assert [finding.verdict for finding in try_components(plan_of())] == ["pass"] * 3
+    assert len(commands.calls("sbatch")) == 4
+    monkeypatch.setattr(slurm_check, "PATIENCE_S", 0.0)
+    commands.put("sbatch", TIMED_OUT)
+    with pytest.raises(SlurmError, match="slurmctld does not answer, so controller could not be checked"):
+        try_components(plan_of())
+
+
+def test_a_probe_that_failed_is_told_in_its_own_words_and_not_in_sruns() -> None:
+    log = [
+        "Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'",
+        "slurmstepd: error: step 12.0", "srun: error: g0: task 0: Exited with exit code 1",
+    ]  # fmt: skip
+    assert last_error(log) == "ModuleNotFoundError: No module named 'torch'"
+    assert last_error(log[3:]) == log[3], "better than nothing"
+    assert last_error([]) == ""
+
+
+# -------------------------------------------------------------------------------------------------- what is said of it
+
+
+def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launch.batch.job_records import JobRecord, write_record
+
+    layout = RunLayout(tmp_path / "run")
+    layout.jobs.mkdir(parents=True)
+    layout.config.write_text("{}")
+    write_record(layout, JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, 1.0))
+    row = "12+0|RUNNING|0|None|cpu|1:13|58:47|1:00:00|2026-03-01T14:05:00|c0|hetjob|"
+    commands.put("squeue", f"echo '{row}'")
+    commands.put("scancel", 'echo "scancel: error: Kill job error on job id 12: Access/permission denied" >&2; exit 1')
+    with pytest.raises(SlurmError) as failed:
+        stop.stop_run(layout, now=True, tell=print)
+    assert "Kill job error on job id 12" in str(failed.value)
+    assert f"ABORT stands in {layout.root}" in str(failed.value)
+    assert "`scancel 12`" in str(failed.value)
+    assert layout.abort_request.exists()
+
+
+def test_a_verdict_has_a_reason_also_where_nobody_gave_one() -> None:
+    assert Verdict(Cause.FAILED, " ").text == Cause.FAILED.words
+    assert Verdict(Cause.FAILED, "said").text == "said"
+
+
+def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (str(program),), {}, {})
+    layout = RunLayout(tmp_path)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
+    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without a word"):
+        begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))

@@ -1,0 +1,202 @@
+"""Who has lost a run directory changes nothing in it any more, whenever it wakes up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from rlhpc.buffer.segment_files import write_sealed
+from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
+from rlhpc.ownership import Fence, read_owner, take_over
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import begin, complete, latest_complete
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "run")
+    for directory in (layout.rollouts, layout.checkpoints):
+        directory.mkdir(parents=True)
+    return layout
+
+
+def test_the_last_to_take_over_is_the_owner(layout: RunLayout) -> None:
+    first, second = take_over(layout, 0), take_over(layout, 1)
+    assert read_owner(layout) == second.owner != first.owner
+    second.check()
+    with pytest.raises(OwnershipLost, match=f"was taken over by {second.owner}; this process belongs to {first.owner}"):
+        first.check()
+
+
+def test_attempts_of_one_number_are_told_apart(layout: RunLayout) -> None:
+    """As after --fresh, which counts from 0 again."""
+    old, new = take_over(layout, 0), take_over(layout, 0)
+    new.check()
+    with pytest.raises(OwnershipLost):
+        old.check()
+
+
+def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout) -> None:
+    fence = take_over(layout, 0)
+    layout.owner.unlink()
+    with pytest.raises(OwnershipLost, match="or deleted"):
+        fence.check()
+
+
+def test_a_damaged_record_is_not_taken_for_a_loss(layout: RunLayout) -> None:
+    fence = take_over(layout, 0)
+    layout.owner.write_bytes(b"{")
+    with pytest.raises(OSError, match="damaged"):
+        fence.check()
+
+
+def test_a_file_is_replaced_whole_by_the_owner_alone(layout: RunLayout) -> None:
+    fence = take_over(layout, 0)
+    fence.write(layout.status, b"one")
+    fence.write(layout.status, b"two", is_synced=False)
+    assert layout.status.read_bytes() == b"two"
+    take_over(layout, 1).write(layout.status, b"three")
+    with pytest.raises(OwnershipLost):
+        fence.write(layout.status, b"four")
+    assert layout.status.read_bytes() == b"three"
+
+
+# What a process does that was stopped after it had asked, at the latest moment there is: between write and rename.
+
+
+def stopped_before_rename(monkeypatch: pytest.MonkeyPatch, name: str, meanwhile: Callable[[], object]) -> None:
+    """Let `meanwhile` happen before the next Path.rename or Path.replace."""
+    real = getattr(Path, name)
+
+    def late(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, name, real)
+        meanwhile()
+        return real(self, target)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Path, name, late)
+
+
+def test_a_status_that_comes_late_does_not_appear(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = take_over(layout, 0)
+    old.write(layout.status, b"before")
+
+    def successor() -> None:
+        Fence(layout, take_over(layout, 1).owner).write(layout.status, b"of the successor")
+
+    real, is_first = os.replace, True
+
+    def replace(source: object, target: object, **settings: object) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            successor()
+        real(source, target)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OwnershipLost):
+        old.write(layout.status, b"late")
+    assert layout.status.read_bytes() == b"of the successor"
+
+
+@pytest.mark.parametrize("has_sealed", [False, True])
+def test_a_segment_that_comes_late_neither_appears_nor_takes_the_successors_away(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, has_sealed: bool
+) -> None:
+    old, path = take_over(layout, 0), layout.segment(0)
+
+    def successor() -> None:
+        new = take_over(layout, 1)
+        if has_sealed:
+            write_sealed(path, b"of the successor", staging=new.staging(layout.rollouts))
+
+    stopped_before_rename(monkeypatch, "rename", successor)
+    with pytest.raises(SegmentError, match="could not be written"):
+        write_sealed(path, b"late", staging=old.staging(layout.rollouts))
+    assert (path.read_bytes() if path.exists() else None) == (b"of the successor" if has_sealed else None)
+
+
+def test_a_checkpoint_that_comes_late_does_not_count(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = take_over(layout, 0)
+    temporary = begin(layout.checkpoint(4), old.staging(layout.checkpoints))
+    (temporary / "controller.json").write_text("{}")
+    stopped_before_rename(monkeypatch, "replace", lambda: take_over(layout, 1))
+    with pytest.raises(CheckpointError, match="cannot be completed"):
+        complete(temporary, layout.checkpoint(4), {"step": 4})
+    assert latest_complete(layout.checkpoints) is None
+    assert not layout.checkpoint(4).exists()
+
+
+def test_a_checkpoint_counts_in_the_instant_in_which_it_appears(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that was renamed before a take-over could become complete after it."""
+    temporary = begin(layout.checkpoint(4), take_over(layout, 0).staging(layout.checkpoints))
+    (temporary / "controller.json").write_text("{}")
+    seen = []
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        result = real(self, target)
+        seen.append(latest_complete(layout.checkpoints))
+        return result
+
+    monkeypatch.setattr(Path, "replace", replace)
+    complete(temporary, layout.checkpoint(4), {"step": 4})
+    assert seen[-1] == (4, layout.checkpoint(4))
+
+
+def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) -> None:
+    """Files appear in the old staging directory while it is being deleted."""
+    old, over = take_over(layout, 0), threading.Event()
+
+    def write_on() -> None:
+        number = 0
+        while not over.is_set():
+            try:
+                (old.staging(layout.rollouts) / f"{number}.partial").touch()
+            except FileNotFoundError:
+                continue
+            number += 1
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for attempt in range(1, 20):
+            take_over(layout, attempt)
+            assert not old.staging(layout.rollouts).exists()
+    finally:
+        over.set()
+        writer.join()
+    assert [path.name.partition("_")[0] for path in layout.rollouts.iterdir()] == [".owner"]
+
+
+def test_of_many_that_take_over_at_once_one_owns_at_the_end(layout: RunLayout) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlhpc.ownership import take_over; from rlhpc.run_layout import "
+        "RunLayout; sys.stdin.read(); fence = take_over(RunLayout(Path(sys.argv[1])), 1);"
+        "fence.check(); fence.write(fence.layout.status, fence.owner.encode()); print(fence.owner)"
+    )
+    words = [sys.executable, "-c", code, str(layout.root)]
+    takers = [subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=ROOT) for _ in range(6)]
+    for taker in takers:  # they have read their imports, or will in a moment
+        assert taker.stdin is not None
+        taker.stdin.close()
+    said = [taker.stdout.read().decode().strip() for taker in takers if taker.stdout is not None]
+    told = [taker.stderr.read().decode() for taker in takers if taker.stderr is not None]
+    for taker in takers:
+        taker.wait()
+    owner = read_owner(layout)
+    assert said.count(owner) == 1, told
+    assert layout.status.read_text() == owner
+    assert all(
+        "took it over" in words or "OwnershipLost" in words for words, who in zip(told, said, strict=True) if not who
+    )
