@@ -5,7 +5,9 @@
 A process for each receiver; publisher and receivers go through the code of a run: buckets, checksums, votes.  The
 denominator is one memcpy of the same bytes in the same run, taken between versions, so that a busy machine slows both.
 "first" is the first version, whose memory nobody has touched; "ratio" is memcpy / median of the others: 1 would be a
-single copy without any check.  The clock runs from the publisher's call to the last receiver's word that all agrees.
+single copy without any check.  "CPU" is the CPU time of all processes over that of the memcpy, which holds on a busy
+machine too: with two cores to itself a transport cannot do better than 2 / CPU.  The clock runs from the publisher's
+call to the last receiver's word that all agrees.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Figures:
 
     published: list[float] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # of all processes, per second of CPU of a memcpy
 
     @property
     def ratio(self) -> float:
@@ -50,8 +53,9 @@ def receive(pipe: Connection, transport: str, rank: int) -> None:
     shadow = HostShadow(is_pinned=False)
     receiver.join(pipe.recv(), rank)
     while (manifest := pipe.recv()) is not None:
+        began = time.process_time()
         shadow.receive(receiver, manifest)
-        pipe.send(shadow.take()[-1][1].flatten()[-1].item())
+        pipe.send((shadow.take()[-1][1].flatten()[-1].item(), time.process_time() - began))
     receiver.leave()
 
 
@@ -79,17 +83,19 @@ def measure(transport: str, manifest: WeightManifest, num_receivers: int, num_ve
             for _, tensor in weights:
                 tensor.fill_(version)
             this = replace(manifest, policy_version=version)
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             for ours, _ in pipes:
                 ours.send(this)
             publisher.publish(this, iter(weights))
             arrived = [ours.recv() for ours, _ in pipes]
             figures.published.append(time.perf_counter() - began)
-            assert arrived == [float(version)] * num_receivers
-            began = time.perf_counter()
+            cpu = time.process_time() - cpu + sum(seconds for _, seconds in arrived)
+            assert [value for value, _ in arrived] == [float(version)] * num_receivers
+            began, cpu_of_copy = time.perf_counter(), time.process_time()
             for target, (_, tensor) in zip(copy, weights, strict=True):
                 target.copy_(tensor)
             figures.copied.append(time.perf_counter() - began)
+            figures.cpu.append(cpu / (time.process_time() - cpu_of_copy))
         for ours, _ in pipes:
             ours.send(None)
         publisher.dissolve()
@@ -111,12 +117,12 @@ def main() -> None:
     specs = [TensorSpec(f"w{index}", "bfloat16", (TENSOR_BYTES // 2048, 1024)) for index in range(count)]
     manifest = make_manifest(0, 1, specs, wanted.bucket_megabytes << 20)
     print(f"{wanted.megabytes} MB, {wanted.receivers} receiver(s), buckets of {wanted.bucket_megabytes} MB")
-    print(f"{'transport':<12}{'first s':>9}{'median s':>9}{'memcpy s':>9}{'ratio':>8}")
+    print(f"{'transport':<12}{'first s':>9}{'median s':>9}{'memcpy s':>9}{'ratio':>8}{'CPU':>8}")
     for transport in wanted.transports:
         figures = measure(transport, manifest, wanted.receivers, wanted.versions)
         first, others = figures.published[0], statistics.median(figures.published[1:])
-        copied = statistics.median(figures.copied)
-        print(f"{transport:<12}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}", flush=True)
+        copied, cpu = statistics.median(figures.copied), statistics.median(figures.cpu[1:])
+        print(f"{transport:<12}{first:>9.2f}{others:>9.2f}{copied:>9.3f}{figures.ratio:>8.3f}{cpu:>8.1f}", flush=True)
 
 
 if __name__ == "__main__":

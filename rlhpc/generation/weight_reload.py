@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhpc.generation.expert_stacks import ExpertStacks
+
 
 def reload_weights(
     model: Any, vllm_config: Any, model_config: Any, device: torch.device, weights: Iterator[tuple[str, Tensor]]
@@ -24,8 +26,9 @@ def reload_weights(
 
     with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
         try:
+            stacks = ExpertStacks(model, device)  # what a layer takes shows before it is taken apart
             initialize_layerwise_reload(model)
-            model.load_weights(weights)
+            model.load_weights(stacks.taken_from(weights))
         except BaseException:
             _forget_unfinished_layers(model)
             finalize_layerwise_reload(model, model_config)
