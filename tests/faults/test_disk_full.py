@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @contextmanager
 def small_disk(at: Path) -> Iterator[None]:
-    """A filesystem of its own in this place, with the same empty directories; skipped where nobody lets us mount one."""
+    """A filesystem of its own in this place, with the same empty directories; skipped where we may mount none."""
     directories = [path.name for path in at.iterdir() if path.is_dir()]  # in which the owner prepares files
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -41,11 +42,13 @@ def small_disk(at: Path) -> Iterator[None]:
 
 
 def fill(filler: Path, but_bytes: int) -> None:
-    """Leave so many bytes free."""
-    filler.unlink(missing_ok=True)
-    disk = os.statvfs(filler.parent)
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - but_bytes)
+    """Leave so many bytes free, and those that the run frees later."""
+    while True:
+        filler.unlink(missing_ok=True)
+        disk = os.statvfs(filler.parent)
+        with filler.open("wb") as file, contextlib.suppress(OSError):  # the run has taken some meanwhile: once more
+            os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - but_bytes)
+            return
 
 
 @pytest.mark.timeout(500)
