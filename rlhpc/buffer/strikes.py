@@ -5,7 +5,7 @@ strikes when a failed run starts again or another epoch draws it anew.  Pure; `S
 
 Most deaths are a node's or a neighbour's, and strike whole generations of innocents: a first strike has no
 consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent is
-ever struck often enough to be dropped (docs/design.md, §12).
+ever struck often enough to be dropped (docs/faults.md).
 """
 
 from __future__ import annotations
