@@ -14,6 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from launch.dev_cluster.packages import RELEASE_VARIABLE
 
+WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
+
 
 class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
     """Whole streams are dealt out: fixtures of a session are made once."""
@@ -32,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[RELEASE_VARIABLE] = release  # seen by every command that a test starts
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of whole runs end by themselves when nothing moves any more, however slow the machine."""
+    for item in items:
+        if item.nodeid.startswith(WHOLE_RUNS) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.hookimpl(optionalhook=True)

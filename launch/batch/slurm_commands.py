@@ -17,7 +17,8 @@ from rlhpc.errors import RlhpcError
 # What Slurm says while slurmctld restarts, or is too busy to answer.  Nobody knows whether the command did anything:
 # what may not be done twice is not repeated for it (sbatch.py).
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
-         "Connection timed out", "Connection reset", "controller in standby mode")  # fmt: skip
+         "Connection timed out", "Connection reset", "controller in standby mode",
+         "RESTORE SLURMCTLD DAEMON TO SERVICE")  # fmt: skip # scontrol show config, since 24.11 with exit status 1
 PAUSE_S = 5.0  # at most, before another try
 
 # Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.

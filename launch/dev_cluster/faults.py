@@ -19,8 +19,12 @@ from rlhpc.errors import ConfigError, RoleFailed
 def crash_node(cluster: DevCluster, node: str) -> None:
     """Power loss: the daemon, its helpers and every process of a job on that node are killed."""
     kill_node_daemon(cluster, node)
-    victims = with_descendants([*cluster.step_daemons(node), *cluster.job_processes(node)])
-    for victim in victims:
+    # Helpers first: one that sees its job die tells the controller, and the job has FAILED instead of its node.
+    helpers = cluster.step_daemons(node)
+    for helper in helpers:
+        helper.send(signal.SIGSTOP)
+    victims = with_descendants([*helpers, *cluster.job_processes(node)])
+    for victim in [*helpers, *victims]:
         victim.send(signal.SIGKILL)
     if not wait_gone(victims, 5.0):
         raise RoleFailed(f"{node}: a process survives SIGKILL")

@@ -57,7 +57,6 @@ def assert_whole(layout: RunLayout) -> None:
         assert rollout.versions.max() <= rollout.consumed_step
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_a_supervised_generator_and_rewards_outlive_a_controller_that_is_killed(
     lab: Lab, gate: Path, engine: str

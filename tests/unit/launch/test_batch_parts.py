@@ -16,7 +16,7 @@ from launch.batch.plan_file import PlanFileError, read_plan
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
 from launch.batch.signals import Notices
-from launch.batch.slurm_commands import SlurmError, clean_environment, slurm
+from launch.batch.slurm_commands import SlurmError, clean_environment, is_away, slurm
 from launch.batch.slurm_values import OVER, duration_s
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.jobs.states import STATES, Life
@@ -171,6 +171,13 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert slurm("sh", "-c", script, "sh", str(tmp_path / "back"), patience_s=20.0) == "fine\n"
     with pytest.raises(SlurmError, match="Unable to contact"):
         slurm("sh", "-c", "echo Unable to contact slurm controller >&2; exit 1", patience_s=0.2)
+
+
+def test_a_controller_that_scontrol_finds_down_is_away() -> None:
+    """`scontrol show config` of 24.11 prints what it knows, asks every controller, and fails with this."""
+    with pytest.raises(SlurmError) as caught:
+        slurm("sh", "-c", "echo '** RESTORE SLURMCTLD DAEMON TO SERVICE **'; exit 1")
+    assert is_away(caught.value)
 
 
 def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

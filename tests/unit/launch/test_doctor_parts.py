@@ -53,7 +53,9 @@ def test_the_forecast_counts_checkpoints_kept_and_the_one_in_work(tmp_path: Path
     model = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
     model |= {"intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    bound = forecast(config_of(f"model.path={tmp_path}", "checkpoint.keep=3", "model.dtype=bfloat16"))
+    bound = forecast(
+        config_of(f"model.path={tmp_path}", "checkpoint.keep=3", "model.dtype=bfloat16", "run.num_steps=200")
+    )
     num_parameters = 512 * 64 + 64 + 2 * (3 * 64 * 65 + 64 * 64 + 3 * 64 * 128 + 2 * 64)
     assert bound.checkpoint_bytes == 4 * (12 + 2) * num_parameters
     assert bound.rollout_bytes == 200 * 12 * 8 * (12 + 52) * 12
