@@ -90,7 +90,7 @@ class LocalExecutor:
         while any(running.process.poll() is None for running in self._running):
             self._notice_ends()
             self._heed_requests()
-            self._renew_ownership()
+            self._is_lost(self._owner.renew)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._end_all(signal.SIGKILL)
             every()
@@ -141,6 +141,8 @@ class LocalExecutor:
 
     def _wind_up(self, running: _Running, status: int) -> None:
         """The run is over.  After success everybody has been told by the controller; after a failure they are now."""
+        if status and self._is_lost(self._owner.check):
+            return  # that is why it failed
         if status and self._deadline is None:
             self._failure, self._status = self._obituary(running, status), abs(status)
             self._record_failure(running.plan, status)
@@ -193,13 +195,16 @@ class LocalExecutor:
             if running.plan.role == "controller":  # it tells the others when everything is saved
                 self._signal_group(running, number)
 
-    def _renew_ownership(self) -> None:
+    def _is_lost(self, look: Callable[[], None]) -> bool:
+        """End everything if another start has taken the run over; `look` raises OwnershipLost then."""
         try:
-            self._owner.renew()
+            look()
         except OwnershipLost as error:
             if not self._failure:
                 self._failure, self._status = str(error), EXIT_FENCED
             self._end_all(signal.SIGKILL)
+            return True
+        return False
 
     def _grant_grace(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

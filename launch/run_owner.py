@@ -71,12 +71,18 @@ class RunOwner:
 
     def renew(self) -> None:
         """Show that this launcher lives; called several times a second.  Raises OwnershipLost."""
-        if time.monotonic() - self._renewed_at < RENEW_S or self._fence is None:
+        if time.monotonic() - self._renewed_at < RENEW_S:
             return
         self._renewed_at = time.monotonic()
+        self.check()
         with suppress(OSError):  # the disk says nothing: the controller notices, too
-            self._fence.check()
             os.utime(self._layout.launcher)
+
+    def check(self) -> None:
+        """Raises OwnershipLost: another start has taken the run over."""
+        with suppress(OSError):
+            if self._fence is not None:
+                self._fence.check()
 
 
 def register_launcher(layout: RunLayout) -> None:
