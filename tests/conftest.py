@@ -1,6 +1,6 @@
-"""Two streams of tests: those on Slurm wait most of their time, and the others need the cores meanwhile.
+"""Three streams of tests: those on Slurm and those of whole runs wait much of their time; the others need the cores.
 
-`make test` runs both at once (pytest -n 2); without -n they run one after the other, as ever.
+`make test` runs them at once (pytest -n 3); without -n they run one after the other, as ever.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from launch.dev_cluster.packages import RELEASE_VARIABLE
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
-class TwoStreams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
+class Streams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
     """Whole streams are dealt out: fixtures of a session are made once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "slurm" if nodeid.startswith("tests/slurm/") else "rest"
+        if nodeid.startswith("tests/slurm/"):
+            return "slurm"
+        return "runs" if nodeid.startswith(("tests/contracts/", "tests/faults/", "tests/ring/")) else "rest"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,5 +46,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoStreams:
-    return TwoStreams(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Streams:
+    return Streams(config, log)

@@ -31,6 +31,8 @@ def receivers() -> dict[str, Receivers]:
             },
             nothing,
         ),
+        "rlhpc/generation/pause_switch.py": Receivers({"self._llm": LLM}, nothing),
+        "rlhpc/generation/weight_updates.py": Receivers({"self._llm": LLM}, nothing),
         "rlhpc/generation/vllm_process.py": Receivers(
             {
                 "llm": LLM,

@@ -277,7 +277,7 @@ def test_export_of_what_has_no_checkpoint_is_refused(
 ) -> None:
     claim(config, layout, resume=False, fresh=False)
     assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
-    assert "no sound checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_USER
     assert "not a run directory" in capsys.readouterr().err
 

@@ -195,4 +195,4 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
     with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without a word"):
-        begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))
+        begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None)
