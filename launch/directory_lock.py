@@ -28,9 +28,8 @@ class LockHeld(Exception):
 class DirectoryLock:
     """A lock that is held.  Closing it frees our share of it alone."""
 
-    def __init__(self, descriptor: int, path: Path, *, is_real: bool) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor, self._path = descriptor, path
-        self.is_real = is_real  # False: this filesystem has no locks
 
     def close(self) -> None:
         """Let go.  Idempotent."""
@@ -51,17 +50,16 @@ def lock_directory(layout: RunLayout) -> DirectoryLock:
     """Lock a run directory that exists.  Raises LockHeld; OSError where the file cannot be made."""
     while True:
         descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        lock = DirectoryLock(descriptor, layout.lock, is_real=True)
+        lock = DirectoryLock(descriptor, layout.lock)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.close()
             raise LockHeld from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
+            if error.errno not in _NO_LOCKS_HERE:  # where there are none, ownership.py is all there is
                 lock.close()
                 raise
-            lock.is_real = False
         if lock.is_of_the_directory:
             return lock
         lock.close()  # the run was deleted between the two lines

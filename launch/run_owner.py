@@ -53,12 +53,13 @@ class RunOwner:
         record = read_launcher(self._layout)
         if record is not None and record == ProcessIdentity.of_this_process():
             self._layout.launcher.unlink(missing_ok=True)
+        if self._lock is None:  # what is here is not ours to touch
+            return
         if not self._layout.config.exists():  # refused: nothing has been made of it
             for remove in (self._layout.lock.unlink, self._layout.root.rmdir):
                 with suppress(OSError):
                     remove()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -159,14 +160,9 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
         yield RunOwner(layout, None)
         return
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
-    lock = _lock(layout, tell)
-    try:
+    with RunOwner(layout, _lock(layout, tell)) as owner:
         refuse_launcher(layout, tell)
         register_launcher(layout)
-    except BaseException:
-        lock.close()
-        raise
-    with RunOwner(layout, lock) as owner:
         yield owner
 
 

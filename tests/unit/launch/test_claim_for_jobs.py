@@ -120,11 +120,13 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written
 def test_what_is_no_run_is_never_taken(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir()
     (layout.root / "thesis.tex").touch()
+    (layout.root / ".lock").touch()  # somebody else's
     for fresh in (True, False):
         with pytest.raises(RunDirectoryError, match="is not a run directory"):
             claim_for_jobs(config, layout, resume=False, fresh=fresh)
     with pytest.raises(RunDirectoryError, match="nothing to resume"):
         claim_for_jobs(config, layout, resume=True, fresh=False)
+    assert {path.name for path in layout.root.iterdir()} == {"thesis.tex", ".lock"}
 
 
 def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> None:
