@@ -42,13 +42,15 @@ def small_disk(at: Path) -> Iterator[None]:
 
 
 def fill(filler: Path, but_bytes: int) -> None:
-    """Leave so many bytes free, and those that the run frees later."""
-    while True:
-        filler.unlink(missing_ok=True)
-        disk = os.statvfs(filler.parent)
-        with filler.open("wb") as file, contextlib.suppress(OSError):  # the run has taken some meanwhile: once more
-            os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - but_bytes)
-            return
+    """Leave so many bytes free at this instant; what the run frees later is filled by the next call."""
+    with filler.open("ab") as file:
+        disk = os.fstatvfs(file.fileno())
+        length, size = file.tell(), file.tell() + disk.f_bavail * disk.f_frsize - but_bytes
+        if size < length:
+            file.truncate(size)
+        elif size > length:
+            with contextlib.suppress(OSError):  # the run has taken some meanwhile, and the disk is full
+                os.posix_fallocate(file.fileno(), length, size - length)
 
 
 @pytest.mark.timeout(500)
@@ -70,9 +72,9 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
             run.wait_until(said(layout.log("controller", 0, 0), "the trainer could not save"))
             filler.unlink()
             run.wait_until(lambda _: list(layout.checkpoints.glob("step_*/COMPLETE")))
-            step = run.wait_until(lambda status: status["checkpoints_failed"] >= 2)["step"]
-            run.wait_for_step(step + 2)
-            fill(filler, but_bytes=0)
+            status = run.wait_until(lambda status: status["checkpoints_failed"] >= 2)
+            run.wait_for_step(status["step"] + 2)
+            run.wait_until(fails_while_full(filler, status["checkpoints_failed"]))
             run.interrupt(signal.SIGTERM)
             assert run.finish() != 0, run.story()
             assert "ERROR CheckpointError: " in layout.log("controller", 0, 0).read_text().splitlines()[-1]
@@ -83,3 +85,13 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
 def said(log: Path, words: str) -> Callable[[object], bool]:
     """A condition: the log has it."""
     return lambda _: words in log.read_text(encoding="utf-8")
+
+
+def fails_while_full(filler: Path, failed_before: int) -> Callable[[dict], bool]:
+    """A condition: one more checkpoint has failed, on a disk that is filled again whenever the run has freed some."""
+
+    def condition(status: dict) -> bool:
+        fill(filler, but_bytes=0)
+        return status["checkpoints_failed"] > failed_before
+
+    return condition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ring.ring_rewards import GATE, GATE_AFTER
+from tests.ring.ring_rewards import GATE, GATE_AFTER, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 
@@ -36,8 +36,9 @@ def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
     with Run(run_file, layout) as run:
         run.wait_for_step(2)
         layout.rollouts.rename(aside)
-        gate.touch()
+        open_gate(gate, up_to=9 * GROUPS * GROUP_SIZE)  # nine at most: the run cannot end while the disk refuses
         run.wait_until(lambda _: "trying again for" in layout.log("controller", 0, 0).read_text())
         aside.rename(layout.rollouts)
+        open_gate(gate)
         assert run.finish() == 0, run.story()
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)

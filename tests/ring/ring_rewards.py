@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from pathlib import Path
 
 from rlhpc.contracts import RewardOutcome
 
 SLOW_S = 0.01
-GATE = "RLHPC_TEST_GATE"  # names a file: until it is there, nobody is judged
+GATE = "RLHPC_TEST_GATE"  # names a file: until it is there, nobody is judged; a number in it is the next limit
 GATE_AFTER = "RLHPC_TEST_GATE_AFTER"  # but so many completions are, by each worker
 _judged = itertools.count()
 
@@ -29,11 +30,19 @@ def slow_parity(completion: str, reference: str) -> RewardOutcome:
 
 def gated_parity(completion: str, reference: str) -> RewardOutcome:
     """Waits until the test lets it go on, so that there is a middle however fast the machine; see rewards.timeout_s."""
-    if next(_judged) < int(os.environ.get(GATE_AFTER, "0")):
+    judged, gate = next(_judged), Path(os.environ[GATE])
+    if judged < int(os.environ.get(GATE_AFTER, "0")):
         return slow_parity(completion, reference)
-    while not Path(os.environ[GATE]).exists():
+    while not gate.exists() or judged >= int(gate.read_text(encoding="utf-8") or sys.maxsize):
         time.sleep(0.05)
     return parity(completion, reference)
+
+
+def open_gate(gate: Path, up_to: int | None = None) -> None:
+    """Let gated_parity judge so many completions, by each worker, or all there are; at one instant for all readers."""
+    written = gate.with_suffix(".tmp")
+    written.write_text("" if up_to is None else str(up_to), encoding="utf-8")
+    written.rename(gate)
 
 
 def nothing(completion: str, reference: str) -> RewardOutcome:

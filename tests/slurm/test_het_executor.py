@@ -112,7 +112,7 @@ def test_a_warned_job_stores_its_checkpoint_and_goes_on_under_the_same_id(
         ]
     )
     job_id = jobs["trainer"].job_id
-    wait_until(lambda: "counts 5" in (jobs["trainer"].stdout() or "") and jobs["gen"].stdout(), "it runs")
+    wait_until(lambda: "counts 5" in (jobs["trainer"].task(0).stdout() or "") and jobs["gen"].stdout(), "it runs")
     jobs["done"].results()
     slurm.run("scancel", "--batch", "--signal=USR2", job_id)
     lives, begun_at, count = jobs["trainer"].task(0).result()
