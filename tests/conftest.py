@@ -10,10 +10,13 @@ import signal
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from launch.dev_cluster.packages import RELEASE_VARIABLE
 
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 

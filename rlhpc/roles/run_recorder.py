@@ -5,11 +5,11 @@ Eats StepRecord.  Called between steps; what it measures it never decides on.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 
 from rlhpc.algorithms.diagnostics import staleness
+from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
@@ -40,11 +40,13 @@ class RunRecorder:
         publication: Publication,
         intake: Intake,
         lag: LoopLag,
+        *,
+        clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, books.totals, live
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
         self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
-        self._clock = asyncio.get_running_loop().time
+        self._clock = clock
         is_again = context.attempt > 0
         seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
         self._recorder = Recorder(context.layout.tensorboard, seam=seam)

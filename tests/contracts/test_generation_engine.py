@@ -21,6 +21,7 @@ from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.make import make_publisher
 from rlhpc.weights.process_group import SideGroup
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SMALL_BUCKET = 1 << 16  # several of them, and layers that straddle
@@ -93,7 +94,7 @@ async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> Non
     await until_sampling()
     for index in range(4):
         await subject.engine.abort(_long(index).request_id)
-    rollouts = await asyncio.wait_for(asyncio.gather(*running), 5)
+    rollouts = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
     for rollout in rollouts:
         assert rollout.finish_reason is FinishReason.ABORT
         assert 0 < len(rollout.token_ids) < MAX_TOKENS
@@ -108,7 +109,7 @@ async def test_an_abort_right_after_the_request_is_not_lost(subject: Subject) ->
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await asyncio.sleep(0)
     await subject.engine.abort(_long(1).request_id)
-    rollout = await asyncio.wait_for(running, 5)
+    rollout = await asyncio.wait_for(running, PATIENCE_S)
     assert rollout.finish_reason is FinishReason.ABORT
     assert len(rollout.token_ids) < MAX_TOKENS
 
@@ -178,7 +179,7 @@ async def test_a_pause_keeps_requests(subject: Subject) -> None:
     assert subject.engine.statistics().busy_s == busy_s
     await subject.engine.resume()
     await subject.engine.resume()
-    for rollout in await asyncio.wait_for(asyncio.gather(*running), 10):
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S):
         assert_sampled_by(subject, subject.engine.policy_version, rollout)
         assert rollout.finish_reason is FinishReason.LENGTH
 
@@ -193,7 +194,7 @@ async def test_requests_go_on_while_weights_change(subject: Subject) -> None:
     timing = await subject.update(new)
     assert isinstance(timing, WeightTiming)
     assert subject.engine.policy_version == new
-    rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
+    rollouts = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
 
     differs: list[bool] = []
     for rollout in rollouts:
@@ -218,7 +219,7 @@ async def test_many_updates_leave_versions_in_order(subject: Subject) -> None:
     for _ in range(4):
         await asyncio.sleep(0.03)
         await subject.update(subject.engine.policy_version + 1)
-    for rollout in await asyncio.wait_for(asyncio.gather(*running), 30):
+    for rollout in await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S):
         assert_well_formed(rollout)
 
 
@@ -265,8 +266,8 @@ async def assert_healed_by(subject: Subject, old: int, running: asyncio.Task[Rol
     await subject.update(old + 1)
     assert subject.engine.capacity_samples > 0
     if is_torn:
-        assert_sampled_by(subject, old + 1, await asyncio.wait_for(late, 30))
-    rollout = await asyncio.wait_for(running, 30)
+        assert_sampled_by(subject, old + 1, await asyncio.wait_for(late, PATIENCE_S))
+    rollout = await asyncio.wait_for(running, PATIENCE_S)
     assert_well_formed(rollout)
     assert len(rollout.token_ids) == MAX_TOKENS
     assert set(rollout.versions) <= {old, old + 1}
@@ -332,7 +333,7 @@ async def test_an_engine_with_torn_weights_hands_back_what_it_has(
     with pytest.raises(TornWeights, match="no token is sampled before a whole version has come"):
         await subject.update(old + 1, cut_off_after=len(subject.weights(0)) - 1)
     await subject.engine.abort(_long(1).request_id)
-    rollout = await asyncio.wait_for(running, 10)
+    rollout = await asyncio.wait_for(running, PATIENCE_S)
     assert rollout.finish_reason is FinishReason.ABORT
     assert len(rollout.token_ids) > 0
     assert_sampled_by(subject, old, rollout)
@@ -385,7 +386,7 @@ async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject
     for process in _children():
         for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             process.send_signal(notice)
-    assert (await asyncio.wait_for(running, 10)).finish_reason is FinishReason.LENGTH
+    assert (await asyncio.wait_for(running, PATIENCE_S)).finish_reason is FinishReason.LENGTH
 
 
 async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(subject: Subject) -> None:
@@ -396,7 +397,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
         for process in _children():
             process.kill()
         with pytest.raises(EngineError):
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, PATIENCE_S)
         with pytest.raises(EngineError):
             await subject.engine.generate(request_of(1))
     await subject.engine.close()
@@ -417,7 +418,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
         running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
         await until_sampling()
         await subject.update(1)
-        rollouts = await asyncio.wait_for(asyncio.gather(*running), 30)
+        rollouts = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
         for rollout in rollouts:
             assert set(rollout.versions) == {0, 1}
             border = int(np.argmax(rollout.versions == 1))

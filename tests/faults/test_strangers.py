@@ -22,6 +22,7 @@ from rlhpc.transport.keys import load_secret, mint_run_keys, public_key
 from rlhpc.transport.sessions import Greeting, Session
 from rlhpc.transport.zmq_client import ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
+from tests.patience import PATIENCE_S
 
 NUM_RAW_CONNECTIONS = 1_000
 NUM_ATTEMPTS = 20
@@ -64,10 +65,10 @@ async def nothing_came_but_a_friend_is_heard(server: ZmqServer, friend: ZmqClien
     with pytest.raises(ChannelTimeout):
         await server.receive(0.05)
     await friend.send(HELLO)
-    assert await server.receive(5) == ("generator-0", HELLO)
+    assert await server.receive(PATIENCE_S) == ("generator-0", HELLO)
     assert server.statistics.messages_received == 1
     await server.send("generator-0", m.StopRole("bye"))
-    assert await friend.receive(5) == m.StopRole("bye")
+    assert await friend.receive(PATIENCE_S) == m.StopRole("bye")
 
 
 def send_as(address: str, routing_id: bytes, keys: tuple[bytes, bytes, bytes] | None, **wait: float) -> None:
@@ -120,13 +121,13 @@ async def test_a_member_that_guesses_wrongly_cannot_take_a_session_over(
 ):
     """With a bare name as routing id, ROUTER_HANDOVER would now send the friend's messages to the other one."""
     await friend.send(HELLO)
-    await server.receive(5)
+    await server.receive(PATIENCE_S)
     secret = load_secret(secrets, "generator-1")
     keys = (zmq.curve_public(secret), secret, public_key(secrets, "controller-0"))
     await asyncio.to_thread(send_as, server.address, b"generator-0", keys)
     await asyncio.to_thread(send_as, server.address, b"generator-0/inc/0000000000000000", keys)
     await server.send("generator-0", m.StopRole("for the friend"))
-    assert await friend.receive(5) == m.StopRole("for the friend")
+    assert await friend.receive(PATIENCE_S) == m.StopRole("for the friend")
 
 
 async def test_a_thousand_connections_of_noise_deliver_nothing(server: ZmqServer, friend: ZmqClient):
@@ -168,7 +169,7 @@ async def test_a_friend_that_keeps_talking_is_heard_in_full_meanwhile(server: Zm
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(asyncio.to_thread(pester))
         tasks.create_task(talk())
-        heard: list[Any] = [(await server.receive(5))[1].policy_version for _ in range(500)]
+        heard: list[Any] = [(await server.receive(PATIENCE_S))[1].policy_version for _ in range(500)]
     assert heard == list(range(500))
 
 

@@ -29,10 +29,9 @@ from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint_directory import latest_complete
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.weights.membership import Membership
+from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
-
-PATIENCE_S = 10.0
 
 
 class NoPrompts:
@@ -117,7 +116,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def test_training_goes_on_as_soon_as_the_snapshot_is_taken(tmp_path: Path) -> None:
     async with desk(tmp_path) as it:
-        await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
+        await asyncio.wait_for(it.writer.write(1, PATIENCE_S), PATIENCE_S)
         assert it.writer.awaits_trainer
         assert latest_complete(it.layout.checkpoints) is None
         assert not it.writer.has_failed
@@ -218,7 +217,7 @@ async def test_a_controllers_part_that_the_disk_refuses_is_left_out_and_loses_no
     async with desk(tmp_path) as it:
         it.train_on_groups(0, 1, step=0)
         it.layout.rollouts.rename(tmp_path / "out-of-reach")
-        await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
+        await asyncio.wait_for(it.writer.write(1, PATIENCE_S), PATIENCE_S)
         assert it.writer.has_failed
         assert it.asked == []
         assert it.everything_on_disk == []

@@ -30,6 +30,7 @@ from rlhpc.roles.lifecycle import (
     unless_stopped,
 )
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 
 End = Callable[[BaseException | None], tuple[int, str]]
@@ -116,14 +117,14 @@ async def test_endless_loops_end_when_stop_is_set_and_the_first_failure_is_raise
             if len(beats) == 3:
                 stop.set()
 
-    await asyncio.wait_for(run_until(stop, beat(), asyncio.Event().wait()), 5)
+    await asyncio.wait_for(run_until(stop, beat(), asyncio.Event().wait()), PATIENCE_S)
     assert len(beats) >= 3
 
     async def fail() -> None:
         raise RoleFailed("gone")
 
     with pytest.raises(ExceptionGroup) as group:
-        await asyncio.wait_for(run_until(asyncio.Event(), asyncio.Event().wait(), fail()), 5)
+        await asyncio.wait_for(run_until(asyncio.Event(), asyncio.Event().wait(), fail()), PATIENCE_S)
     assert isinstance(first_leaf(group.value), RlhpcError)
 
 
@@ -132,7 +133,7 @@ async def test_a_schedulers_notice_asks_to_stop_where_it_is_heeded() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         stop = stop_event(signal.SIGUSR1, signal.SIGUSR2)
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(stop.wait(), 5)
+        await asyncio.wait_for(stop.wait(), PATIENCE_S)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
 
@@ -152,11 +153,11 @@ async def test_under_a_supervisor_a_stop_has_no_limit_until_an_interrupt_sets_on
     waiting = asyncio.create_task(stop.wait_for(work))
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop.event.wait(), 5.0)
+        await asyncio.wait_for(stop.event.wait(), PATIENCE_S)
         await asyncio.sleep(0.3)
         assert not waiting.done()
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(waiting, INTERRUPT_PATIENCE_S + 5.0)
+        await asyncio.wait_for(waiting, INTERRUPT_PATIENCE_S + PATIENCE_S)
         assert not work.done()
     finally:
         for task in (work, waiting):

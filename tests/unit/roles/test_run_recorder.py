@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhpc.config_file import config_hash, write_resolved
+from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.books import Books
@@ -22,20 +22,20 @@ from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.totals import Totals
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
+from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
 
-PATIENCE_S = 20.0
-STALL_S = 0.5
 SETTINGS: dict[str, Any] = {"num_samples": 0, "histograms_every_steps": 1000}
 
 
 @asynccontextmanager
 async def recorded_ring(
-    root: Path, num_steps: int, *, attempt: int = 0, resume_step: int | None = None
+    root: Path, num_steps: int, *, attempt: int = 0, resume_step: int | None = None, clock: Clock | None = None
 ) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
     config = small_config(num_steps)
     config = config.model_copy(update={"metrics": config.metrics.model_copy(update=SETTINGS)})
-    layout, clock = RunLayout(root), asyncio.get_running_loop().time
+    layout, clock = RunLayout(root), clock or asyncio.get_running_loop().time
     write_resolved(config, layout, "")
     layout.rollouts.mkdir()
     async with small_ring(config, layout.rollouts) as ring:
@@ -46,7 +46,9 @@ async def recorded_ring(
         fleet = Fleet(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, fleet, ring.ledger)
         intake = Intake(ring.buffer, ErrorGate(1.0), config.admission)
-        recorder = RunRecorder(context, books, board.figures, fleet, ring.publication, intake, LoopLag(clock))
+        recorder = RunRecorder(
+            context, books, board.figures, fleet, ring.publication, intake, LoopLag(clock), clock=clock
+        )
         ring.on_record = recorder.record
         try:
             yield ring, recorder, board
@@ -67,21 +69,23 @@ async def test_before_the_first_step_the_figures_are_those_of_the_attempt(tmp_pa
 
 
 async def test_the_longest_of_the_last_ten_steps_is_told_until_ten_more_have_passed(tmp_path: Path) -> None:
-    async with recorded_ring(tmp_path, 1) as (ring, recorder, board):
+    clock = ManualClock()
+    async with recorded_ring(tmp_path, 1, clock=clock) as (ring, recorder, board):
         ring.on_record = ring.records.append
         await ring.add_generator()
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         (step,) = ring.records
         recorder.training_begins()
-        time.sleep(STALL_S)  # noqa: ASYNC251 - nothing else is to happen
+        clock.advance(7.0)
         recorder.record(step)
-        slow = told(board)["step_s"]
-        assert STALL_S <= slow < PATIENCE_S
+        assert told(board)["step_s"] == 7.0
         for _ in range(NUM_RECENT_STEPS - 1):
+            clock.advance(2.0)
             recorder.record(step)
-            assert told(board)["step_s"] == slow
+            assert told(board)["step_s"] == 7.0
+        clock.advance(1.0)
         recorder.record(step)
-        assert 0 < told(board)["step_s"] < slow
+        assert told(board)["step_s"] == 2.0
 
 
 async def test_the_longest_save_is_told_from_the_step_after_it_on(tmp_path: Path) -> None:

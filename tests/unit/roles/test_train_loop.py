@@ -14,9 +14,9 @@ from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.publication import PublicationLimits
 from rlhpc.roles.train_loop import StepRecord
+from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
 
-PATIENCE_S = 10.0
 NUM_TURNS = 50  # of the event loop: more than any chain of messages here needs
 
 

@@ -12,6 +12,7 @@ from rlhpc.roles.publication import FIRST_MEMBER_S, PublicationLimits
 from rlhpc.roles.trainer_link import LEAD, TrainerLink
 from rlhpc.topology import BATCHES
 from rlhpc.transport.memory import MemoryServer
+from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import MANIFEST
 
 READY = TrainerReady(0, MANIFEST, "")
@@ -29,7 +30,7 @@ async def test_a_trainer_that_is_there_may_load_for_as_long_as_it_takes() -> Non
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await batches.connect(LEAD).send(READY)
-    assert await asyncio.wait_for(waiting, 5) == READY
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == READY
 
 
 async def test_a_trainer_that_is_quick_is_not_asked_for() -> None:

@@ -15,9 +15,8 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import open_server
+from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
-
-PATIENCE_S = 10.0
 
 
 @asynccontextmanager

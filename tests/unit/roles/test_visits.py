@@ -20,9 +20,9 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.incarnation import order_of
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import open_server
+from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import small_config
 
-LIMIT_S = 10.0
 OTHER_LEARNING_RATE = 0.5
 
 
@@ -69,7 +69,7 @@ def serving(of: RoleContext, *loops: Callable[[], Awaitable[None]]) -> tuple[asy
 
 async def greeted(server: Any) -> str:
     """Wait for the hello; returns the incarnation."""
-    _, message = await server.receive(LIMIT_S)
+    _, message = await server.receive(PATIENCE_S)
     return str(message.incarnation)
 
 
@@ -83,7 +83,7 @@ async def test_the_next_controller_hears_another_incarnation_of_the_same_start(s
     second = controller(supervised, "7.1.0-a")
     incarnations.append(await greeted(second))
     await second.send("generator-0", StopRole("done"))
-    await asyncio.wait_for(role, LIMIT_S)
+    await asyncio.wait_for(role, PATIENCE_S)
     assert incarnations[0] == supervised.incarnation
     assert incarnations[0] != incarnations[1]
     assert order_of(incarnations[0]) == order_of(incarnations[1]) == (7, 0, 0)
@@ -98,7 +98,7 @@ async def test_a_controller_that_says_nothing_is_left_for_its_successor(supervis
     successor = controller(supervised, "7.0.1-b")  # the address of the silent one is overwritten
     await greeted(successor)
     stop.set()
-    await asyncio.wait_for(role, LIMIT_S)
+    await asyncio.wait_for(role, PATIENCE_S)
     for server in (silent, successor):
         await server.close()
 
@@ -116,7 +116,7 @@ async def test_a_channel_that_fails_leads_back_to_the_same_controller(supervised
     stop, role = serving(supervised, work)
     assert await greeted(server) != await greeted(server)  # else it would think that nothing was lost
     stop.set()
-    await asyncio.wait_for(role, LIMIT_S)
+    await asyncio.wait_for(role, PATIENCE_S)
     await server.close()
 
 
@@ -127,7 +127,7 @@ async def test_a_failure_that_is_not_a_channels_ends_the_role(supervised: RoleCo
     server = controller(supervised, "7.0.0-a")
     _, role = serving(supervised, work)
     with pytest.raises(ExceptionGroup) as group:
-        await asyncio.wait_for(role, LIMIT_S)
+        await asyncio.wait_for(role, PATIENCE_S)
     assert group.group_contains(EngineError)
     await server.close()
 
@@ -142,10 +142,10 @@ async def test_without_a_supervisor_the_first_visit_is_the_last(tmp_path: Path) 
     _, role = serving(alone)
     await greeted(server)
     await server.send("generator-0", StopRole("saved", run_is_over=False))
-    await asyncio.wait_for(role, LIMIT_S)
+    await asyncio.wait_for(role, PATIENCE_S)
     _, role = serving(alone, fail)
     with pytest.raises(ExceptionGroup):
-        await asyncio.wait_for(role, LIMIT_S)
+        await asyncio.wait_for(role, PATIENCE_S)
     await server.close()
 
 
@@ -156,7 +156,7 @@ async def test_when_no_controller_comes_the_role_says_so(supervised: RoleContext
     await greeted(server)
     await server.send("generator-0", StopRole("saved", run_is_over=False))
     with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'control' after 1 s"):
-        await asyncio.wait_for(role, LIMIT_S)
+        await asyncio.wait_for(role, PATIENCE_S)
     await server.close()
 
 
@@ -169,5 +169,5 @@ async def test_settings_that_changed_end_a_role_that_was_started_with_others(sup
     write_resolved(supervised.config.model_copy(update={"trainer": changed}), supervised.layout, "")
     second = controller(supervised, "7.1.0-a")
     with pytest.raises(RoleFailed, match="settings have changed"):
-        await asyncio.wait_for(role, LIMIT_S)
+        await asyncio.wait_for(role, PATIENCE_S)
     await second.close()

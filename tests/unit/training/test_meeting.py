@@ -21,8 +21,7 @@ from rlhpc.host_address import host_address
 from rlhpc.training.meeting import Place, meet
 from rlhpc.training.process_group import close_process_group, open_process_group
 from tests.listening import listening_addresses
-
-PATIENCE_S = 30.0
+from tests.patience import PATIENCE_S
 
 
 def attend(file: Path, rank: int, world_size: int, timeout_s: float = PATIENCE_S) -> Any:

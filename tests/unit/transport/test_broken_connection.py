@@ -17,6 +17,7 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.zmq_client import ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
+from tests.patience import PATIENCE_S
 
 NUM_MESSAGES = 600
 NUM_CUTS = 3
@@ -96,7 +97,7 @@ async def test_messages_to_the_server(ends: Any):
 
     talking = asyncio.create_task(talk())
     while not heard or heard[-1] != NUM_MESSAGES - 1:  # the last ones survive: nothing is cut after them
-        heard.append((await server.receive(10))[1].policy_version)
+        heard.append((await server.receive(PATIENCE_S))[1].policy_version)
     await talking
     assert heard == sorted(set(heard))
     assert len(heard) + server.messages_lost == NUM_MESSAGES
@@ -108,7 +109,7 @@ async def test_messages_to_the_server(ends: Any):
 async def test_messages_to_the_client(ends: Any):
     server, client, cable = ends
     await client.send(m.Heartbeat("running", "", 0))
-    await server.receive(5)
+    await server.receive(PATIENCE_S)
     sent: list[int] = []
     heard: list[int] = []
 

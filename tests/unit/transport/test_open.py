@@ -26,6 +26,7 @@ from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
 from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, terminate
+from tests.patience import PATIENCE_S
 
 CONFIG = TransportConfig()
 
@@ -44,7 +45,7 @@ def serve(layout: RunLayout, incarnation: str = "one", config: TransportConfig =
 async def join(layout: RunLayout, incarnation: str = "a", **changed: Any) -> Any:
     arguments: dict[str, Any] = {
         "layout": layout, "config": CONFIG, "role": "generator", "replica": 0, "incarnation": incarnation,
-        "timeout_s": 5,
+        "timeout_s": PATIENCE_S,
     }  # fmt: skip
     return await connect(CONTROL, **(arguments | changed))
 
@@ -62,7 +63,7 @@ async def test_a_role_finds_the_server_by_the_run_directory_alone(layout: RunLay
     client = await waiting
     hello = Hello("generator", 0, "a", "hash", 1, "host")
     await client.send(hello)
-    assert await server.receive(5) == ("generator-0", hello)
+    assert await server.receive(PATIENCE_S) == ("generator-0", hello)
     assert find(layout.rendezvous, "control") == Endpoint(
         "control", "controller", 0, server.address, "one", os.getpid(), socket.gethostname()
     )
@@ -81,10 +82,10 @@ async def test_a_blocking_role_does_the_same(layout: RunLayout):
         role="generator",
         replica=1,
         incarnation="a",
-        timeout_s=5,
+        timeout_s=PATIENCE_S,
     )
     await asyncio.to_thread(client.send, beat(3))
-    assert await server.receive(5) == ("generator-1", beat(3))
+    assert await server.receive(PATIENCE_S) == ("generator-1", beat(3))
     await asyncio.to_thread(client.close)
     await server.close()
 
@@ -101,7 +102,7 @@ async def test_an_address_that_a_dead_server_left_behind_is_read_again(
     server = serve(layout)
     client = await waiting
     await client.send(beat(1))
-    assert await server.receive(5) == ("generator-0", beat(1))
+    assert await server.receive(PATIENCE_S) == ("generator-0", beat(1))
     await client.close()
     await server.close()
 
@@ -121,7 +122,7 @@ async def test_keys_of_a_new_attempt_are_waited_for_where_that_is_asked_for(layo
     client = await waiting
     assert client.endpoint.incarnation == "two"
     await client.send(beat(1))
-    assert await server.receive(5) == ("generator-0", beat(1))
+    assert await server.receive(PATIENCE_S) == ("generator-0", beat(1))
     await client.close()
     await server.close()
 
@@ -151,7 +152,7 @@ async def test_an_elastic_joiner_whose_key_is_minted_later_gets_in(layout: RunLa
     mint_run_keys(layout.secrets, ["generator-9"])
     client = await join(layout, replica=9)
     await client.send(beat(9))
-    assert await server.receive(5) == ("generator-9", beat(9))
+    assert await server.receive(PATIENCE_S) == ("generator-9", beat(9))
     await client.close()
     await server.close()
 
@@ -173,16 +174,16 @@ async def test_a_restarted_peer_is_heard_and_its_zombie_is_not(layout: RunLayout
     server = serve(layout)
     zombie = await join(layout, "first")
     await zombie.send(beat(1))
-    assert (await server.receive(5))[1] == beat(1)
+    assert (await server.receive(PATIENCE_S))[1] == beat(1)
     successor = await join(layout, "second")
     await successor.send(beat(2))
-    assert (await server.receive(5))[1] == beat(2)
+    assert (await server.receive(PATIENCE_S))[1] == beat(2)
     await zombie.send(beat(3))
     await successor.send(beat(4))
-    assert (await server.receive(5))[1] == beat(4)
+    assert (await server.receive(PATIENCE_S))[1] == beat(4)
     for number in range(20):  # with bare names as routing ids, the two would throw each other out by turns
         await server.send("generator-0", StopRole(str(number)))
-        assert await successor.receive(5) == StopRole(str(number))
+        assert await successor.receive(PATIENCE_S) == StopRole(str(number))
     assert server.statistics.messages_rejected == 1
     await zombie.close()
     await successor.close()
@@ -235,7 +236,7 @@ async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(l
             subprocess.Popen, [sys.executable, "-c", CHILD, str(layout.root), incarnation], stdout=subprocess.PIPE
         )
         for number in range(10):
-            assert await server.receive(20) == ("generator-0", beat(number))
+            assert await server.receive(PATIENCE_S) == ("generator-0", beat(number))
         child.kill()
         await asyncio.to_thread(child.communicate)
 

@@ -18,6 +18,7 @@ from rlhpc.transport.rendezvous import (
     successor,
     withdraw,
 )
+from tests.patience import PATIENCE_S
 
 FIRST = Endpoint("leases", "controller", 0, "tcp://10.0.0.1:4000", "first", 12, "node-1")
 SECOND = dataclasses.replace(FIRST, address="tcp://10.0.0.2:5000", incarnation="second", pid=13, host="node-2")
@@ -68,14 +69,14 @@ async def test_who_is_gone_for_good_is_not_waited_for(tmp_path: Path):
     publish(tmp_path, FIRST)
     with pytest.raises(ChannelTimeout, match="controller-0 has not opened channel 'leases'"):
         await await_endpoint(tmp_path, "leases", "controller", timeout_s=0.06, gone="first")
-    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=5, gone="first"))
+    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=PATIENCE_S, gone="first"))
     await asyncio.sleep(0.01)
     publish(tmp_path, SECOND)
     assert await waiting == SECOND
 
 
 async def test_one_waits_until_the_server_is_there(tmp_path: Path):
-    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=5))
+    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=PATIENCE_S))
     await asyncio.sleep(0.01)
     publish(tmp_path, FIRST)
     assert await waiting == FIRST

@@ -11,6 +11,7 @@ from rlhpc.messages import RewardReply, RewardRequest, StopRole
 from rlhpc.topology import REWARDS
 from rlhpc.transport.memory import MemoryClient, MemoryServer
 from rlhpc.transport.rpc import RpcClient
+from tests.patience import PATIENCE_S
 
 REQUEST = RewardRequest(7, "math", "6 * 7 = 42", "42")
 Answer = Callable[["Service", str, RewardRequest], Awaitable[None]]
@@ -111,7 +112,7 @@ async def test_a_channel_that_is_closed_meanwhile_costs_no_timeout(services: lis
         call = asyncio.create_task(rpc.call(REQUEST, 30))
         await asyncio.sleep(0.01)
         await channels[0].close()
-        assert (await asyncio.wait_for(call, 1)).detail == "reward-1"
+        assert (await asyncio.wait_for(call, PATIENCE_S)).detail == "reward-1"
 
 
 async def test_a_replica_can_be_added_when_the_others_are_gone(services: list[Service]):
@@ -131,7 +132,7 @@ async def test_a_replica_that_was_started_again_is_asked_anew_and_that_counts_as
         calls = [asyncio.create_task(rpc.call(REQUEST, 30)) for _ in range(3)]
         await asyncio.sleep(0.01)
         await rpc.replace(channels[0], channels[1])
-        replies = await asyncio.wait_for(asyncio.gather(*calls), 1)
+        replies = await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
         assert [reply.detail for reply in replies] == ["reward-1"] * 3
         assert (await rpc.call(REQUEST, 1)).detail == "reward-1"
     assert len(services[0].seen) == 3
@@ -144,7 +145,7 @@ async def test_closing_ends_calls_that_wait(services: list[Service]):
         call = asyncio.create_task(rpc.call(REQUEST, 30))
         await asyncio.sleep(0.01)
     with pytest.raises(ChannelClosed):
-        await asyncio.wait_for(call, 1)
+        await asyncio.wait_for(call, PATIENCE_S)
     await rpc.close()
 
 
