@@ -40,13 +40,17 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
         say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
     say(f"2/3  reinforcement learning: {run_file.name}")
     status = start(config)
-    if status == 0:
+    layout = RunLayout(config.run_directory)
+    if status == 0 and layout.summary.exists():
         say("3/3  what came of it")
-        _report(RunLayout(config.run_directory))
+        _report(layout)
+    elif status == 0:
+        say(f"3/3  stopped before its end; `rlhpc check {_short(layout.root)}` says what is kept, a demo begins anew")
     return status
 
 
 def _report(layout: RunLayout) -> None:
+    """Table and curve of a run that is complete."""
     summary = json.loads(layout.summary.read_bytes())
     picture = layout.root / "learning_curve.png"
     curve = summary["reward_by_version"]

@@ -12,11 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from launch.process_identity import ProcessIdentity
 from rlhpc.errors import RunDirectoryError
 
 ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
@@ -24,35 +23,39 @@ ABANDONED_S = 600.0  # on another host, whose processes cannot be seen
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who submits."""
+    """Who submits, and since when."""
 
-    host: str
-    pid: int
-    born_unix_s: float  # of the process: pids come again
+    process: ProcessIdentity
     unix_time_s: float
 
     @classmethod
     def of_this_process(cls) -> Holder:
         """Who we are, now."""
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), time.time())
+        return cls(ProcessIdentity.of_this_process(), time.time())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Holder:
+        """What to_json made.  Raises KeyError, TypeError or ValueError."""
+        document = json.loads(text)
+        return cls(ProcessIdentity.parse(document), float(document["unix_time_s"]))
+
+    def to_json(self) -> str:
+        """For a file."""
+        return json.dumps({**self.process.to_json(), "unix_time_s": self.unix_time_s})
 
     @property
     def is_gone(self) -> bool:
         """True if it has ended, or may be taken to have."""
-        if self.host != socket.gethostname():
-            return time.time() - self.unix_time_s > ABANDONED_S
-        try:
-            born_unix_s: float = psutil.Process(self.pid).create_time()
-        except psutil.NoSuchProcess:
-            return True
-        return abs(born_unix_s - self.born_unix_s) > 1.0
+        if self.process.is_here:
+            return not self.process.is_alive
+        return self.process.host == socket.gethostname() or time.time() - self.unix_time_s > ABANDONED_S
 
 
 @contextmanager
 def submits_alone(lock: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Hold `lock` for the length of the block.  Raises RunDirectoryError: somebody else does, and how to remove it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(asdict(Holder.of_this_process())).encode()
+    text = Holder.of_this_process().to_json().encode()
     if not _made(lock, text):
         _take_over(lock, tell)
         if not _made(lock, text):
@@ -105,8 +108,8 @@ def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
     except FileNotFoundError:
         return None
     try:
-        return text, Holder(**json.loads(text))
-    except (ValueError, TypeError):
+        return text, Holder.parse(text)
+    except (KeyError, ValueError, TypeError):
         return text, None
 
 
@@ -128,4 +131,4 @@ def _refusal(lock: Path) -> str:
 def _describe(holder: Holder | None) -> str:
     if holder is None:
         return "an unknown process"
-    return f"pid {holder.pid} on {holder.host}, {time.time() - holder.unix_time_s:.0f} s ago"
+    return f"pid {holder.process.pid} on {holder.process.host}, {time.time() - holder.unix_time_s:.0f} s ago"

@@ -124,16 +124,8 @@ class Controller:
         self._lag = LoopLag(clock)
         self._sealing = PatientSealing(self._books.segments, self._awake)
         self._deaths = Deaths(context, control, self._fleet, self._books)
-        self._recorder = RunRecorder(
-            context,
-            self._books,
-            self._board.figures,
-            self._fleet,
-            self._publication,
-            self._intake,
-            self._lag,
-            clock=clock,
-        )
+        watched = self._board.figures, self._fleet, self._publication, self._intake, self._lag
+        self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
         config = self._context.config

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,13 @@ def lock(tmp_path: Path) -> Path:
 
 
 def left_behind(lock: Path, holder: Holder) -> None:
-    lock.write_text(json.dumps(asdict(holder)))
+    lock.write_text(holder.to_json())
+
+
+def holder(unix_time_s: float | None = None, **changes: Any) -> Holder:
+    """This process, but for `changes` of its identity."""
+    mine = Holder.of_this_process()
+    return Holder(replace(mine.process, **changes), unix_time_s or mine.unix_time_s)
 
 
 def test_the_second_is_refused_and_told_who_and_how_to_remove_it(lock: Path) -> None:
@@ -47,7 +54,7 @@ def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock: Path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     said: list[str] = []
-    left_behind(lock, replace(Holder.of_this_process(), pid=ended.pid))
+    left_behind(lock, holder(pid=ended.pid))
     with submits_alone(lock, said.append):
         assert json.loads(lock.read_text())["pid"] == os.getpid()
     assert said == [f"taken over  {lock}: left behind by pid {ended.pid} on {socket.gethostname()}, 0 s ago"]
@@ -55,18 +62,23 @@ def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock: Path)
 
 
 def test_a_pid_that_was_given_to_another_process_keeps_nobody_out(lock: Path) -> None:
-    mine = Holder.of_this_process()
-    left_behind(lock, replace(mine, born_unix_s=mine.born_unix_s - 60))
+    left_behind(lock, holder(start_ticks=0))
+    with submits_alone(lock, print):
+        pass
+
+
+def test_that_of_an_earlier_boot_of_this_machine_keeps_nobody_out(lock: Path) -> None:
+    left_behind(lock, holder(boot_id="another"))
     with submits_alone(lock, print):
         pass
 
 
 def test_that_of_another_host_holds_for_ten_minutes(lock: Path) -> None:
-    there = replace(Holder.of_this_process(), host="another-host", pid=1)
-    left_behind(lock, there)
+    there = {"host": "another-host", "boot_id": "another", "pid": 1}
+    left_behind(lock, holder(**there))
     with pytest.raises(RunDirectoryError, match="pid 1 on another-host"), submits_alone(lock, print):
         raise AssertionError
-    left_behind(lock, replace(there, unix_time_s=time.time() - ABANDONED_S - 1))
+    left_behind(lock, holder(time.time() - ABANDONED_S - 1, **there))
     with submits_alone(lock, print):
         pass
 
@@ -82,7 +94,7 @@ def test_one_that_is_half_written_counts_as_held_until_it_is_old(lock: Path) -> 
 
 def test_of_many_at_once_one_holds_it(lock: Path) -> None:
     """Also where a stale one is to be taken over by all of them."""
-    left_behind(lock, replace(Holder.of_this_process(), born_unix_s=0.0))
+    left_behind(lock, holder(start_ticks=0))
     code = (
         "import sys, time; from pathlib import Path; from launch.jobs.submission_lock import submits_alone\n"
         "from rlhpc.errors import RunDirectoryError\n"
