@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhpc.files import sync_directory
+from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
 log = logging.getLogger("rlhpc.strikes")
@@ -85,8 +86,9 @@ class StrikeBook:
 class StrikeFile:
     """One JSON line a strike or pardon, appended and synced; of the run, not of an attempt: no resume undoes it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, fence: Fence | None = None) -> None:
+        """fence: asked before each change; a line under way may still follow a take-over, and is at worst a strike."""
+        self._path, self._fence = path, fence
         self._writing = threading.Lock()
 
     def read(self) -> list[Suspicion]:
@@ -106,7 +108,7 @@ class StrikeFile:
     def append(self, book: StrikeBook) -> None:
         """Write down what has changed; any thread may.
 
-        A disk that refuses costs a warning: the next call tries again.
+        A disk that refuses costs a warning: the next call tries again.  Raises OwnershipLost.
         """
         with self._writing:
             self._append(book)
@@ -118,6 +120,8 @@ class StrikeFile:
         # A line of its own, whatever a crash has left behind the last one.
         data = "".join(f"\n{json.dumps(asdict(change))}" for change in changes) + "\n"
         try:
+            if self._fence is not None:
+                self._fence.check()
             is_new = not self._path.exists()
             with self._path.open("ab") as file:
                 file.write(data.encode())

@@ -26,7 +26,7 @@ class Deaths:
 
     def __init__(self, context: RoleContext, control: ServerChannel, fleet: Fleet, books: Books) -> None:
         self._control, self._fleet, self._books = control, fleet, books
-        self._file = StrikeFile(context.layout.strikes)
+        self._file = StrikeFile(context.layout.strikes, context.fence)
         # A launcher starts nobody again; a supervisor does.
         self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
         self._gone: set[str] = set()
@@ -58,7 +58,7 @@ class Deaths:
                 await self.of(name)
 
     async def write(self) -> None:
-        """Put strikes and pardons on disk, if there are new ones."""
+        """Put strikes and pardons on disk, if there are new ones.  Raises OwnershipLost."""
         if self._books.strikes.unwritten:
             await asyncio.to_thread(self._file.append, self._books.strikes)
 

@@ -13,10 +13,12 @@ from subprocess import PIPE
 import pytest
 
 from rlhpc.buffer.segment_files import write_sealed
+from rlhpc.buffer.strikes import StrikeBook, StrikeFile
 from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
 from rlhpc.ownership import Fence, read_owner, take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import begin, complete, latest_complete
+from tests.unit.buffer.rollout_samples import make_prompt
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +52,15 @@ def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout) -> No
     layout.owner.unlink()
     with pytest.raises(OwnershipLost, match="or deleted"):
         fence.check()
+
+
+def test_a_stale_controller_holds_nothing_against_a_prompt(layout: RunLayout) -> None:
+    stale, book = take_over(layout, 0), StrikeBook()
+    take_over(layout, 1)
+    book.strike([(make_prompt(0), 1)])
+    with pytest.raises(OwnershipLost):
+        StrikeFile(layout.strikes, stale).append(book)
+    assert not layout.strikes.exists()
 
 
 def test_a_damaged_record_is_not_taken_for_a_loss(layout: RunLayout) -> None:
