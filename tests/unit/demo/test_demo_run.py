@@ -1,0 +1,21 @@
+"""What the demo says of a run that was stopped: the model is not what this is about, and is not made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch.demo import run as demo
+
+
+def test_a_demo_that_was_stopped_in_good_order_says_so_instead_of_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "make_model", lambda *_, **__: SimpleNamespace(num_parameters=1, accuracy=0.3))
+    overrides = [f"run.directory={tmp_path / 'run'}", f"data.path={tmp_path / 'train.jsonl'}"]
+    assert demo.run_demo(lambda config: 0, overrides=overrides) == 0
+    said = capsys.readouterr().err
+    assert "stopped before its end" in said
+    assert "what came of it" not in said
