@@ -193,13 +193,18 @@ def _role(run: Run, role: str) -> psutil.Process:
 
 
 def _saved_step(layout: RunLayout) -> int:
-    steps = [int(path.parent.name.rpartition("_")[2]) for path in layout.checkpoints.glob("step_*/COMPLETE")]
-    return max(steps, default=0)
+    return max((int(path.name.removeprefix("step_")) for path in _complete_checkpoints(layout)), default=0)
+
+
+def _complete_checkpoints(layout: RunLayout) -> list[Path]:
+    """Oldest first, without those that were set aside (step_000044.damaged)."""
+    names = sorted(path.parent for path in layout.checkpoints.glob("step_*/COMPLETE"))
+    return [path for path in names if path.name.removeprefix("step_").isdigit()]
 
 
 def _damage_newest(layout: RunLayout, chance: random.Random) -> str:
     """Flip one bit of one file of the newest checkpoint, if there is an older one to go back to."""
-    complete = sorted(path.parent for path in layout.checkpoints.glob("step_*/COMPLETE"))
+    complete = _complete_checkpoints(layout)
     if len(complete) < 2:
         return ""
     files = sorted(path for path in complete[-1].rglob("*") if path.is_file() and path.stat().st_size > 0)
