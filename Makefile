@@ -38,7 +38,7 @@ demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of th
 soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
-test: setup  ## all tests that this machine can run; in three streams (tests/conftest.py)
+test: setup  ## all tests that this machine can run; shared out by tests/conftest.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 check: setup lint types imports spelling resolve test  ## format, lint, types, import rules, resolver, tests

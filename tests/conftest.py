@@ -1,6 +1,7 @@
-"""Three streams of tests: those on Slurm and those of whole runs wait much of their time; the others need the cores.
+"""How tests are shared out among processes (`make test`: pytest -n 3); without -n they run one after the other.
 
-`make test` runs them at once (pytest -n 3); without -n they run one after the other, as ever.
+Those on Slurm wait much of their time, share one cluster and take the longest: one share, which is dealt first.
+Files whose tests share something costly (a cluster of trainer ranks, an engine) are a share too; any other file is one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,25 @@ from launch.dev_cluster.packages import RELEASE_VARIABLE
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+# What is one share each, longest first.
+TOGETHER = ("tests/slurm/", "tests/contracts/test_trainer_", "tests/ring/", "tests/contracts/test_generation_engine")
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
-class Streams(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
-    """Whole streams are dealt out: fixtures of a session are made once."""
+class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type marker
+    """Deals shares to whoever has none left; those that take long first, so that all processes end together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/slurm/"):
-            return "slurm"
-        return "runs" if nodeid.startswith(("tests/contracts/", "tests/faults/", "tests/ring/")) else "rest"
+        for start in TOGETHER:
+            if nodeid.startswith(start):
+                return start
+        return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        rank = {start: place for place, start in enumerate(TOGETHER)}
+        first = min(self.workqueue, key=lambda share: rank.get(share, len(rank)))
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,5 +59,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Streams:
-    return Streams(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
+    return Shares(config, log)

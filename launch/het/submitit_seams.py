@@ -82,11 +82,16 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
 
     def update(self) -> None:
         """Ask for all that are not known to be final."""
-        bases = {base_id(each) for each in self._registered if not self.is_done(each, mode="cache")}
+        bases = {base for base in map(base_id, self._registered) if not self._is_settled(base)}
         self._last_status_check = time.time()
         if bases:
             self._num_calls += 1
             self._info_dict.update(self.ask(bases) or {})
+
+    def _is_settled(self, base: str) -> bool:
+        """True if the job, each of its components and tasks is known to be final: they do not end in one instant."""
+        parts = [each for each in self._info_dict if base_id(each) == base]
+        return bool(parts) and all(self.is_done(each, mode="cache") for each in parts)
 
     def known(self, job_id: str) -> dict[str, str]:
         """What the last answer said, without a call."""

@@ -15,7 +15,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster.cluster import DevCluster
 from launch.het.executor import Component, HeterogeneousSlurmExecutor
-from launch.het.job import HeterogeneousSlurmJob
+from launch.het.job import FINAL, HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 
@@ -36,6 +36,12 @@ def executor(slurm: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Heterogeneou
     made = HeterogeneousSlurmExecutor(folder / f"het-{time.monotonic_ns()}")
     made.update_parameters(time=15)
     return made
+
+
+def wait_completed(executor: HeterogeneousSlurmExecutor, job: HeterogeneousSlurmJob) -> None:
+    """Wait for the end of its component, which must be a good one."""
+    wait_until(lambda: job.get_info()["State"] in FINAL, "it has ended")
+    assert job.get_info()["State"] == "COMPLETED", batch_log(executor, job.job_id)
 
 
 def batch_log(executor: HeterogeneousSlurmExecutor, job_id: str) -> str:
@@ -65,7 +71,7 @@ def test_three_components_return_different_results_and_see_their_own_nodes(
     assert {each["RLHPC_HET_COMPONENT"] for each in gen} == {"gen"}
     assert "rank 1 of 2 speaks" in jobs["trainer"].task(1).stdout()
     assert "rank 0" not in jobs["trainer"].task(1).stdout()
-    wait_until(lambda: jobs["gen"].get_info()["State"] == "COMPLETED", "all have ended")
+    wait_completed(executor, jobs["gen"])
     assert jobs["trainer"].exception() is None
     assert jobs["gen"].submission().function is where_am_i
     assert jobs["gen"].paths.submission_file.read_text().startswith("#!/bin/bash")
@@ -98,7 +104,7 @@ def test_a_component_that_is_not_essential_is_begun_again_in_place(executor: Het
     assert "ArithmeticError" in str(jobs["extra"].exception())
     seen.touch()
     assert jobs["trainer"].result() == "waited"  # unharmed by either
-    wait_until(lambda: jobs["trainer"].get_info()["State"] == "COMPLETED", "the job has succeeded")
+    wait_completed(executor, jobs["trainer"])
 
 
 def test_a_warned_job_stores_its_checkpoint_and_goes_on_under_the_same_id(

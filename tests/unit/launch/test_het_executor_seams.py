@@ -102,6 +102,20 @@ def test_the_watcher_asks_for_what_is_not_final_and_keeps_what_it_knew(monkeypat
     assert len(watcher.questions) == 3
 
 
+def test_a_job_is_asked_for_until_its_last_component_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, whose state stands for the job's, ends an instant before the others."""
+    watcher = Asked()
+    watcher.answers = {"1": "COMPLETED", "1+0": "COMPLETED", "1+1": "COMPLETING"}
+    watcher.get_info("1", mode="standard")
+    monkeypatch.setattr(watcher, "_last_status_check", float("-inf"))
+    watcher.answers["1+1"] = "COMPLETED"
+    watcher.get_info("1", mode="standard")
+    assert watcher.known("1+1") == {"State": "COMPLETED"}
+    monkeypatch.setattr(watcher, "_last_status_check", float("-inf"))
+    watcher.get_info("1", mode="standard")
+    assert watcher.questions == [{"1"}, {"1"}]
+
+
 def handed_over(folder: Path, monkeypatch: pytest.MonkeyPatch, function: object, rank: int = 0) -> Recorder:
     """An environment to which submitit has handed its handlers for `function`, submitted for an hour."""
     monkeypatch.setenv("SLURM_JOB_ID", "9")
