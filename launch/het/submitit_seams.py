@@ -82,7 +82,8 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
 
     def update(self) -> None:
         """Ask for all that are not known to be final."""
-        bases = {base for base in map(base_id, self._registered) if not self._is_settled(base)}
+        registered = {base_id(each) for each in self._registered}
+        bases = {base for base in registered if not self._is_settled(base)}
         self._last_status_check = time.time()
         if bases:
             self._num_calls += 1
