@@ -34,6 +34,7 @@ from launch.batch.run_state import (
     yield_requests,
 )
 from launch.batch.signals import Notices
+from launch.batch.stall_watch import StallWatch
 from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
@@ -115,7 +116,7 @@ class Lead:
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
         self._start_all(attempt)
         began = time.monotonic()
-        watch = _Watch(began)
+        watch = _Watch(StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, began))
         while self._controller is not None and self._controller.status() is None:
             self._notices.sleep(POLL_S)
             self._look(attempt, watch)
@@ -219,15 +220,10 @@ class Lead:
     def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
         """End an attempt without progress.  It is begun again only if it had made some."""
         step = progress.step if progress is not None else -1
-        is_training = progress is not None and progress.phase == "training"
-        # Before, roles may be waiting for each other, each within a limit of its own.
-        stall_s = self._plan.limits.stall_s + (0.0 if is_training else 2 * self._plan.limits.meet_s)
-        now = time.monotonic()
-        if step != watch.step:
-            watch.step, watch.since, watch.has_moved = step, now, watch.has_moved or watch.step >= 0
-        elif now - watch.since > stall_s:
+        stall_s = watch.stall.look(step, progress is not None and progress.phase == "training", time.monotonic())
+        if stall_s is not None:
             waits = progress.waits() if progress is not None else "the controller has written no status"
-            cause = Cause.FAILED if watch.has_moved else Cause.STALLED
+            cause = Cause.FAILED if watch.stall.has_moved else Cause.STALLED
             self._kill_attempt(cause, f"no step for {stall_s:.0f} s: {waits}")
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
@@ -335,9 +331,7 @@ class Lead:
 class _Watch:
     """What was seen of an attempt."""
 
-    since: float  # of the present step, or of the beginning
-    step: int = -1
-    has_moved: bool = False
+    stall: StallWatch
 
     def __post_init__(self) -> None:
         self.reported: set[str] = set()  # parts whose end was told

@@ -50,17 +50,17 @@ def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slur
 def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-stalled", run=ENDLESS, transport={"dead_after_s": 60.0},
-        site={"cluster": {"stall_s": 15, "meet_s": 12}}, **LASTING,
+        site={"cluster": {"stall_s": 20, "meet_s": 12}}, **LASTING,
     )  # fmt: skip
     run.submit()
     run.wait_step(3)
     [generator] = role_pids(run, "generator")
     os.kill(generator, signal.SIGSTOP)
     text = wait_for_the_end(run)
-    assert "stalled: no step for 39 s" in text
+    assert "stalled: no step for 44 s" in text
     assert "waits for" in text
     assert len(run.attempts()) == 2, "an attempt that had made progress is worth another"
-    assert "no step for 15 s" in str(run.events("kill"))
+    assert "no step for 20 s" in str(run.events("kill"))
 
 
 def test_where_no_generator_is_left_before_the_first_step_nobody_holds_nodes(slurm: DevCluster, lab: Lab) -> None:

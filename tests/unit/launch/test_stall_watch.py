@@ -1,0 +1,33 @@
+"""When an attempt of a Slurm job counts as stalled."""
+
+from __future__ import annotations
+
+from launch.batch.stall_watch import StallWatch
+
+
+def test_the_first_step_has_its_whole_limit_from_the_beginning_of_training_on() -> None:
+    """Models that load for longer than stall_s took it all: the attempt was killed when training began."""
+    watch = StallWatch(15.0, 12.0, now=100.0)
+    assert watch.look(-1, False, 105.0) is None
+    assert watch.look(0, False, 110.0) is None
+    assert watch.look(0, False, 140.0) is None
+    assert watch.look(0, True, 145.0) is None
+    assert watch.look(0, True, 160.0) is None
+    assert watch.look(0, True, 160.1) == 15.0
+
+
+def test_before_training_roles_may_wait_for_each_other() -> None:
+    watch = StallWatch(15.0, 12.0, now=0.0)
+    assert watch.look(-1, False, 39.0) is None
+    assert watch.look(-1, False, 39.1) == 39.0
+    assert not watch.has_moved
+
+
+def test_every_step_begins_the_limit_anew_and_the_first_one_of_a_resume_is_none_of_this_attempt() -> None:
+    watch = StallWatch(15.0, 12.0, now=0.0)
+    assert watch.look(40, True, 5.0) is None  # where it resumes
+    assert not watch.has_moved
+    assert watch.look(41, True, 19.0) is None
+    assert watch.has_moved
+    assert watch.look(41, True, 34.0) is None
+    assert watch.look(41, True, 34.5) == 15.0
