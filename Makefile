@@ -54,7 +54,7 @@ imports:
 	$(BIN)/lint-imports
 
 spelling:
-	$(BIN)/codespell README.md CHANGELOG.md docs configs rlhpc launch tests bench
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs configs examples rlhpc launch tests bench
 
 resolve: setup  # every extra on every Python, and the lock files, as a resolver sees them
 	$(BIN)/python -m bench.locks check
