@@ -28,7 +28,6 @@ NOT_RUN = {
     "make demo": "minutes; CI runs it on its own",
     "make test": "would run this test",
     "make check": "would run this test",
-    "make demo-slurm": "minutes; tests/slurm has runs of every kind",
     "sudo apt-get install python3-venv make": "needs root",
     "python3 -m venv .venv": "installs; make setup does the same",
     ".venv/bin/pip install -c requirements/gpu-3.11.txt '.[gpu]'": "installs gigabytes, for a machine with a GPU",
