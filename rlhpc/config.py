@@ -1,8 +1,8 @@
-"""The settings of a run: what is trained, on what, how.  Where it runs stands in a site file, not here.
+"""The settings of a run: what is trained, on what, how.  Where it runs is the site file's subject.
 
-Frozen; unknown keys are refused; defaults are what we would use.  Loads without torch.  Reading files and overrides is
-config_file.py's work; this module holds the schema and the rules that tie one key to another.
-Units stand in names: _s, _bytes, _tokens, _steps, _samples.
+Frozen; unknown keys are refused; defaults are the recommended values.  Loads without torch.  config_file.py reads files
+and overrides; this module holds the schema, config_rules.py the rules between keys. Units are part of names: _s,
+_bytes, _tokens, _steps, _samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read a run file, apply overrides, and write the result once for every role to read.
 
-Eats TOML and key=value words, makes Config.  Every error is a ConfigError of one line per fault that names the place,
-the value and what is legal.
+Input: TOML and key=value overrides.  Output: Config.  Every error is a ConfigError of one line per fault that names the
+place, the value and what is legal.
 """
 
 from __future__ import annotations

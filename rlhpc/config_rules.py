@@ -1,6 +1,6 @@
 """Rules that tie one key of a run file to another.  Each raises ValueError naming keys, values and what is legal.
 
-Eats a whole Config.  A rule is one function; RULES is the list that the schema applies.
+Input: a whole Config.  A rule is one function; RULES is the list that the schema applies.
 """
 
 from __future__ import annotations

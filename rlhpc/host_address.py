@@ -1,7 +1,7 @@
 """The address under which other hosts reach this one.
 
-Eats the environment variable RLHPC_INTERFACE and what the kernel knows of the network; makes IPv4 addresses as text.
-Every socket of ours that is meant for other hosts is bound to what host_address() says.
+Input: the environment variable RLHPC_INTERFACE and what the kernel knows of the network.  Output: IPv4 addresses as
+text.  Every socket of ours that is meant for other hosts is bound to what host_address() says.
 """
 
 from __future__ import annotations

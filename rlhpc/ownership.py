@@ -1,14 +1,14 @@
 """Who may write to a run directory: the attempt whose name stands in owner.json, and nobody else.
 
-In: a run directory, and the name of an owner, new for every attempt.  Out: whole files, or OwnershipLost.
+Input: a run directory, and the name of an owner, new for every attempt.  Output: complete files, or OwnershipLost.
 
-A process that was stopped, or whose node hung, may wake up when another attempt has long begun.  Three things keep it
+A process that was stopped, or whose node hung, may wake up long after another attempt has begun.  Three things keep it
 from writing into that attempt's timeline:
 
 1. It reads owner.json before each change (Fence.check).
-2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  Who
-   takes over writes its own name first and then deletes the staging directories of all others: from then on their
-   renames fail, however late they come, and what was renamed before is there to be seen and judged.
+2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  A new
+owner writes its own name first and then deletes the staging directories of all others: from then on their renames fail,
+however late they come, and what was renamed before is visible and can be checked.
 3. A thread of each role looks at owner.json every second and ends its process (roles/guard.py).
 
 Needs no locks and compares no clocks: owner.json is opened anew for each look, upon which an NFS client asks the

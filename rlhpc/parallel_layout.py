@@ -1,10 +1,10 @@
-"""How a model is shared out over the ranks of the trainer: sizes, and which models they fit.
+"""How a model is sharded over the ranks of the trainer: sizes, and which models they fit.
 
-Eats the [trainer] table and a model's config.json, refuses what cannot be shared out.  Loads without torch: the planner
-on a login node and the trainer on its GPUs ask the same questions.
+Input: the [trainer] table and a model's config.json.  Models that cannot be sharded so are refused.  Loads without
+torch: the planner on a login node and the trainer on its GPUs ask the same questions.
 
-Rank order, fastest first: tensor, context, data, pipeline.  Experts are shared over the ranks of one pipeline stage,
-consecutive ones first; every expert lies whole on one rank.
+Rank order, fastest first: tensor, context, data, pipeline.  Experts are distributed over the ranks of one pipeline
+stage, consecutive ones first; each expert is whole on one rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Every path of a run directory, said once.
+"""Every path of a run directory, defined once.
 
-The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all a resume needs.
-Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing else.
+The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all that a resume
+needs.  Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing
+else.
 """
 
 from __future__ import annotations

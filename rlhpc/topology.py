@@ -1,4 +1,4 @@
-"""Who may say what to whom: the one table of channels.
+"""The table of channels: who connects to whom, and which messages they may send.
 
 Every channel is a ROUTER/DEALER pair (or its in-memory twin).  The server end binds, publishes its address in the
 rendezvous directory, and accepts from a client only the messages listed here.

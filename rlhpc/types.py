@@ -1,4 +1,4 @@
-"""What flows round the ring, in the order in which it flows.
+"""The data that flows round the ring, in the order in which it flows.
 
 Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSample → PackedBatch → WeightManifest.
 

@@ -1,11 +1,11 @@
 """Rewards of one group into advantages: GRPO and RLOO.
 
-Eats the rewards of all members of a group, makes one advantage per member.  Loads without torch.
+Input: the rewards of all members of a group.  Output: one advantage per member.  Loads without torch.
 
 Differs from GRPO (arXiv:2402.03300, §4.1.2): (1) the standard deviation divides by G, not G − 1, so that advantages
 of a group have mean square 1 whatever G is; the paper does not say which, and code that takes torch.std gets values
-smaller by √((G−1)/G); (2) nothing is added to the standard deviation: a group without spread is
-recognised as such instead of being divided by a small number.
+smaller by √((G−1)/G); (2) nothing is added to the standard deviation: a zero-variance group is recognised as such
+instead of being divided by a small number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Figures of a batch that say whether learning is healthy.
 
-Eats RolloutGroup and the summed metrics of a step, makes named numbers and arrays for histograms.  No torch.
+Input: RolloutGroup and the summed metrics of a step.  Output: named numbers and arrays for histograms.  No torch.
 What the figures mean and when to worry: docs/algorithms.md.
 """
 

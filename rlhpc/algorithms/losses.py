@@ -1,6 +1,6 @@
 """The policy loss: PPO's clipped surrogate around a proximal policy, weighted by how far the sampler was from it.
 
-Eats log-probabilities of the sampled tokens, makes a sum over loss tokens and metrics likewise summed.
+Input: log-probabilities of the sampled tokens.  Output: sums over loss tokens, of the loss and of its metrics.
 
     L = − Σ_t  w_t · min(u_t · A_t, clip(u_t, 1 − clip_low, 1 + clip_high) · A_t)
     u_t = π_current / π_proximal      w_t = min(π_proximal / π_behaviour, importance_cap), no gradient through w_t
@@ -15,7 +15,7 @@ Differs from decoupled PPO in AReaL's paper: (1) w_t is truncated; (2) summed ov
 the loss tokens of the whole batch (DAPO's token-level mean), not by each sequence's length first; (3) no KL term and no
 entropy bonus; (4) logarithms of ratios are clamped to ±20 before they are exponentiated, so that one absurd token gives
 a huge number and not infinity; beyond the clamp its gradient is 0.
-Differs from GRPO (arXiv:2402.03300, eq. 3) likewise in (2) and (3).
+Differs from GRPO (arXiv:2402.03300, eq. 3) in (2) and (3).
 
 Not finite: if any log-probability or advantage of a loss token is nan or infinite, loss and gradient are nan on that
 rank.  Nothing is raised: the ranks' vote then skips the step everywhere (contracts.TrainerBackend.step), where an

@@ -1,7 +1,7 @@
 """A finished group into training samples.
 
-Eats RolloutGroup, makes TrainingSample.  Entry t of every array describes token t of prompt and completion together
-(types.py); no shift happens here or later.  Loads without torch.
+Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
+together (types.py); no shift happens here or later.  Loads without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Put the members of a group together, each once.
 
-Eats ScoredRollout, makes RolloutGroup.
+Input: ScoredRollout.  Output: RolloutGroup.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Admit prompts and grant them to generators so that no rollout grows stale and none is forgotten.
 
-Eats Prompt, makes Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed in.
-Promises: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was admitted at
-version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the weights of
-their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished, taken, released,
-dropped}.
+Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed
+in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
+admitted at version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the
+weights of their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished,
+taken, released, dropped}.
 
 Why (2) holds: let group g be admitted at version a and taken for step s.  The batches a … s − 1 hold
 (s − a) · groups_per_step groups.  Each of them was either unreleased when g was admitted, which at most num_slots − 1

@@ -1,8 +1,8 @@
 """Keep groups that may kill their generator away from others, without keeping them from being sampled.
 
 Half of the lease book, which alone uses it.  A suspect group says in whose company it may be (`GroupRecord.company`).
-Generators are full as a rule, so that one would never be free for it by itself: as many are kept free of anything else
-as there are suspects that wait, until these have been granted.
+Generators are full as a rule, so that one would never be free for it by itself: for every suspect that waits, one
+generator is kept free of other work until the suspect has been granted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What became of a group: the unit of the record on disk.
 
-Eats RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
+Input: RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hold every group from its first member to its last use: the one object through which the controller sees rollouts.
 
-Eats ScoredRollout, makes RolloutGroup.  The ledger decides, the assembler joins, the segments record.
-Promises: a group is handed out once for training; what is consumed or dropped reaches a segment; a checkpoint carries
+Input: ScoredRollout.  Output: RolloutGroup.  The ledger decides, the assembler joins, the segments record.
+Guarantees: a group is handed out once for training; what is consumed or dropped reaches a segment; a checkpoint carries
 everything else, half-assembled groups included.
 """
 

@@ -1,10 +1,10 @@
 """Lay groups out as flat columns, and read them back: schema 2 of a rollout segment, without the file around it.
 
-Eats ResolvedGroup, makes named numpy arrays, and the reverse.  docs/rollout_format.md is the description for people; it
-changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length types are
-slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL and
-lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of all it says.  Files of schema 1 lack NEW_COLUMNS, whose defaults they are read with.
+Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollout_format.md is the description for
+people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
+types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL
+and lone surrogates in a model's output are no special case.
+Every row carries a CRC32 of its content.  Files of schema 1 lack NEW_COLUMNS and are read with their defaults.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Remember which prompts were being sampled when a generator died: one of them may have killed it.
+"""Count the leases that each prompt has lost to deaths of generators: a prompt may have caused them.
 
-Eats Prompt, makes Suspicion, which the ledger grants by.  A prompt is known by its content, so that it keeps its
-strikes when a failed run starts again or another epoch draws it anew.  Pure; `StrikeFile` keeps it on disk.
+Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
+so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `StrikeFile` keeps
+it on disk.
 
-Most deaths are a node's or a neighbour's, and strike whole generations of innocents: a first strike has no
-consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent is
-ever struck often enough to be dropped (docs/faults.md).
+Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
+no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
+prompt ever loses enough leases to be dropped (docs/faults.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Draw prompts for ever, in a seeded order that a restart continues.
+"""An endless stream of prompts, in a seeded order that a restart continues.
 
-Eats records, makes Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an epoch
-depends on seed and epoch only, so that a cursor is all there is to save.
+Input: records.  Output: Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an
+epoch depends on seed and epoch only, so that a cursor is the only state to save.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to tokens and back, with the tokenizer of an HF checkpoint directory and nothing else.
 
-Eats tokenizer.json and the JSON files beside it.  The only door to the tokenizers library; needs neither torch nor
-transformers, so that a login node can check a dataset.
+Input: tokenizer.json and the JSON files beside it.  The only module that imports the tokenizers library; needs neither
+torch nor transformers, so that a login node can check a dataset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure for how long an engine had something to do.
+"""Measure for how long an engine had work.
 
 Pure: time is asked from the clock that is passed in.
 """

@@ -1,7 +1,7 @@
-"""Turn a run's configuration into what vLLM wants to be started with.
+"""Turn a run's configuration into vLLM's engine arguments and environment.
 
-Eats Config, makes keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
-Everything that differs between CPU and CUDA on vLLM's side stands here.
+Input: Config.  Output: keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
+All differences between CPU and CUDA on vLLM's side are here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Join what an engine has sampled to the request, and to the prefix it continued.
 
-Eats RolloutRequest and the engine's arrays, makes Rollout.
+Input: RolloutRequest and the engine's arrays.  Output: Rollout.
 """
 
 from __future__ import annotations

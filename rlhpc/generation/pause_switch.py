@@ -1,6 +1,6 @@
-"""Stop vLLM from sampling while anybody wants it stopped.
+"""Keep vLLM paused while at least one holder wants it paused.
 
-Input: holds and releases, each in somebody's name; output: calls of pause_generation and resume_generation.
+Input: holds and releases, each under its holder's name.  Output: calls of pause_generation and resume_generation.
 Requests are kept.  Guarantee: nothing is sampled between a hold that has returned and the release of the same name.
 """
 

@@ -1,16 +1,16 @@
 """How many samples a replica should hold at once, from the lengths of those that have finished.
 
-Eats the room of the KV cache and the lengths of finished requests, makes a number of samples.  Pure.
+Input: the size of the KV cache and the lengths of finished requests.  Output: a number of samples.  Pure.
 
 Divided by the greatest length, the cache of a model that answers in a tenth of it stays nine tenths empty.  What one
 request takes is measured in two ways, of which the greater counts:
     when it ends     prompt + completion, on average: of those that begin together all may be that long at once
     while it runs    tokens held, averaged over the steps of all requests, in which long ones weigh more; and two
                      standard deviations of the sum over all that run, so that the cache is rarely over-full
-At first every request is believed to be of the greatest length; as many finished ones as fit then outweigh that
-belief, and the last ones count most, since lengths change while a model learns.  Short requests finish first, so the
-first to finish tell too little: that is what the belief is for.  An engine that runs out of room nevertheless preempts
-a request and computes it again: that costs time and no rollout.
+The prior assumes the greatest length for every request.  Finished requests outweigh it gradually, recent ones most,
+since lengths change while a model learns.  Short requests finish first, so the first ones to finish are biased: that is
+why there is a prior.  An engine that runs out of KV cache nevertheless preempts a request and computes it again, which
+costs time and loses no rollout.
 """
 
 from __future__ import annotations

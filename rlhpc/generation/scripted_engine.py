@@ -1,6 +1,6 @@
 """An engine without a model, for tests of everything else.
 
-Eats RolloutRequest, makes Rollout.  Token t of a member is drawn from a categorical distribution that is stated
+Input: RolloutRequest.  Output: Rollout.  Token t of a member is drawn from a categorical distribution that is stated
 (logprob_table) and changes with the policy version, by a generator seeded with (seed, group, sample, t): the same
 whatever runs beside it, and the same again after a prefix.  Temperature and nucleus are ignored.
 """

@@ -1,4 +1,4 @@
-"""Finish what was begun, whoever stops waiting for it."""
+"""Run an awaitable to its end, even if the task that waits for it is cancelled."""
 
 from __future__ import annotations
 

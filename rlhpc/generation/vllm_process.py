@@ -1,6 +1,6 @@
 """Start and end vLLM with every process that belongs to it.
 
-Eats an EngineProfile, makes an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
+Input: an EngineProfile.  Output: an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Read what vLLM has sampled of a request that has not ended.
+"""Read the tokens that vLLM has sampled so far for a request in flight.
 
-Its front end collects tokens and log-probabilities of every request until the end; this looks at that collection.  It
-is no public interface: whatever is not found as expected reads as "not known", which costs nothing but the knowledge.
+Its front end collects tokens and log-probabilities of every request until the end; this looks at that collection.  This
+is not a public interface: whatever is not found as expected is reported as "not known", and nothing else is lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Say to vLLM how a completion is drawn and where it ends.
+"""Sampling parameters of a request, in vLLM's terms.
 
-Eats RolloutRequest, makes vllm.SamplingParams.
+Input: RolloutRequest.  Output: vllm.SamplingParams.
 """
 
 from __future__ import annotations

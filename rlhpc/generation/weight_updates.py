@@ -1,4 +1,4 @@
-"""Bring a new version into a vLLM engine: receive, stop sampling where needed, load, adopt, go on.
+"""Update a vLLM engine to a new version: receive, pause sampling where needed, load, adopt, resume.
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 

@@ -1,4 +1,4 @@
-"""What vLLM mixes into each of its workers: receive weights beside decoding, load them while nothing is sampled.
+"""The worker extension that vLLM mixes into each worker: receive weights during decoding, load them while paused.
 
 Called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Every name starts
 with rlhpc_, since vLLM refuses an extension whose names collide with the worker's.

@@ -1,8 +1,9 @@
 """Append events to one TensorBoard event file, from a thread, without ever stopping the run.
 
-Eats serialised tensorboard Event messages, makes events.out.tfevents.*.  A slow file system does not hold the caller
-up; a full one costs the events of that moment and one warning, and what fits later is written later.  The file is
-whole at every moment: what was written of a record that did not fit is cut off again, since readers stop at it.
+Input: serialised tensorboard Event messages.  Output: events.out.tfevents.*.  A slow file system does not hold the
+caller up; a full one loses the events of that moment and logs one warning; later events are written once there is
+space.  The file is valid at every moment: what was written of a record that did not fit is cut off again, since readers
+stop at it.
 
 Why not tensorboard's EventFileWriter: its thread ends at the first error, which it then raises from every later call,
 and the half-written record stays.

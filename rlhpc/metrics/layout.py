@@ -1,6 +1,6 @@
-"""The custom scalars dashboard: what to look at first, several curves to a chart.
+"""The custom scalars dashboard: the most important curves, several per chart.
 
-Eats metric names, makes TensorBoard's Layout message.
+Input: metric names.  Output: TensorBoard's Layout message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small instruments: how fast, how late, how long still.
+"""Small meters: rates, event-loop lag, remaining time.
 
 Pure but for LoopLag; time comes in as an argument or as a clock, always monotonic seconds.  A clock that stands still
 gives zero, never a division by it.

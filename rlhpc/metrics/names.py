@@ -3,7 +3,7 @@
 A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
 A name that ends in "/*" stands for a family whose last part a user chooses.
 Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "finished lately" is since
-the step before, groups without spread included: what the policy can do now, not what it is trained on.
+the previous step, zero-variance groups included: what the policy can do now, not what it is trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One line that says how the run is doing.
+"""The live progress line of a run.
 
-Eats figures of a step, writes to a text stream.  On a terminal the line is rewritten in place; in a log file a whole
-line comes now and then, so that a week's log can be read.
+Input: metrics of a step.  Output: text, written to a stream.  On a terminal the line is rewritten in place; in a log
+file a whole line comes now and then, so that a week's log can be read.
 """
 
 from __future__ import annotations

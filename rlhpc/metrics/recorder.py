@@ -1,6 +1,6 @@
 """Write a step's metrics under their stable names, over three axes.
 
-Eats named numbers and sampled texts, makes calls of TensorBoardWriter.  Unknown names are our own mistake and refused.
+Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
 The key metrics appear three times: NAME over optimiser steps, by_tokens/NAME over trained tokens and by_seconds/NAME
 over seconds, so that runs with other batch sizes or on other machines can be laid side by side.  Each axis has a
 directory of its own, so that a resume can undo it (tensorboard_writer.py).

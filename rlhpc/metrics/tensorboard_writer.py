@@ -1,6 +1,6 @@
 """Write scalars, histograms, texts and a dashboard layout that TensorBoard shows.
 
-Eats plain numbers and text, makes events.  Uses tensorboard's own message builders, which need numpy only: neither
+Input: plain numbers and text.  Output: events.  Uses tensorboard's own message builders, which need numpy only: neither
 TensorFlow nor torch is imported.  Nothing here stops a run; see event_file.py.
 
 A resumed run repeats the steps since its last checkpoint in a new file.  TensorBoard's data server lets a later point

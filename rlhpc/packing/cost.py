@@ -1,6 +1,6 @@
 """What a sequence costs a trainer, in floating-point operations of one forward pass.
 
-Eats lengths, makes costs.  Only ratios matter: the planner compares rows, and a backward pass doubles all of them.
+Input: lengths.  Output: costs.  Only ratios matter: the planner compares rows, and a backward pass doubles all of them.
 """
 
 from __future__ import annotations

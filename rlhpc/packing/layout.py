@@ -1,6 +1,6 @@
 """Lay samples end to end as a plan says.
 
-Eats TrainingSample and Plan, makes PackedBatch.  Pure; no token is dropped, doubled or padded.
+Input: TrainingSample and Plan.  Output: PackedBatch.  Pure; no token is dropped, doubled or padded.
 """
 
 from __future__ import annotations

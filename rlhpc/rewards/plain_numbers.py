@@ -1,6 +1,6 @@
 r"""Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%", "12 eggs", "7\text{ m}".
 
-Exact (fractions, not floats) and all or nothing: a text that holds anything besides one number, its currency sign, its
+Exact (fractions, not floats) and strict: a text that holds anything besides one number, its currency sign, its
 percent sign and its unit is not a plain number.  Pure.
 """
 

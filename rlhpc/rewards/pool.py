@@ -1,8 +1,8 @@
-"""Judge completions in processes that may hang or die without taking anything else along.
+"""Score completions in processes that may hang or die without affecting anything else.
 
-Eats (task, completion, reference), makes Judgement.  Each worker has one completion in hand at a time, so that a
-verdict of verifier_error always falls on the one that earned it.  A hung worker is killed, a dead one is replaced;
-the others go on meanwhile.  A verifier's failure is never a reward of zero.
+Input: (task, completion, reference).  Output: Judgement.  Each worker has one completion at a time, so that
+verifier_error is always assigned to the completion that caused it.  A hung worker is killed, a dead one is replaced;
+the others continue.  A verifier's failure is never a reward of zero.
 
     judge() ── takes an idle worker ── asks ── gives it back
                                         └ lost: killed, replaced in the background, verdict verifier_error

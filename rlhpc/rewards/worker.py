@@ -1,6 +1,6 @@
-"""Judge completions one after the other, in a process of its own that may be killed at any moment.
+"""Score completions one after the other, in a separate process that may be killed at any moment.
 
-Eats Request frames from its standard input, makes Reply frames on what was its standard output.  Started by
+Input: Request frames from its standard input.  Output: Reply frames on what was its standard output.  Started by
 worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when the pipe closes
 or its parent dies.  Whatever a reward function raises becomes a Reply with an error; whatever it prints goes to
 standard error.

@@ -1,7 +1,7 @@
 """One worker process as its pool sees it: started, asked, killed.
 
-Eats Request, makes Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only kill()
-may be called.  One question at a time.
+Input: Request.  Output: Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only
+kill() may be called.  One question at a time.
 """
 
 from __future__ import annotations

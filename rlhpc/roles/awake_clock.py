@@ -1,8 +1,8 @@
-"""Seconds in which this process was awake: what others are given time by.
+"""Seconds in which this process was awake: the clock by which deadlines of others are measured.
 
-A process that was stopped, suspended with its machine or held up by a filesystem has heard nobody meanwhile, though
-everybody may have spoken: what they said waits in its queues.  Time in which nobody could be heard is nobody's silence,
-and no lease runs out in it.
+A process that was stopped, suspended with its machine or blocked by a filesystem has received nothing meanwhile, though
+everybody may have sent: the messages wait in its queues.  Such time counts neither as silence of others nor towards the
+deadline of a lease.
 """
 
 from __future__ import annotations

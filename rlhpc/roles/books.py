@@ -1,4 +1,4 @@
-"""All that a run must not forget: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
+"""The persistent state of a run: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     write ──▶ controller's part, trainer's snapshot ──▶ next step …        training waits for this much
                               └──▶ SaveReport ──▶ complete ──▶ prune        in the background
 
-Promises: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
-complete, for a run that is killed in between goes on from the older one; a checkpoint that the disk does not take is
-left out and followed by another soon, and only when that has gone on for long is it an error.
-All input and output is done by threads: the event loop has rollouts and heartbeats to take in, however slow the disk.
+Guarantees: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
+complete, for a run that is killed in between goes on from the older one; a checkpoint that cannot be written to disk is
+skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done by
+threads: the event loop must receive rollouts and heartbeats, however slow the disk.
 """
 
 from __future__ import annotations

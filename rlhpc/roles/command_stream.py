@@ -1,6 +1,6 @@
 """One ordered stream of commands for all ranks of the trainer.
 
-The lead rank receives from the controller; the others receive from the lead, over the trainer's own process group.  So
+Rank 0 receives from the controller; the others receive from rank 0, over the trainer's own process group.  So
 every rank sees the same commands in the same order, which is what collectives need.
 """
 

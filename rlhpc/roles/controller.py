@@ -1,4 +1,4 @@
-"""The controller: admits prompts, deals leases, gathers groups, feeds the trainer, brings weights round.
+"""The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
     hear control ─▶ fleet, publication          who is there, who samples with which version
     take leases  ─▶ intake ─▶ buffer            waits for rollouts; unblocks the train loop

@@ -1,7 +1,8 @@
-"""What becomes of what a dead generator held, and whether anybody is left.
+"""Reclaim the leases of dead generators, and check whether any generator is left.
 
-A death is noticed by silence, by a successor's hello, or, at the end of a local run, by asking: its launcher knows of
-it before we do.  What was sampled when it happened is struck, on disk before anything else (rlhpc/buffer/strikes.py).
+A death is noticed by silence, by the Hello of a successor, or, at the end of a local run, from the launcher, which
+knows first.  The prompts that were being sampled each lose a lease, which is recorded on disk before anything else
+(rlhpc/buffer/strikes.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How long to put up with a disk that takes nothing, and when to try it again.
+"""How long to tolerate failing writes, and when to try again.
 
-A full disk is seldom full for ever: somebody notices, a quota is raised, another job ends.
+A full disk is seldom permanent: somebody notices, a quota is raised, another job ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Who is there: every process of the run, as the controller last heard of it.
+"""Registry of the run's processes, as the controller last heard of them.
 
-Eats Hello and Heartbeat; says who has fallen silent.  Time is passed in.
+Input: Hello and Heartbeat.  Output: who is registered, and who has fallen silent.  Time is passed in.
 """
 
 from __future__ import annotations

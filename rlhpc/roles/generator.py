@@ -1,10 +1,12 @@
-"""A generator: samples what it holds leases for, has it judged, hands it over, and takes new weights while it does.
+"""A generator: samples the prompts it holds leases for, has rollouts scored, delivers them, and receives new weights
+meanwhile.
 
-Eats Lease, makes ScoredRollout.  It holds nothing that matters: whatever it loses is granted again to another.
-It says how many samples it is willing to hold; the controller never gives it more.
+Input: Lease.  Output: ScoredRollout.  It has no state that must survive: whatever it loses is granted again to another.
+It states how many samples it is willing to hold; the controller never grants it more.
 
-Its engine takes minutes to start, so a supervised generator keeps it while controllers come and go (visits.py).  The
-weights it has are no version of the next controller's: that one gives it no lease before it has received its own.
+Its engine takes minutes to start, so a supervised generator keeps its engine when the controller is replaced
+(visits.py).  Its weights do not count as a version of the next controller, which grants it no lease before it has
+received new ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How busy the generators were between two looks, from what their heartbeats count.
+"""How busy the generators were between two readings of the counters in their heartbeats.
 
-Counters start anew with every incarnation; a look at an incarnation for the first time counts nothing.
+Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep every slot filled and every generator supplied.
 
-Draws prompts while slots are free, and grants leases up to the credit each generator has stated.  The only backpressure
-of the system is here: no slot, no prompt.
+Draws prompts while slots are free, and grants leases up to the credit that each generator has stated.  The only
+backpressure of the system is here: no free slot, no prompt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Ends this process when it has no business any more: who started it is gone, or another attempt owns the run.
+"""Ends this process when it is orphaned: its parent is gone, or another attempt owns the run.
 
-In: the parent's pid and the fence.  A thread looks every LOOK_S and, when it is so, ends the process however deep in a
-library the others are.  Signals and the checks before each write come first (lifecycle.py, ownership.py); this is for a
-process that heeds neither: one that stood still, that imports, that waits in a collective.
+Input: the parent's pid and the fence.  A thread checks every LOOK_S and, if either holds, ends the process, whatever
+library call the other threads are in.  Signals and the checks before each write come first (lifecycle.py,
+ownership.py); this is for a process that reacts to neither: one that was stopped, that imports, that waits in a
+collective.
 """
 
 from __future__ import annotations

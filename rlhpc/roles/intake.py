@@ -1,6 +1,6 @@
-"""What happens to a rollout that comes back: its group, its verdict, its place in the buffer.
+"""Receives rollouts from generators: verdict, group, place in the buffer.
 
-Eats ScoredRollout, makes finished groups.  Active sampling (OlmoRL): a group without spread teaches nothing;
+Input: ScoredRollout.  Output: finished groups.  Active sampling (OlmoRL): a zero-variance group teaches nothing;
 it is dropped and its slot is free at once, so that batches are always full.
 """
 

@@ -1,8 +1,8 @@
-"""How every process of a run starts, hears that it should stop, and ends.
+"""How every process of a run starts, learns that it should stop, and ends.
 
-Eats the command line of one role, makes a RoleContext.  A role ends with exit status 0 when it was told to or
-its work is done, 2 when the settings are at fault, 3 when the world failed it, 4 when another attempt has taken the run
-over, 5 when another role did not turn up in time, 70 when we are at fault.
+Input: the command line of one role.  Output: a RoleContext.  Exit status of a role: 0 stopped on request or finished, 2
+wrong settings, 3 failure of the environment, 4 another attempt has taken the run over, 5 another role did not appear in
+time, 70 internal error.
 """
 
 from __future__ import annotations

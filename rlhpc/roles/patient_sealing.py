@@ -1,4 +1,4 @@
-"""Seal segments when they are due, on a disk that may be full for a while: groups wait in memory, and none is lost."""
+"""Seal segments when they are due, and retry while the disk is full: groups wait in memory, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Say hello to the controller and go on saying that one is alive.
+"""Register with the controller and send heartbeats.
 
-A role's presence is one connection on the control channel: Hello first, then a Heartbeat every heartbeat_s.
+One connection on the control channel: Hello first, then a Heartbeat every heartbeat_s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bring a new version of the weights to the generators, and leave behind those that cannot follow.
+"""Publish a new version of the weights to the generators, and leave out those that fail.
 
 A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
 forming a new epoch first when members came or went; it ends when the trainer is free again.  settle(): every member has

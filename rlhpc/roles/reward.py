@@ -1,7 +1,7 @@
-"""The reward service: judges completions in processes of its own.
+"""The reward service: scores completions in separate processes.
 
-Eats RewardRequest from generators, makes RewardReply.  Calls are idempotent; nothing is kept between them.
-A supervised one keeps its processes while controllers come and go (visits.py).
+Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
+supervised service keeps its processes when the controller is replaced (visits.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Turns each step into totals, TensorBoard and the live line.
+"""Records each step: totals, TensorBoard and the progress line.
 
-Eats StepRecord.  Called between steps; what it measures it never decides on.
+Input: StepRecord.  Called between steps; nothing is decided from what it measures.
 """
 
 from __future__ import annotations

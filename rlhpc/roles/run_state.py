@@ -1,7 +1,7 @@
 """The controller's part of a checkpoint: ledger, prompt cursor, counters, and what a resume undoes.
 
 What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
-checkpoint; segments sealed later are set aside, for they belong to steps that are done again.
+checkpoint; segments sealed later are set aside, since their steps are repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The figures of a whole run, written once at its end.
+"""The metrics of a whole run, written once at its end.
 
-Eats the counters and the sealed segments, makes summary.json.  The reward curve is read from the segments and nowhere
-else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
+Input: the counters and the sealed segments.  Output: summary.json.  The reward curve is read from the segments and
+nowhere else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
 """
 
 from __future__ import annotations

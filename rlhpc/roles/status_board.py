@@ -1,4 +1,4 @@
-"""What the run is doing now, in one file for people and the launcher: status.json, replaced about once a second."""
+"""The current status of the run, for people and the launcher: status.json, replaced about once a second."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Everything a step is measured by, under the stable names of docs/metrics.md.
+"""The metrics of a step, under the stable names of docs/metrics.md.
 
-Eats StepRecord and what came in meanwhile, makes scalars.  No decisions are made from these.
+Input: StepRecord and the intake since the previous step.  Output: scalars.  No decisions are made from these.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
                                        └──▶ settle ──▶ release  slots come free: new prompts start on the new weights
 
-Eats RolloutGroup, makes PackedBatch.  Slots are released only after the weights are live: releasing them earlier would
-let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
+Input: RolloutGroup.  Output: PackedBatch.  Slots are released only after the weights are live: releasing them earlier
+would let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The trainer: one process per rank, doing what the controller's stream of commands says, in order.
+"""The trainer: one process per rank, executing the controller's commands in order.
 
-Eats PackedBatch, makes StepReport; on command forms weight groups, publishes weights, saves.  It never decides
-anything: which batch, when to publish and when to save is the controller's.  A checkpoint is written in the background:
-only its end is reported out of turn.
+Input: PackedBatch.  Output: StepReport; on command it also forms weight groups, publishes weights and saves.  It
+decides nothing itself: the controller chooses the batch, and when to publish and save.  A checkpoint is written in the
+background: only its completion is reported out of order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How signals end a trainer, or do not.
+"""Which signals end a trainer, and which do not.
 
 Alone, a trainer that gets SIGTERM leaves at once.  Under a supervisor it stays: Slurm's signals reach every process of
-a step, and only the controller knows which step to finish and what to save.  A trainer that outlives whoever started it
-leaves in any case.
+a step, and only the controller knows which step to finish and what to save.  A trainer whose parent is gone leaves in
+any case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The controller's conversation with the trainer: a question, then its answer, one at a time.
+"""The controller's requests to the trainer and its replies, one at a time.
 
 Only the train loop asks.  The trainer answers in order, so that an answer of another kind than expected is a bug.
-What comes out of turn, the end of a checkpoint's writing, comes over the control channel.
+The one message out of order, the completion of a checkpoint, comes over the control channel.
 """
 
 from __future__ import annotations

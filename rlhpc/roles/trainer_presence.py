@@ -1,6 +1,6 @@
-"""The trainer's heartbeat, from a thread of its own: its main thread is busy for whole steps.
+"""The trainer's heartbeat, from its own thread: the main thread is busy for whole steps.
 
-The same connection carries what other threads of the trainer have to say, since a socket belongs to one thread.
+The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serve one controller after another: how generators and reward services outlast the controller.
+"""Serve one controller after another: how generators and reward services outlive the controller.
 
 A *visit* is the service of one controller, from connecting to its channels until one of these ends it:
 

@@ -1,8 +1,8 @@
 """Write a checkpoint while training goes on: copy the state to the host, then stream it to disk from a thread.
 
-Eats the live pieces of masters and moments of every rank, makes the files of rlhpc.training.checkpoint on the lead.
-Promises: what is written is the state at the call of save(), bit for bit; training waits for one copy to the host and
-no more; a write that fails is known on every rank and leaves none of them waiting.
+Input: the live pieces of masters and moments of every rank.  Output: the files of rlhpc.training.checkpoint, written by
+rank 0.  Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the
+host only; a failed write is known on every rank and leaves none of them waiting.
 Costs 12 bytes of host memory for every parameter that a rank owns.
 
 The thread is not a daemon: torch must not be torn down under it.  A process that wants to leave sooner than the disk

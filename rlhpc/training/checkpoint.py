@@ -1,7 +1,8 @@
 """The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
 
-Eats float32 master weights and Adam moments tensor by tensor under their HF names, makes safetensors shards and the
-manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out anything.
+Input: float32 master weights and Adam moments tensor by tensor under their HF names.  Output: safetensors shards and
+the manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out
+anything.
 
     weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
 """

@@ -1,8 +1,8 @@
 """Whole checkpoints as directories that appear complete or not at all.
 
-Eats a directory that all roles have written into, makes a checkpoint: `begin` gives a place to write, `complete` makes
-it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.  One that
-does not count is never deleted but set aside under another name.  Loads without torch.
+Input: a directory that all roles have written into.  Output: a checkpoint: `begin` gives a place to write, `complete`
+makes it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
+One that does not count is never deleted but set aside under another name.  Loads without torch.
 
     checkpoints/step_000120/{trainer/…, controller.json, COMPLETE}     COMPLETE: {"files": {name: [bytes, crc32]}, …}
     checkpoints/.step_000120.tmp/…, .step_000120.removed/…             being written, being deleted

@@ -1,9 +1,9 @@
 """The trainer contract on DeepSpeed: ZeRO 1, 2 or 3 over a Hugging Face model.
 
-Eats packed micro-batches, makes optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
+Input: packed micro-batches.  Output: optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
 gradients too (2), parameters too (3).  Forward and backward run in the model's dtype; master weights, moments and
 gradient sums are float32.
-Promises: whether a step applies is decided on all ranks alike, and one that does not leaves no trace.  A loss that is
+Guarantees: all ranks decide alike whether a step applies, and a skipped step changes nothing.  A loss that is
 not finite makes its gradients nan, so that DeepSpeed's own check of the global norm sees both in one vote.
 """
 

@@ -1,6 +1,6 @@
 """Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
 
-Eats a checkpoint and the directory of the model that was trained, makes a directory with the new weights and
+Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
 everything else of the old one: configuration, tokenizer, chat template, licence.
 """
 

@@ -1,4 +1,4 @@
-"""What a file must be to be believed: its size and the checksum of its content.  Loads without torch."""
+"""Size and checksum by which a file is verified.  Loads without torch."""
 
 from __future__ import annotations
 

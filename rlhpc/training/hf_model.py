@@ -1,9 +1,9 @@
 """A causal language model from an HF checkpoint, cut in two: the trunk that makes hidden states, and the head.
 
-Eats a checkpoint directory, makes a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and the
-head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
-whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.
-So is a mixture of experts whose tensors have other names on disk than hf_names knows.
+Input: a checkpoint directory.  Output: a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and
+the head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
+whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.  So
+is a mixture of experts whose tensors have other names on disk than hf_names knows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The names that tensors have on disk and in vLLM, where transformers keeps them otherwise in memory.
 
-Eats a parameter of a transformers module, makes the tensors of an HF checkpoint: the same, but for mixtures of experts.
-Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
+Input: a parameter of a transformers module.  Output: the tensors of an HF checkpoint: the same, but for mixtures of
+experts.  Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
 
     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens from hidden states, without ever holding a [N, V] matrix of logits.
 
-Eats hidden states and the head's weight, or this rank's rows of it; makes log-probabilities (and entropies),
+Input: hidden states and the head's weight, or this rank's rows of it.  Output: log-probabilities (and entropies),
 differentiable once.  Logits are float32 products, whatever the dtype of the model.
 Legend: N tokens, H hidden size, V vocabulary (rows that this rank holds), C tokens of a chunk.
 

@@ -1,10 +1,9 @@
-"""Where ranks on several hosts meet when all they share is a directory: rank 0 listens, a file says where.
+"""Rendezvous of ranks on several hosts that share only a directory: rank 0 listens, a file holds its address.
 
-Eats the path of that file, makes a torch store that all ranks are connected to.  torch's own FileStore would need
-nothing but the file; it locks it, though, and many a shared filesystem has no locks or only pretends to.
-Promises: a port is bound before it is told, never looked for first; the address that a dead rank 0 has left behind, or
-another start's, misleads nobody for longer than it takes the new one to turn up; who does not meet everybody in time
-says who is missing.
+Input: the path of that file.  Output: a torch store that all ranks are connected to.  torch's own FileStore would need
+only the file, but it locks it, and many shared filesystems have no locks or only pretend to.
+Guarantees: a port is bound before its number is written, never searched for first; the stale address of a dead rank 0
+or of another start is replaced as soon as the new one appears; a time-out names the ranks that are missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW on float32 master weights that lie end to end in one buffer, matrices first.
 
-Eats gradients of any floating dtype as autograd makes them, keeps them summed in float32, and writes the stepped
-masters back into the model's parameters.  One buffer each for masters, gradients and the two moments: one all-reduce,
+Input: gradients of any floating dtype as autograd makes them, which are summed in float32.  Output: stepped masters,
+written back into the model's parameters.  One buffer each for masters, gradients and the two moments: one all-reduce,
 one norm and two fused optimiser calls, however many tensors the model has.
 Weight decay acts on matrices only (two dimensions or more), not on norms and biases.
 """

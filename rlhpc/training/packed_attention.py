@@ -1,8 +1,8 @@
 """Causal attention inside each segment of a packed row, for any HF model that honours the attention interface.
 
-Eats the borders of a row's segments, makes a SegmentPlan that travels to every layer through the model's keyword
+Input: the borders of a row's segments.  Output: a SegmentPlan that travels to every layer through the model's keyword
 arguments.  Importing this module registers the implementation under the name PACKED_ATTENTION.
-Promises: no token ever attends across a border, and no [T, T] mask is ever made.
+Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
 are padded on the right into a dense [B, heads, L, head size] batch: causal attention never looks to the right, so that

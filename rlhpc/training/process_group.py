@@ -1,7 +1,7 @@
 """The default process group of the trainer's ranks, opened the same way by every backend.
 
-Eats where the ranks meet, makes the group, and says which device a rank computes on.
-Promises: when open_process_group returns, every rank is connected to every other.
+Input: the rendezvous of the ranks.  Output: the group, and the device that a rank computes on.
+Guarantees: when open_process_group returns, every rank is connected to every other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The trainer contract in plain PyTorch: every rank holds the whole model, gradients are summed over ranks.
 
-Eats packed micro-batches, makes optimiser steps.  The measure that other backends are held to, and the trainer for
-models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of float32 master
-weights; log-probabilities, loss, gradient sums and moments are float32.
+Input: packed micro-batches.  Output: optimiser steps.  The reference that other backends are compared with, and the
+trainer for models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of
+float32 master weights; log-probabilities, loss, gradient sums and moments are float32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every backend takes out of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
+"""What every backend needs of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
 
-Eats PackedMicrobatch, makes tensors on a device.  T: tokens of the row.
+Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 """
 
 from __future__ import annotations

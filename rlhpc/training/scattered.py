@@ -1,9 +1,9 @@
-"""Bring together, tensor by tensor, what lies in pieces over the ranks.
+"""Gather, tensor by tensor, what is sharded over the ranks.
 
-Eats flat pieces of parameters as a backend keeps them, makes whole tensors under their HF names on one rank.  One way
-for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
-Promises: memory beyond what the ranks hold anyway is one bucket, or one item that is larger, and the tensors that one
-item is joined to; what is announced comes, in order; every other rank only sends.
+Input: flat pieces of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  One
+way for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
+Guarantees: extra memory is one bucket, or one item that is larger, and the tensors that one item is joined to; items
+arrive as announced and in order; every other rank only sends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors in safetensors files, of which only the parts that are asked for are read.
 
-Eats the directory of an HF checkpoint, or files that hold named tensors, makes rows and columns of them.
-Promises: files are mapped, not read; few are open at once; what the disk or the format says is wrong with a file comes
-out as one of our own errors, naming the file.
+Input: the directory of an HF checkpoint, or files that hold named tensors.  Output: rows and columns of them.
+Guarantees: files are mapped, not read; few are open at once; errors of the disk or of the format are raised as our own
+errors, naming the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The door to DeepSpeed: an engine that shares a model out over the ranks of the default group, and its end.
+"""The only module that imports DeepSpeed: an engine that shards a model over the ranks of the default group, and its
+end.
 
-Eats a module and [trainer], makes a DeepSpeed engine of ZeRO stage 1, 2 or 3 around torch's AdamW.
-Promises: nothing is compiled when it starts, DeepSpeed writes nothing into logs but errors, and engines may be opened
-and closed in one process as often as one likes.
+Input: a module and [trainer].  Output: a DeepSpeed engine of ZeRO stage 1, 2 or 3 around torch's AdamW.
+Guarantees: nothing is compiled when it starts, DeepSpeed logs errors only, and engines may be opened and closed in one
+process any number of times.
 Import and use it under accelerator_environment: DeepSpeed chooses its accelerator while it is imported, once for the
 process, and looks into the environment for this rank's device in every pass of stage 3.
 """

@@ -1,7 +1,7 @@
 """Where ZeRO keeps masters, moments and parameters, and the way in and out of them by HF name.
 
-Eats DeepSpeed's optimiser of stage 1, 2 or 3, makes a table of fragments that every rank works out alike without
-asking the others, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
+Input: DeepSpeed's optimiser of stage 1, 2 or 3.  Output: a table of fragments that every rank computes alike without
+communication, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
 
 Stages 1 and 2 lay a group of parameters end to end and cut the whole into one partition for each rank, so that a
 parameter may lie on several; stage 3 cuts each parameter by itself.  In both a rank has at most one run of it.

@@ -1,6 +1,6 @@
-"""Turn messages into frames and back, strictly: what is not exactly right is refused, never guessed at.
+"""Turn messages into frames and back, strictly: whatever is not exactly right is refused.
 
-Eats any frozen dataclass of types.py or messages.py; makes frames for a socket.  Never pickles.
+Input: any frozen dataclass of types.py or messages.py.  Output: frames for a socket; and the reverse.  Never pickles.
 
 A message is one *head*, then the large arrays.  Little-endian:
 

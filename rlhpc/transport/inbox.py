@@ -1,7 +1,7 @@
 """A bounded queue of received messages that many tasks may wait on and that can be closed.
 
-Eats whatever a channel has decoded; hands it out in order.  Promises that a wait which ends in a timeout or is
-cancelled takes nothing, and that closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
+Input: decoded messages.  Output: the same, in order.  Guarantees: a wait that times out or is cancelled takes nothing;
+closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
 """
 
 from __future__ import annotations

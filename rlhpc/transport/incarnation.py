@@ -1,7 +1,7 @@
 """Which of two starts of a process is the later one.
 
-Eats incarnation texts: "JOB.RESTART.START-UUID", as a supervisor counts starts (a local run: "0.ATTEMPT.0-UUID").
-Any other text has no order.  Promises nothing about clocks: nodes of a cluster disagree on the time, not on counts.
+Input: incarnation texts: "JOB.RESTART.START-UUID", as a supervisor counts starts (a local run: "0.ATTEMPT.0-UUID").
+Any other text has no order.  Does not rely on clocks: nodes of a cluster disagree on the time, not on counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Mint, store and read one CURVE key pair per role instance of a run.
 
-Eats names like ``generator-1``; makes ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a directory
-of 0700.  Promises: a secret is never readable by others, not even for a moment and under any umask; a key that exists
-is never replaced, so names can be added while a run is up; loosened permissions are an error, not a warning.
+Input: names like ``generator-1``.  Output: ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a
+directory of 0700.  Guarantees: a secret is never readable by others, not even for a moment and under any umask; a key
+that exists is never replaced, so names can be added while a run is up; loosened permissions are an error, not a
+warning.
 
 Not zmq.auth.create_certificates: it writes the secret with the umask's permissions, 0644 as a rule.
 """

@@ -1,7 +1,7 @@
 """A channel inside one process: the reference semantics, and what tests of everything else use.
 
 Messages pass through the codec like on the wire, so what works here travels; no array is shared between two ends
-except read-only.  Capacity is exact: so many messages per peer and direction.
+except read-only.  Capacity is exact: a number of messages per peer and direction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The doors that roles use: open the server end of a channel, or connect to one.
+"""How roles open channels: bind the server end, or connect to one.
 
-Eats a ChannelSpec, the run's layout and its [transport] settings; makes channels that are published, found, encrypted
-and admitted.  Promises that a client is returned only after the server has admitted it: an address that a dead server
-has left behind is read again until the server is back or the time is over.
+Input: a ChannelSpec, the run's layout and its [transport] settings.  Output: channels that are published, found,
+encrypted and admitted.  Guarantees: a client is returned only after the server has admitted it; a stale address of a
+dead server is read again until the server is back or the time is over.
 """
 
 from __future__ import annotations

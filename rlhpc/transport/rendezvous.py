@@ -1,7 +1,7 @@
 """How roles find each other: one small file per bound socket in the run directory.
 
-A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a
-hint: it may outlive its server, so who connects waits for the handshake and reads again (open.py).
+A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a hint:
+it may outlive its server, so a client waits for the handshake and reads the file again (open.py).
 """
 
 from __future__ import annotations

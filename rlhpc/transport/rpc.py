@@ -1,8 +1,8 @@
-"""Ask one of several replicas and get its answer, though some of them may be slow or dead.
+"""Send a request to one of several replicas and get a reply, though some of them may be slow or dead.
 
-Eats requests and makes replies: frozen dataclasses with a `request_id`, over any ClientChannel.  A request that is not
-answered in time goes to another replica, so it must be idempotent.  Every attempt has a number of its own; an answer
-that comes after its attempt was given up is counted and dropped.
+Input: requests.  Output: replies.  Both are frozen dataclasses with a `request_id`, over any ClientChannel.  A request
+that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number; a
+reply that comes after its attempt was given up is counted and dropped.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A *session* is one opened client channel: peer name, incarnation of its process,
 ROUTER's routing id, so every message says which session it is of.  The random number keeps others from taking a
 session over (routing ids are claimed, not proved) and makes a channel that is opened again start from sequence 0.
 
-Promises: a peer's newest session is the only one that is heard; an incarnation that was followed by another is fenced
-for ever, and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes
-for the first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence
-numbers count from 0, so that a loss is counted and a copy refused.
+Guarantees: only a peer's newest session is accepted; an incarnation that was followed by another is fenced permanently,
+and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes for the
+first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence numbers
+count from 0, so that a loss is counted and a copy refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Make ZeroMQ sockets the way every channel wants them, and move whole messages through them without blocking.
 
-Eats a ChannelSpec and the [transport] settings.  Traps that are dealt with here, and nowhere else:
+Input: a ChannelSpec and the [transport] settings.  Output: configured sockets.  Traps that are handled here, and
+nowhere else:
 
 * no ZMTP heartbeats: a socket that stops reading because its queue is full does not answer pings either, so the
   sender takes it for dead, reconnects, and loses what was on its way (281 of 288 messages in our trial).  TCP keepalive

@@ -1,6 +1,6 @@
 """Admit only this run's keys: the ZAP handler of one ZeroMQ context (RFC 27).
 
-Eats handshake requests at inproc://zeromq.zap.01; answers with the name of the role instance whose key it is, which
+Input: handshake requests at inproc://zeromq.zap.01.  Output: the name of the role instance whose key it is, which
 ZeroMQ then attaches to every message of that connection as its User-Id.
 
 CURVE without a handler admits everyone who knows the server's public key, and pyzmq's ThreadAuthenticator with domain

@@ -1,8 +1,8 @@
 """The connecting end of a channel over ZeroMQ: a DEALER, for roles with an event loop and for roles without.
 
-Eats the server's messages of a ChannelSpec, sends the clients'.  A message that does not decode, or that was here
-before, raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because
-the connection broke and came back, is counted in messages_lost.
+Receives the server's messages of a ChannelSpec and sends the clients'.  A message that does not decode, or a duplicate,
+raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because the
+connection broke and came back, is counted in messages_lost.
 """
 
 from __future__ import annotations

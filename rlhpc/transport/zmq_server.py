@@ -1,13 +1,14 @@
 """The binding end of a channel over ZeroMQ: a ROUTER that knows its peers by name.
 
-Eats the clients' messages of a ChannelSpec, sends the server's.  Keeps the promises of ServerChannel:
+Receives the clients' messages of a ChannelSpec and sends the server's.  Keeps the guarantees of ServerChannel:
 
 * order, and no copies: sequence numbers per session (sessions.py); what is missing is counted in messages_lost;
 * nothing foreign: with CURVE only keys of this run are admitted, and each may speak only under its own name;
 * no silent drop: ROUTER_MANDATORY turns an unknown peer into PeerUnreachable and a full queue into ChannelFull.
 
 Differs from the usual recipe: the routing id is ``name/incarnation/random``, not the bare name.  With bare names a
-stopped process that comes back takes the connection over from its successor, and the two go on doing so for ever.
+stopped process that comes back takes the connection over from its successor, and the two take it from each other
+endlessly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Say which bytes of which bucket hold which tensor.
+"""Layout of tensors in buckets.
 
-Eats TensorSpec, makes WeightManifest.  Pure: publisher and receivers compute the same layout from the same manifest.
-Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
+Input: TensorSpec.  Output: WeightManifest.  Pure: publisher and receivers compute the same layout from the same
+manifest.  Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How weights travel in a run: decided from where trainer and engines are, never from how many GPUs one process sees.
+"""Choose the weight transport: from where trainer and engines are, never from how many GPUs one process sees.
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
 nccl, ipc or disk.  A device is "" for the CPU, else a word that no other device has: a GPU's UUID, or its place in

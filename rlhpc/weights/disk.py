@@ -1,6 +1,6 @@
 """Move weights through files of the run directory: slow, and possible everywhere.
 
-Eats a WeightManifest; publisher and receivers share nothing but a directory with atomic rename:
+Input: a WeightManifest and tensors.  Publisher and receivers share only a directory with atomic rename:
 
     epoch_000003/joined_0001                    rank 1 takes part
     epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out

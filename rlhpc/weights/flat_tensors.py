@@ -1,6 +1,7 @@
 """Lay tensors into a block of bytes and read them back as views.
 
-Eats (name, tensor) in manifest order, fills a flat uint8 buffer bucket by bucket; the reverse copies nothing.
+Input: (name, tensor) in manifest order.  Output: a flat uint8 buffer, filled bucket by bucket; the reverse copies
+nothing.
 """
 
 from __future__ import annotations

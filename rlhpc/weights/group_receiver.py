@@ -2,7 +2,7 @@
 
 Input: a WeightManifest and memory; output: one block of bytes after the other, the next one on its way while the last
 is used.  What goes wrong on this side (no room, another version than announced, a consumer that gives up) is said in
-one of the two votes of the protocol (group_publisher.py), so that nobody waits for a time-out on its account.
+one of the two votes of the protocol (group_publisher.py), so that no other rank has to wait for a time-out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose how weights travel, by name."""
+"""Create weight publishers and receivers by the name of the transport."""
 
 from __future__ import annotations
 

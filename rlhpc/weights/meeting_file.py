@@ -1,4 +1,4 @@
-"""Read the path out of a meeting place's address."""
+"""Parse the address of a rendezvous file."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Know who takes part in weight broadcasts, and who answers with which version.
+"""Membership of weight broadcasts, and the version that each member samples with.
 
-Eats what the controller hears (Hello, WeightsLive, silence), makes WeightGroup.  Pure: no clock, no sockets, no torch.
+Input: what the controller hears (Hello, WeightsLive, silence).  Output: WeightGroup.  Pure: no clock, no sockets, no
+torch.
 
 Rules:
 1. A membership epoch is a fixed roster.  Whoever comes, goes or restarts makes a new epoch necessary; nobody joins or
    leaves an epoch that exists.
-2. A member that is lost, leaves or fails is waited for no longer and makes the epoch broken.  One that failed is in the
+2. A member that is lost, leaves or fails is no longer waited for and makes the epoch broken.  One that failed is in the
    next epoch; one that was lost or left is in the next epoch after it has said hello again.  A late joiner enters the
    next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.

@@ -1,4 +1,4 @@
-"""An NCCL group that never takes its process along.
+"""An NCCL group whose failure never ends its process.
 
 Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows whatever goes wrong in a
 collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the

@@ -1,7 +1,7 @@
 """A process group of our own, beside torch's global one.
 
-Eats an address, a rank and a world size; offers broadcast from rank 0 and a sum.  The trainer's and vLLM's own process
-groups live in torch's global state and are neither seen nor touched.  Whatever goes wrong is a GroupFailed.
+Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
+vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.
 """
 
 from __future__ import annotations

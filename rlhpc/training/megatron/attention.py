@@ -1,7 +1,7 @@
 """Attention inside the segments of a packed row, as a part of Megatron's layers, over one or several context ranks.
 
-Eats Megatron's queries, keys and values [L, 1, heads, D] and a PackedRow, makes [L, 1, heads · D].
-Promises: no token attends across a segment border; no mask of the whole row is ever made.
+Input: Megatron's queries, keys and values [L, 1, heads, D] and a PackedRow.  Output: [L, 1, heads · D].
+Guarantees: no token attends across a segment border; no mask of the whole row is ever made.
 Legend: L tokens of this context rank, P of the padded row.
 
 Context ranks gather all keys and values of the row, which costs less than it seems where key heads are few, and needs

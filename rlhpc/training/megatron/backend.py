@@ -1,8 +1,8 @@
 """The trainer contract on Megatron-Core: one model over tensor, context, data, pipeline and expert ranks.
 
-Eats packed micro-batches, makes optimiser steps.  The forward pass runs in the model's dtype; log-probabilities, loss,
-gradient sums, main weights and moments are float32.
-Promises: every rank returns the same StepResult, applies or skips a step together with all others, and a skipped step
+Input: packed micro-batches.  Output: optimiser steps.  The forward pass runs in the model's dtype; log-probabilities,
+loss, gradient sums, main weights and moments are float32.
+Guarantees: every rank returns the same StepResult, and all of them apply or skip a step together; a skipped step
 changes no bit of weights, moments or step counters.
 """
 

@@ -1,7 +1,7 @@
-"""Let Megatron-Core run on a machine without CUDA: everything it takes for granted about a GPU, answered for the CPU.
+"""Let Megatron-Core run on a machine without CUDA: every assumption it makes about a GPU is replaced for the CPU.
 
-The one file that changes another package's attributes, and only attributes of megatron.core's own modules: torch stays
-as it is for everybody else.  Does nothing where there is CUDA.
+The only file that patches another package, and only attributes of megatron.core's own modules: torch is unchanged for
+everybody else.  Does nothing where there is CUDA.
 
 Megatron 0.16.1 names the GPU in three ways, and each has one remedy:
     torch.cuda.x() and device="cuda"   the modules below see TorchOnCpu under the name `torch`

@@ -1,13 +1,14 @@
 """Checkpoints in Megatron's own distributed format: every rank writes its share, any Megatron layout reads it.
 
-Eats a ShardedState, makes what megatron.core.dist_checkpointing calls "torch_dist", and beside it megatron.json, ours:
+Input: a ShardedState.  Output: the format that megatron.core.dist_checkpointing calls "torch_dist", and our
+megatron.json beside it:
 
     __0_0.distcp  __1_0.distcp …  .metadata  common.pt  metadata.json  megatron.json
 
-megatron.json is written last, by the lead, when the files of all ranks are there; it knows their checksums, the number
+megatron.json is written last, by rank 0, when the files of all ranks are complete; it holds their checksums, the number
 of steps, the random state and which model it is.
-Promises: whatever fails on one rank is a CheckpointError with the same reason on all; all files are verified, each
-rank reading its share of them, before any number is taken over.
+Guarantees: whatever fails on one rank is a CheckpointError with the same reason on all; all files are verified, each
+rank reading its share of them, before any of the state is loaded.
 
 Written in the calling process by torch's own writer.  Megatron's starts a server process for its results, which hangs
 a main module without guard, and forks the training process to write, CUDA, threads and all.

@@ -1,7 +1,7 @@
 """Small messages between all ranks of the trainer, as JSON over gloo.
 
-Eats what JSON can say, makes the same on other ranks.  For figures and sizes; tensors travel on their own.
-Floats arrive bit for bit, nan and inf included.
+Input: values that JSON can represent.  Output: the same on other ranks.  For metrics and sizes; tensors are sent
+separately.  Floats arrive bit for bit, nan and inf included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the tensors of an HF checkpoint lie in a Megatron model that is shared out over ranks.
+"""Where the tensors of an HF checkpoint lie in a Megatron model that is sharded over ranks.
 
-Eats a transformers configuration and a ParallelLayout, makes one ParameterMap for each parameter of the whole model.
-Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
+Input: a transformers configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
+model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
 
 A parameter is cut into shards, one for each tensor rank; what is replicated, and every matrix of an expert, is one
 shard.  A shard is a pile of slabs, runs of rows (or columns) of HF tensors:

@@ -1,8 +1,8 @@
 """HF weights into the parameters of a Megatron model, and out of them again.
 
-Eats model chunks as build_chunks makes them and a TensorSource, fills this rank's parameters; makes the Scattered items
-by which gather_stream brings weights and optimiser state together under their HF names.
-Promises: a rank reads only what it holds, with one slab of one tensor in memory; the items are the same on all ranks,
+Input: model chunks from build_chunks and a TensorSource.  Output: this rank's parameters, filled; and the Scattered
+items by which gather_stream brings weights and optimiser state together under their HF names.
+Guarantees: a rank reads only what it holds, with one slab of one tensor in memory; the items are the same on all ranks,
 in the order of the HF specs; the copy of a tied head is loaded and never exported.
 """
 

@@ -1,6 +1,6 @@
 """The policy as a Megatron model whose last pipeline stage makes log-probabilities, never logits.
 
-Eats LocalRows, makes [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
+Input: LocalRows.  Output: [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
 Legend: L tokens of this context rank, W of them wanted, H hidden size.
 
 Layers are Megatron's own with its own linear layers, which need no TransformerEngine; the names of parameters are the

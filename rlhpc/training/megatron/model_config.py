@@ -1,8 +1,8 @@
 """Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
 
-Eats a transformers configuration and the [trainer] table, makes a TransformerConfig.  Families: qwen2, qwen3,
-qwen3_moe, llama (3 and older).  Promises: what Megatron here would compute otherwise than transformers is refused with
-ConfigError, never trained wrongly.
+Input: a transformers configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
+qwen3_moe, llama (3 and older).  Guarantees: what Megatron here would compute otherwise than transformers is refused
+with ConfigError, never trained wrongly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's AdamW, stepped by hand: norm, vote, clip and step are the backend's, in this order.
 
-Eats the summed gradients that DistributedDataParallel holds in float32, steps float32 main weights and publishes them
+Input: the summed gradients that DistributedDataParallel holds in float32.  Output: stepped float32 main weights, copied
 to the model's parameters.
-Promises: nothing of weights, moments or step counters changes before step(); after it the model's parameters are the
+Guarantees: nothing of weights, moments or step counters changes before step(); after it the model's parameters are the
 new ones on every rank, at once.  That rules out Megatron's overlap_param_gather, which leaves stale parameters in
 place until the next forward pass, while weights() may be asked for before that.
 Weight decay acts on matrices only (two dimensions or more), not on norms and biases.

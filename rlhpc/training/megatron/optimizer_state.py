@@ -1,12 +1,12 @@
 """Where Megatron's optimisers keep float32 main weights, moments and step counters of each parameter.
 
-Eats a Megatron optimiser, makes one Shard for each parameter of which this rank keeps a part.  A rank of a distributed
-optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them.
+Input: a Megatron optimiser.  Output: one Shard for each parameter of which this rank keeps a part.  A rank of a
+distributed optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them.
 Names of Megatron's own that are not public are read here and nowhere else (megatron-core 0.16.1).
 
 Our own checkpoint format over these shards avoids Megatron's state_dict and what is wrong with it outside Transformer
-Engine: state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: torch's AdamW
-counts a `step` tensor that parameters share once for each of them, so every shard has one of its own.
+Engine: state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: if parameters
+share a `step` tensor, torch's AdamW increments it once for each of them, so every shard has its own.
 """
 
 from __future__ import annotations

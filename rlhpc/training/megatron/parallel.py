@@ -1,7 +1,7 @@
-"""Megatron's process groups: opened for a layout, closed again, as often as a process likes.
+"""Megatron's process groups: opened for a layout and closed again, any number of times in a process.
 
-Eats a ParallelLayout and the default process group, which must be up and hold exactly the layout's ranks, also if that
-is one.  Megatron keeps the groups in its own module, so that one process can have one layout at a time.
+Input: a ParallelLayout and the default process group, which must be initialised and have exactly the layout's ranks,
+even if that is one.  Megatron keeps the groups in its own module, so that one process can have one layout at a time.
 """
 
 from __future__ import annotations

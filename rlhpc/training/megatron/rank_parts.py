@@ -1,7 +1,7 @@
 """What one rank holds of the model and of the optimiser's state, under the names of the HF checkpoint.
 
-Eats a run file, or shards of the optimiser and checkpoints; makes loaded chunks, and the items by which weights and
-state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
+Input: a run file, or shards of the optimiser and checkpoints.  Output: loaded chunks, and the items by which weights
+and state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Micro-batches through the stages of the model, forward alone or forward and backward, by Megatron's schedules.
 
-Eats packed micro-batches, hands the log-probabilities of whole rows to the caller on the last pipeline stage, and
-leaves gradients summed over micro-batches and ranks in the chunks' buffers.
-Promises: gradients are sums, never means; each micro-batch is judged exactly once on every rank of the last stage, in
-order; rows that only fill up the schedule are not shown to the caller.
+Input: packed micro-batches.  Output: the log-probabilities of whole rows, handed to the caller on the last pipeline
+stage, and gradients summed over micro-batches and ranks in the chunks' buffers.
+Guarantees: gradients are sums, never means; the loss of each micro-batch is computed exactly once on every rank of the
+last stage, in order; rows that only fill up the schedule are not shown to the caller.
 """
 
 from __future__ import annotations

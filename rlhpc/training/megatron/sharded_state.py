@@ -1,8 +1,9 @@
 """Float32 main weights and moments of one rank as Megatron's sharded tensors, which any layout can read back.
 
-Eats this rank's Shards and the model's own sharded_state_dict, makes dictionaries for megatron.core.dist_checkpointing.
-Promises: every number of the model is written by exactly one rank, tensors shared out over the replicas; only tensors
-that lie on several ranks are copied between them; a rank reads only tensors of which it keeps a part.
+Input: this rank's Shards and the model's own sharded_state_dict.  Output: dictionaries for
+megatron.core.dist_checkpointing.  Guarantees: every number of the model is written by exactly one rank, tensors are
+distributed over the replicas; only tensors that lie on several ranks are copied between them; a rank reads only tensors
+of which it keeps a part.
 
 The optimiser's own sharded_state_dict is not used: it asserts before the first step, asks for a "step" that
 "fully_reshardable" does not store, gives all parameters one shared step tensor after a load, and collects everything
