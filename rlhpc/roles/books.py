@@ -24,7 +24,7 @@ from rlhpc.weights.membership import Membership
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a checkpoint carries, and where it stands."""
+    """What a checkpoint holds, and where the run continues."""
 
     prompts: PromptSource
     tokenizer: PromptTokenizer
@@ -36,11 +36,11 @@ class Books:
     step: int  # the step to begin with
     policy_version: int
     attempt: int = 0  # of the run
-    strikes: StrikeBook = field(default_factory=StrikeBook)  # no checkpoint's: no resume undoes it
+    strikes: StrikeBook = field(default_factory=StrikeBook)  # not part of a checkpoint: no resume undoes it
 
 
 def open_books(context: RoleContext, clock: Clock) -> Books:
-    """Open a run's books, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
+    """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()

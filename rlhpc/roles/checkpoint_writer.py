@@ -56,12 +56,12 @@ class CheckpointWriter:
 
     @property
     def awaits_trainer(self) -> bool:
-        """True while the trainer is writing: until its SaveReport is heard."""
+        """True while the trainer is writing: until its SaveReport has arrived."""
         return self._report is not None and not self._report.done()
 
     @property
     def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known by now."""
+        """True if the last one could not be written, as far as is known."""
         return self._failure is not None
 
     @property
@@ -72,7 +72,7 @@ class CheckpointWriter:
     async def write(self, step: int, policy_version: int) -> None:
         """Begin one; called between two steps, when nothing is being trained.
 
-        Waits for the end of the one before.  If this one's beginning fails it is left out; older ones stay usable.
+        Waits for the end of the one before.  If this one cannot be started it is skipped; older ones stay usable.
         Raises CheckpointError if saving has failed for too long.
         """
         await self._ended()
@@ -111,7 +111,8 @@ class CheckpointWriter:
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Path]:
-        """Take the controller's part in one go, before anything can be delivered; return what writes it to disk.
+        """Take a snapshot of the controller's part at once, before anything can be delivered; return what writes it to
+        disk.
 
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
         raises CheckpointError, leaving nothing behind.
@@ -138,7 +139,7 @@ class CheckpointWriter:
             await self._completing
 
     def _check_ownership(self) -> None:
-        """Raises OwnershipLost: checkpoints here are another attempt's to make and to delete."""
+        """Raises OwnershipLost: only the owner makes and deletes checkpoints here."""
         if self._fence is not None:
             self._fence.check()
 
@@ -169,7 +170,7 @@ class CheckpointWriter:
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)
 
     def _leave_out(self, error: CheckpointError) -> None:
-        """This one is not to be had; what older ones need is still there."""
+        """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
         self._patience.failed()
         self._books.totals.checkpoints_failed += 1

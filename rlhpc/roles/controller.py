@@ -56,12 +56,12 @@ from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-PAUSE_COUNTS_FOR = 8  # a pause of ours counts for this part of the silence that others are allowed, at most
-FAREWELL_S = 2.0  # for the others to hear that they should stop
+PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+FAREWELL_S = 2.0  # for StopRole to reach the others
 
 
 def run(context: RoleContext) -> None:
-    """Run to the last step, or until told to stop; then tell everybody else."""
+    """Run to the last step, or until asked to stop; then stop all other roles."""
     asyncio.run(_control(context))
 
 
@@ -88,7 +88,7 @@ async def _control(context: RoleContext) -> None:
 
 
 class Controller:
-    """Wires the parts together and lets them run."""
+    """Wires the parts together and runs them."""
 
     def __init__(
         self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
@@ -144,7 +144,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------------- running
 
     async def run(self, stop: StopRequest) -> None:
-        """Do everything until the last step or `stop`; then close the books."""
+        """Run until the last step or `stop`; then finish the records."""
         try:
             await self._run_loops(stop)
         except BaseExceptionGroup:
@@ -152,7 +152,7 @@ class Controller:
             raise
         self._close_books()
         if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
-            raise RoleFailed("no generator is left, and nobody starts another; see logs/generator-*/")
+            raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
@@ -201,7 +201,7 @@ class Controller:
         return [name for name in ranks if self._fleet.member(name) is None]
 
     async def _hear(self) -> None:
-        """Take what roles say about themselves."""
+        """Receive control messages of all roles."""
         while True:
             name, message = await self._control.receive()
             if isinstance(message, Hello):
@@ -216,18 +216,18 @@ class Controller:
                 self._checkpoints.hear(message)
 
     async def _ask_who_it_is(self, name: str) -> None:
-        """Somebody beats who was struck off as silent: a generator that stood still may take part again."""
+        """Heartbeat from a process that was declared dead: a generator that was paused may register again."""
         if name.startswith("generator-"):
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, RollCall())
 
     async def _greet(self, name: str, message: Hello) -> None:
         if self._fleet.is_outlived(name, message):
-            self._fleet.greet(name, message)  # which refuses it; told to stop would be who has taken its place
+            self._fleet.greet(name, message)  # which refuses it; StopRole would reach its successor
             return
         known = self._fleet.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
-            await self._lose(name, "was started again")  # what it held is lost
+            await self._lose(name, "was started again")  # its leases are lost
         if not self._fleet.greet(name, message):
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
@@ -240,10 +240,10 @@ class Controller:
                 return
             self._deaths.is_back(name)
             await self._publication.joined(name, message.weight_devices, message.incarnation)
-            self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
+            self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:
-        """Take what generators bring."""
+        """Receive rollouts and progress from generators."""
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, ScoredRollout):
@@ -258,15 +258,15 @@ class Controller:
             self._granting.wake()
 
     async def _cancel_dropped(self) -> None:
-        """Spare generators the work on groups that nobody wants any more."""
+        """Cancel sampling of groups that were dropped."""
         while self._intake.cancelled:
             group_id = self._intake.cancelled.pop()
             for name in self._publication.ready_members:
-                with suppress(ChannelError):  # it is gone, or too busy to hear: then it works in vain
+                with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
                     await self._leases.send(name, CancelGroup(group_id))
 
     async def _watch(self) -> None:
-        """Look for what does not announce itself: silence, lateness, poison, full segments."""
+        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for name in self._fleet.silent():
@@ -281,7 +281,7 @@ class Controller:
             await asyncio.to_thread(self._board.write, self._board.document())
 
     async def _lose(self, name: str, why: str) -> None:
-        """A process is gone.  Generators are expendable; the others are not."""
+        """A process is gone.  The run survives the loss of generators, not of other roles."""
         member = self._fleet.member(name)
         self._fleet.forget(name)
         log.warning("%s %s", name, why)
@@ -290,15 +290,15 @@ class Controller:
         if member is not None and member.hello.role == "generator":
             await self._deaths.of(name)
             await self._publication.lost(name)
-            self._loop.groups_changed()  # perhaps only those are left who wait for their first weights
+            self._loop.groups_changed()  # perhaps only generators without weights are left
             self._granting.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
     async def _outlast_save(self, stop: asyncio.Event) -> None:
-        """The run has failed: let the checkpoint that is being written become complete, while its writer lives."""
+        """The run has failed: let a checkpoint in progress become complete, as long as its writer is alive."""
         if self._checkpoints.awaits_trainer:
-            log.warning("the run has failed; the trainer is writing a checkpoint, which is waited for")
+            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
         while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
             self._awake.look()
             with suppress(ChannelTimeout):
@@ -311,13 +311,14 @@ class Controller:
             try:
                 await self._checkpoints.finish()
             except CheckpointError:
-                log.exception("nor was the last checkpoint completed")
+                log.exception("the last checkpoint was not completed either")
 
     def _is_trainer_alive(self) -> bool:
         return self._fleet.member(LEAD) is not None and LEAD not in self._fleet.silent()
 
     def _close_books(self) -> None:
-        """Give up what is in flight, seal, and sum up a finished run; a stopped one has saved it for the resume."""
+        """Drop groups in flight, seal segments and summarise a finished run; a stopped one has saved them for the
+        resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
             for group in self._books.ledger.groups:
@@ -329,7 +330,7 @@ class Controller:
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
-        """Tell every process that it may go, and whether another controller will follow."""
+        """Send StopRole to every process, and whether another controller will follow."""
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
         for name in self._fleet.names():
@@ -341,7 +342,7 @@ class Controller:
         self._board.write(self._board.document())
 
     def close(self) -> None:
-        """Put on disk what is only in memory: metrics, and rollouts that a failed run still holds."""
+        """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
         self._recorder.close()
         try:
             self._books.segments.seal_all()

@@ -19,7 +19,7 @@ from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.lifecycle import RoleContext
 
 log = logging.getLogger("rlhpc.deaths")
-ANSWER_S = 1.0  # for a generator to take a message
+ANSWER_S = 1.0  # for a generator to receive a message
 
 
 class Deaths:
@@ -28,19 +28,19 @@ class Deaths:
     def __init__(self, context: RoleContext, control: ServerChannel, fleet: Fleet, books: Books) -> None:
         self._control, self._fleet, self._books = control, fleet, books
         self._file = StrikeFile(context.layout.strikes, context.fence)
-        # A launcher starts nobody again; a supervisor does.
+        # A launcher restarts nobody; a supervisor does.
         self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
         self._gone: set[str] = set()
         self.nobody_is_left = asyncio.Event()
 
     def is_back(self, name: str) -> None:
-        """A generator is here, again perhaps."""
+        """A generator has registered, for the first time or again."""
         self._gone.discard(name)
 
     async def of(self, name: str) -> None:
-        """A generator is dead, or silent for too long: all it held is to be granted again.
+        """A generator is dead, or silent for too long: reclaim its leases.
 
-        One that is only silent may wake, so that somebody is left as long as its connection stands.
+        A silent one may wake up, so it counts as left as long as its connection stands.
         """
         self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
         await self.write()
@@ -50,7 +50,8 @@ class Deaths:
                 self.nobody_is_left.set()
 
     async def find(self) -> None:
-        """Look for the dead of a local run among those who hold something.  Supervised ones are their successors'."""
+        """Find dead generators of a local run that hold leases.  For supervised ones, the Hello of a successor does
+        this."""
         if self._num_irreplaceable is None:
             return
         for name in self._fleet.names("generator"):
@@ -59,7 +60,8 @@ class Deaths:
                 await self.of(name)
 
     async def write(self) -> None:
-        """Put strikes and pardons on disk, if there are new ones.  Raises OwnershipLost."""
+        """Write lost leases and completions of suspect prompts to disk, if there are new ones.  Raises
+        OwnershipLost."""
         if self._books.strikes.unwritten:
             await asyncio.to_thread(self._file.append, self._books.strikes)
 

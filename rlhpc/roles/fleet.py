@@ -31,31 +31,32 @@ class Fleet:
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
         self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
         self._members: dict[str, RoleProcess] = {}
-        self._latest: dict[str, str] = {}  # name → incarnation, also of those that are gone
+        self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
 
     def is_outlived(self, name: str, hello: Hello) -> bool:
-        """True for a process of an earlier start than one that was taken in under this name."""
+        """True for an incarnation that is older than one registered under this name."""
         return is_earlier(hello.incarnation, self._latest.get(name, ""))
 
     def greet(self, name: str, hello: Hello) -> bool:
-        """Take a process in.  False, and it stays out, if it runs with other settings than ours or is outlived."""
+        """Register a process.  False, without effect, if its settings differ from the run's or a later incarnation is
+        registered."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False
         if self.is_outlived(name, hello):
-            log.error("%s, pid %d on %s: a later incarnation has taken its place", name, hello.pid, hello.host)
+            log.error("%s, pid %d on %s: refused, a later incarnation is registered", name, hello.pid, hello.host)
             return False
         self._latest[name] = hello.incarnation
         known = self._members.get(name)
-        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers a roll call
+        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers Reregister
             known.heard_at = self._clock()
             return True
         self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
-        log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
+        log.info("%s registered: pid %d on %s", name, hello.pid, hello.host)
         return True
 
     def hear(self, name: str, beat: Heartbeat) -> bool:
-        """Note a heartbeat.  False: it is of a stranger to this controller, and ignored until that one says hello."""
+        """Record a heartbeat.  False, without effect, if the sender is not registered with this controller."""
         member = self._members.get(name)
         if member is None:
             return False
@@ -63,20 +64,20 @@ class Fleet:
         return True
 
     def silent(self) -> list[str]:
-        """Names unheard of for dead_after_s."""
+        """Names that have been silent for dead_after_s."""
         oldest = self._clock() - self._dead_after_s
         return [name for name, member in self._members.items() if member.heard_at < oldest]
 
     def forget(self, name: str) -> None:
-        """Strike a name off.  Idempotent."""
+        """Remove a name.  Idempotent."""
         self._members.pop(name, None)
 
     def names(self, role: str | None = None) -> list[str]:
-        """Names of all, or of those of one role."""
+        """Names of all processes, or of those of one role."""
         return [name for name, member in self._members.items() if role in (None, member.hello.role)]
 
     def member(self, name: str) -> RoleProcess | None:
-        """One member, if it is there."""
+        """One process, if it is registered."""
         return self._members.get(name)
 
     def capacity(self, name: str) -> int:
@@ -89,7 +90,7 @@ class Fleet:
         return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
 
     def report(self) -> list[dict[str, Any]]:
-        """One row a member, for status.json."""
+        """One row per process, for status.json."""
         now = self._clock()
         return [
             {

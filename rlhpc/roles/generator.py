@@ -44,12 +44,12 @@ from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
-JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue is no reason to ask twice
-DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
+JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue does not justify a second request
+DRAIN_S = 5.0  # for verdicts in flight when asked to stop
 
 
 def run(context: RoleContext) -> None:
-    """Generate until told to stop."""
+    """Generate until asked to stop."""
     asyncio.run(_generate(context))
 
 
@@ -71,7 +71,7 @@ async def _generate(context: RoleContext) -> None:
 async def _serve(engine: GenerationEngine, visit: Visit) -> None:
     """Sample for one controller."""
     context = visit.context
-    await engine.leave_weights()  # the group of the visit before, whose trainer is gone
+    await engine.leave_weights()  # the group of the previous session, whose trainer is gone
     async with AsyncExitStack() as stack:
         connecting = asyncio.create_task(_connect(visit, stack))
         channels = await unless_stopped(visit.stop, connecting)
@@ -107,7 +107,7 @@ async def _connect(visit: Visit, stack: AsyncExitStack) -> tuple[FoundClient, li
 
 
 class Generator:
-    """What a generator does, between an engine and its channels."""
+    """The work of a generator, between an engine and its channels."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------------- leases in
 
     async def take_leases(self, sampling: asyncio.TaskGroup) -> None:
-        """Start a task of `sampling` for every sample that is granted, for ever."""
+        """Start a `sampling` task for every sample that is granted, endlessly."""
         while True:
             message = await self._leases.receive()
             if isinstance(message, CancelGroup):
@@ -142,7 +142,7 @@ class Generator:
         for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
             request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
             if request.request_id in self._sampling:
-                continue  # the lease ran out and came back to us: what we already sample is what is wanted
+                continue  # the lease expired and was granted to this generator again: it is already sampling that
             task = sampling.create_task(self._sample(request))
             self._sampling[request.request_id], self._requests[request.request_id] = task, request
             task.add_done_callback(partial(self._forget, request.request_id))
@@ -152,7 +152,7 @@ class Generator:
         self._requests.pop(request_id, None)
 
     async def report_progress(self) -> None:
-        """Say how far long rollouts have come, now and then, for ever."""
+        """Report the progress of long rollouts periodically, endlessly."""
         interval_s = report_interval_s(self._context.config.admission.lease_deadline_s)
         while True:
             await asyncio.sleep(interval_s)
@@ -206,7 +206,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------- weights and control
 
     async def obey(self, control: ClientChannel, visit: Visit) -> None:
-        """Do what the controller says, one thing after the other."""
+        """Execute the controller's commands, one after the other."""
         while True:
             message = await control.receive()
             if isinstance(message, JoinGroup):
@@ -235,7 +235,7 @@ class Generator:
         return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s)
 
     def heartbeat(self) -> Heartbeat:
-        """How much is being sampled, and how much more would be welcome."""
+        """How much is being sampled, and how much more could be."""
         figures = self._engine.statistics()
         return Heartbeat(
             state="draining" if self._is_draining else "running",
@@ -256,7 +256,7 @@ class Generator:
     def _capacity(self) -> int:
         """One group more than fits, so that a finished sequence is replaced within the same decoding step.
 
-        Nothing while the engine has no whole weights.
+        0 while the engine has no complete weights.
         """
         fits = self._engine.capacity_samples
         return fits + self._context.config.admission.group_size if fits else 0
@@ -264,12 +264,12 @@ class Generator:
     async def leave(self, control: ClientChannel, *, hands_back: bool) -> None:
         """Stop sampling.
 
-        While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another;
-        a controller that is gone, or stops, wants none.
+        While the run continues without this generator, each task hands back its unfinished rollout as a prefix for
+        another generator; a controller that is gone, or stops, gets none.
         """
         self._is_draining = True
         if hands_back:
-            await control.send(self.heartbeat())  # no credit any more: what is granted from now on would be lost
+            await control.send(self.heartbeat())  # no credit from now on: what would be granted would be lost
             for request_id in list(self._sampling):
                 await self._engine.abort(request_id)
             if self._sampling:

@@ -12,7 +12,7 @@ from rlhpc.roles.fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What all generators did between two looks."""
+    """The work of all generators between two readings."""
 
     seconds: float = 0.0  # summed over generators
     idle_s: float = 0.0
@@ -28,14 +28,14 @@ class _Reading:
 
 
 class GeneratorMeter:
-    """Compares heartbeats with those of the last look."""
+    """Compares heartbeats with those of the previous reading."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._last: dict[str, _Reading] = {}
 
     def look(self) -> Activity:
-        """Return what was done since the last look."""
+        """Return the work since the previous reading."""
         seconds = idle_s = tokens = 0.0
         for name in self._fleet.names("generator"):
             member = self._fleet.member(name)

@@ -37,11 +37,11 @@ class Granting:
         self.is_open = True  # False: nothing new is admitted, the run is ending
 
     def wake(self) -> None:
-        """Something changed: a slot, a credit, a generator, a version."""
+        """Call when a slot, a credit, a generator or a version has changed."""
         self._work.set()
 
     async def run(self) -> None:
-        """Admit and grant for ever."""
+        """Admit and grant, endlessly."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -54,7 +54,7 @@ class Granting:
             self._ledger.admit(self._prompts.draw(), self._version())
 
     async def _grant(self) -> None:
-        """Deal leases round, the generator with most credit first, so that replicas stay equally full."""
+        """Grant leases, the generator with most credit first, so that replicas stay equally full."""
         credit = {name: self._capacity(name) - self._ledger.outstanding(name) for name in self._generators()}
         while credit:
             name = max(credit, key=lambda generator: credit[generator])

@@ -24,7 +24,7 @@ log = logging.getLogger("rlhpc.intake")
 
 @dataclass(slots=True)
 class Harvest:
-    """Groups that were finished since the last step was recorded, whatever became of them."""
+    """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     num_without_spread: int = 0
@@ -33,19 +33,19 @@ class Harvest:
 
 
 class Intake:
-    """Takes scored rollouts in; synchronous, so that a rollout is never half taken."""
+    """Receives scored rollouts; synchronous, so that a rollout is never half received."""
 
     def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
         self._buffer, self._gate, self._admission = buffer, gate, admission
         self._num_without_spread_in_a_row = 0
         self._last_rewards: list[float] = []
         self.harvest = Harvest()
-        self.cancelled: list[int] = []  # groups dropped while members of them are sampled: somebody should say so
+        self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
     def take(self, holder: str, scored: ScoredRollout) -> bool:
-        """Take one rollout in.  True: a slot came free or a group is finished.
+        """Receive one rollout.  True: a slot became free or a group is finished.
 
-        Raises StarvedError when nothing with spread has come for too long, RoleFailed when verifiers fail too often.
+        Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
         """
         rollout = scored.rollout
         if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
@@ -66,11 +66,11 @@ class Intake:
 
     @property
     def verifier_error_share(self) -> float:
-        """Of the last verdicts, 0–1."""
+        """Share of verifier errors among the last verdicts, 0–1."""
         return self._gate.error_share
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Give a group up; its slot is free at once.  Nothing happens if it is resolved already."""
+        """Drop a group; its slot is free at once.  No effect if it is already resolved."""
         ledger = self._buffer.ledger
         if ledger.is_open(group_id):
             if not ledger.group(group_id).is_finished:
@@ -79,7 +79,7 @@ class Intake:
             self.harvest.num_dropped[reason.value] = self.harvest.num_dropped.get(reason.value, 0) + 1
 
     def reap(self) -> Harvest:
-        """Return what has come in since the last call, and start anew."""
+        """Return what was received since the last call, and start over."""
         harvest, self.harvest = self.harvest, Harvest()
         return harvest
 
@@ -106,7 +106,7 @@ class Intake:
             "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
         )
         return (
-            f"{self._num_without_spread_in_a_row} groups in a row had no spread in their rewards (the last ones "
+            f"{self._num_without_spread_in_a_row} consecutive groups had rewards of zero variance (the last ones "
             f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
             "trains regardless"
         )

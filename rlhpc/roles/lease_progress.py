@@ -16,9 +16,9 @@ from rlhpc.contracts import GenerationEngine
 from rlhpc.messages import LeaseProgress
 from rlhpc.types import Prefix, RolloutRequest
 
-REPORTS_PER_DEADLINE = 4  # so that two may be lost
+REPORTS_PER_DEADLINE = 4  # two reports may be lost
 LONGEST_INTERVAL_S = 30.0
-FIRST_TOKENS = 64  # what is shorter is quickly sampled again
+FIRST_TOKENS = 64  # shorter rollouts are quickly sampled again
 GROWTH = 1.5
 MOST_TOKENS = 1 << 20  # of one round of reports
 
@@ -29,7 +29,7 @@ def report_interval_s(lease_deadline_s: float) -> float:
 
 
 class ProgressReporter:
-    """Compares rollouts in flight with what was last said of them."""
+    """Compares rollouts in flight with what was last reported of them."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine

@@ -30,7 +30,7 @@ def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
 
 
 async def beat(control: ClientChannel, interval_s: float, current: Callable[[], Heartbeat]) -> None:
-    """Send a heartbeat now and every `interval_s`, for ever.  Raises ChannelClosed, ChannelFull."""
+    """Send a heartbeat now and every `interval_s`, endlessly.  Raises ChannelClosed, ChannelFull."""
     while True:
         await control.send(current())
         await asyncio.sleep(interval_s)

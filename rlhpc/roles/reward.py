@@ -22,7 +22,7 @@ from rlhpc.transport.open import open_server
 
 
 def run(context: RoleContext) -> None:
-    """Serve until told to stop."""
+    """Serve until asked to stop."""
     asyncio.run(_serve(context))
 
 
@@ -38,7 +38,7 @@ async def _serve(context: RoleContext) -> None:
 
 
 async def _serve_one(pool: RewardPool, visit: Visit) -> None:
-    """Serve the generators of one controller.  Each begins with new keys, so the server is opened after meeting it."""
+    """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
     context = visit.context
     control = await unless_stopped(visit.stop, asyncio.create_task(visit.meet(CONTROL)))
     if control is None:
@@ -64,7 +64,7 @@ async def _hear(control: ClientChannel, visit: Visit) -> None:
 
 
 class RewardService:
-    """Answers each request as soon as its verdict is there, in any order."""
+    """Replies to each request as soon as it is scored, in any order."""
 
     def __init__(self, server: ServerChannel, pool: RewardPool) -> None:
         self._server, self._pool = server, pool
@@ -72,14 +72,14 @@ class RewardService:
         self._num_judged = 0
 
     async def serve(self) -> None:
-        """Take requests for ever."""
+        """Receive requests, endlessly."""
         async with asyncio.TaskGroup() as judging:
             while True:
                 peer, request = await self._server.receive()
                 judging.create_task(self._answer(peer, request))
 
     def heartbeat(self) -> Heartbeat:
-        """How much is being judged."""
+        """How many requests are being scored."""
         return Heartbeat(
             state="running",
             waits_for="" if self._num_waiting else "completions",
@@ -104,4 +104,4 @@ class RewardService:
         try:
             await self._server.send(peer, reply)
         except PeerUnreachable:
-            return  # the generator died; its rollout is sampled again elsewhere
+            return  # the generator died; its rollout is sampled again by another

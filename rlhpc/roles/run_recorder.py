@@ -25,11 +25,11 @@ from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0
-NUM_RECENT_STEPS = 10  # of which the longest is told: long ones come seldom, and a plan must hold for them
+NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
 
 
 class RunRecorder:
-    """Keeps the totals of a run and writes what people look at."""
+    """Keeps the totals of a run and writes metrics for people."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RunRecorder:
         live.step, live.version = books.step, books.policy_version
 
     def training_begins(self) -> None:
-        """The first weights are live: from now on time counts as training time."""
+        """Call when the first weights are live: training time is counted from here."""
         now = self._clock()
         self._last_step_at = now
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
@@ -72,7 +72,7 @@ class RunRecorder:
         self._live.phase = "training"
 
     def record(self, record: StepRecord) -> None:
-        """Account for one step and write it."""
+        """Record one step."""
         now, harvest = self._clock(), self._intake.reap()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
@@ -90,7 +90,7 @@ class RunRecorder:
         self._show(record, figures, now)
 
     def close_totals(self) -> None:
-        """Bring the clock of the totals up to now."""
+        """Update the seconds in the totals."""
         self._totals.wall_s = self._clock() - self._wall_from
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class RunRecorder:
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _account(self, record: StepRecord, harvest: Harvest, step_s: float) -> dict[str, float]:
-        """Add one step to the totals; return the figures that come of it."""
+        """Add one step to the totals; return the metrics derived from them."""
         totals, now = self._totals, self._clock()
         rollouts = [member.rollout for group in record.groups for member in group.members]
         num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
@@ -140,7 +140,7 @@ class RunRecorder:
         }
 
     def _situation(self) -> dict[str, float]:
-        """What things stand at now: queues, weights, engines."""
+        """Current state: queues, weights, engines."""
         counts = self._ledger.counts()
         acks = [ack for ack in self._publication.last_acks.values() if not ack.error]
         num_generators = max(1, len(self._fleet.names("generator")))

@@ -43,7 +43,7 @@ def read_run_state(layout: RunLayout, step: int) -> RunState:
 
 
 def set_aside_later_segments(layout: RunLayout, state: RunState | None, attempt: int) -> int:
-    """Put away what a resume undoes and return the number of the first segment to write."""
+    """Set aside what a resume undoes and return the number of the first segment to write."""
     first = int(state.buffer["next_segment_index"]) if state is not None else 0
     lost = set_aside_lost_segments(layout.rollouts, first, attempt)
     if lost:

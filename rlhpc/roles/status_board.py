@@ -19,7 +19,7 @@ log = logging.getLogger("rlhpc.status")
 
 @dataclass(slots=True)
 class LiveFigures:
-    """The figures of the live line, and those that a supervisor plans by."""
+    """The numbers of the progress line, and those that a supervisor plans with."""
 
     phase: str = "starting"
     step: int = 0
@@ -32,12 +32,12 @@ class LiveFigures:
     step_s: float = 0.0  # longest of the last steps of this attempt, from the end of the one before; 0: none yet
     save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
     attempt: int = 0
-    resume_step: int | None = None  # the attempt went on from this checkpoint
-    checkpoints_failed: int = 0  # left out since the start because the disk did not take them
+    resume_step: int | None = None  # the checkpoint that the attempt resumed from
+    checkpoints_failed: int = 0  # skipped since the start because they could not be written
 
 
 class StatusBoard:
-    """Writes the file; a disk that does not take it costs a warning, not the run."""
+    """Writes the file; a failed write is a warning and does not end the run."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StatusBoard:
         self.figures = LiveFigures()
 
     def document(self) -> bytes:
-        """What the file shall say."""
+        """The content of the file."""
         figures = self.figures
         document = {
             "name": self._config.run.name,
@@ -66,7 +66,7 @@ class StatusBoard:
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file.  Touches nothing else, so that a slow disk may hold up a thread instead of the loop.
+        """Replace the file.  Uses nothing else, so that it can run in a thread and a slow disk does not block the loop.
 
         Raises OwnershipLost.
         """

@@ -40,7 +40,7 @@ _REWARD = ("reward/mean", "reward/std", "reward/correct_share", "reward/zero_spr
 
 
 def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
-    """Figures of the batch and of the optimiser step."""
+    """Metrics of the batch and of the optimiser step."""
     report, groups = record.report.metrics, record.groups
     figures = _renamed(report, _TRAINER) | _renamed(report, _POLICY)
     if "importance_weight_squared" in report:  # the report holds means: n of each cancels in the ratio
@@ -61,7 +61,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
 
 
 def sampling_figures(harvest: Harvest) -> dict[str, float]:
-    """Figures of all groups finished since the last step, those without spread included: what the policy can now."""
+    """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
     groups = harvest.groups
     if not groups:
         return {}

@@ -34,30 +34,30 @@ log = logging.getLogger("rlhpc.train_loop")
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """All there is to say about one step, for the recorder."""
+    """Everything the recorder needs about one step."""
 
     report: StepReport
     batch: PackedBatch
     groups: tuple[RolloutGroup, ...]
     trained_version: int  # the version that was trained: staleness is counted against it
-    lockstep_slowdown: float  # slowest rank's work over the mean rank's
+    lockstep_slowdown: float  # work of the slowest rank over the mean
     wait_for_groups_s: float
     pack_s: float
     settle_s: float  # of the version before this step
-    checkpoint_s: float  # of the last checkpoint: training was held up
+    checkpoint_s: float  # of the last checkpoint: training was blocked
     checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
 
 
 class Checkpoints(Protocol):
-    """What the loop knows of saving (roles/checkpoint_writer.py)."""
+    """The loop's view of checkpointing (roles/checkpoint_writer.py)."""
 
     write_s: float
     longest_s: float
 
     @property
     def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known by now."""
+        """True if the last one could not be written, as far as is known."""
 
     @property
     def is_overdue(self) -> bool:
@@ -74,7 +74,7 @@ class Checkpoints(Protocol):
 
 
 class TrainLoop:
-    """Steps until the run is long enough or somebody says stop."""
+    """Runs steps until the last one or until `stop`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class TrainLoop:
         version: int,
         wake: Callable[[], None],
     ) -> None:
-        """`step` and `version` are where to go on from; `wake` says that slots or groups have changed."""
+        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed."""
         self._config, self._buffer, self._trainer, self._publication = config, buffer, trainer, publication
         self._estimator, self._cost, self._wake = estimator, cost, wake
         self.step, self.version = step, version
@@ -100,14 +100,14 @@ class TrainLoop:
         self._stop = asyncio.Event()
         self._num_skipped_in_a_row = 0
         self.settle_s = 0.0  # of the last version: from its broadcast until it was live
-        self.checkpoint_s = 0.0  # of the last one: the loop did nothing else
+        self.checkpoint_s = 0.0  # of the last one: the loop was blocked
 
     def groups_changed(self) -> None:
-        """A group is finished or gone: perhaps a batch is full."""
+        """Call when a group is finished or dropped: a batch may be full."""
         self._ready.set()
 
     async def begin(self) -> None:
-        """Bring the version to start from to the generators, and wait until one samples with it."""
+        """Publish the version to start from, and wait until a generator samples with it."""
         while self._publication.live_version != self.version:
             await self._publish()
             await self._settled()
@@ -120,9 +120,9 @@ class TrainLoop:
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
-        After `stop` nothing is published and nobody is waited for: generators may be gone already, and a resume
-        publishes before anything else.  A checkpoint that fails on the way is followed by another soon.  Returns when
-        the last one is complete.  Raises CheckpointError if that fails, or if none succeeds for long.
+        After `stop` nothing is published and no generator is waited for: they may be gone already, and a resume
+        publishes before anything else.  A checkpoint that fails is tried again soon.  Returns when the last one is
+        complete.  Raises CheckpointError if that fails, or if none succeeds for long.
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved, self._stop = self.step, stop
@@ -150,7 +150,7 @@ class TrainLoop:
     # ------------------------------------------------------------------------------------------------------ one step
 
     async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
-        """Wait for the groups of one batch; None when told to stop first."""
+        """Wait for the groups of one batch; None if `stop` is set first."""
         began = time.monotonic()
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -178,7 +178,7 @@ class TrainLoop:
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
         self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
-        # The version before may still be settling, and would release everything that is listed: list these after it.
+        # The previous version may not be live yet, and would release everything that is listed: list these after it.
         await self._settled()
         self._unreleased += [group.group_id for group in groups]
         if not self._stop.is_set():
@@ -199,7 +199,7 @@ class TrainLoop:
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
-        """The bound holds by construction; should it not, the construction is broken and nothing may be trained."""
+        """The bound holds by construction; if it does not, there is a bug and nothing may be trained."""
         bound = self._buffer.ledger.staleness_bound
         for group in groups:
             if self.version - group.admitted_version > bound:
@@ -234,15 +234,16 @@ class TrainLoop:
     # ------------------------------------------------------------------------------------------------- after the step
 
     async def _publish(self) -> None:
-        """Send the current version out, and go on while the generators load it."""
+        """Publish the current version, and go on while the generators load it."""
         if await self._publication.publish(self.version):
             self._nobody_is_live = False
             self._settling = asyncio.create_task(self._settle(self.version))
 
     async def _reach_somebody(self) -> None:
-        """Publish again where nobody can be given a lease: without rollouts no step comes that would publish."""
+        """Publish again if no generator can be granted a lease: without rollouts there is no step that would
+        publish."""
         if self._nobody_is_live or self._publication.is_deserted:
-            await self._settled()  # perhaps the version is on its way already
+            await self._settled()  # the version may be on its way already
             if self._nobody_is_live or self._publication.is_deserted:
                 await self._publish()
 
@@ -254,12 +255,12 @@ class TrainLoop:
             self._buffer.release(self._unreleased)
             self._unreleased.clear()
             self._wake()
-        else:  # every generator failed while it loaded: the loop publishes again, to whoever comes back
+        else:  # every generator failed while loading: the loop publishes again, to those that come back
             self._nobody_is_live = True
             self._ready.set()
 
     async def _settled(self) -> None:
-        """Wait until the version before is live and its slots are released; not after `stop`."""
+        """Wait until the previous version is live and its slots are released; not after `stop`."""
         if self._settling is None:
             return
         stopped = asyncio.ensure_future(self._stop.wait())

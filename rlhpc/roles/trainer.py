@@ -55,10 +55,10 @@ TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 
 def run(context: RoleContext) -> None:
-    """Obey until told to stop."""
+    """Execute commands until asked to stop."""
     end = EndRequest(is_supervised=context.is_supervised)
     with ExitStack() as stack:
-        presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang, too
+        presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang as well
         backend = _open_backend(context)
         stack.callback(backend.close)
         channel = None
@@ -78,7 +78,7 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
         context.config,
         rank=context.replica,
         world_size=context.num_ranks,
-        # Not a name that ends like an endpoint's: who looks for those is not to take it for one.
+        # Not a name that ends like an endpoint's, or a search for endpoints would find it.
         store_address=f"meet://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
         host=_host(context.config) or LOOPBACK,
         meet_timeout_s=context.meet_timeout_s,
@@ -86,7 +86,7 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
 
 
 class Trainer:
-    """What one rank does.  The channel and the publisher exist on the lead only."""
+    """The work of one rank.  The channel and the publisher exist on rank 0 only."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class Trainer:
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
         self._transport = ""  # of the publisher
-        self._manifest: WeightManifest | None = None  # of what is broadcast; version and epoch filled in each time
+        self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
 
     def begin(self) -> None:
-        """Load the checkpoint to resume from, if any, and tell the controller what will be broadcast."""
+        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
         step = self._context.resume_step
         if step is not None:
             self._backend.load(self._context.layout.checkpoint(step) / TRAINER_DIRECTORY)
@@ -119,7 +119,7 @@ class Trainer:
         self._presence.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:
-        """Do one thing.  Returns False when that was to stop."""
+        """Execute one command.  Returns False for StopRole."""
         match command:
             case PackedBatch():
                 self._train(command)
@@ -138,7 +138,7 @@ class Trainer:
         return True
 
     def close(self, *, in_haste: bool) -> None:
-        """Leave the weight group; in haste, give up the checkpoint that is being written: nobody will complete it."""
+        """Leave the weight group; in haste, abandon the checkpoint in progress: nobody will complete it."""
         if in_haste and self._saving is not None:
             self._saving.cancel()
         if self._publisher is not None:
@@ -168,7 +168,7 @@ class Trainer:
             self._channel.send(StepReport(batch.step, self._version, result.applied, figures))
 
     def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
-        """What the loss takes as the policy that the clipped ratio starts from (algorithm.proximal)."""
+        """Log-probabilities of the proximal policy, by algorithm.proximal."""
         match self._config.algorithm.proximal:
             case "behaviour" | "current":
                 return None
@@ -193,7 +193,7 @@ class Trainer:
             publisher.dissolve()
 
     def _publisher_by(self, transport: str) -> WeightPublisher:
-        """The publisher of the epochs before, or another where the controller has chosen another transport."""
+        """The publisher of earlier epochs, or a new one if the controller has chosen another transport."""
         if self._publisher is None or transport != self._transport:
             if self._publisher is not None:
                 self._publisher.dissolve()
@@ -213,7 +213,7 @@ class Trainer:
         weights = self._backend.weights()
         if self._publisher is None or self._channel is None or self._manifest is None:
             for _ in weights:
-                pass  # ranks besides the lead take part in the export, and all of them where nobody takes it
+                pass  # all other ranks take part in the export, and every rank does if there is no receiver
             if self._channel is not None:
                 error = f"epoch {command.epoch} is not formed"
                 self._channel.send(PublishReport(command.epoch, command.policy_version, 0.0, error))
@@ -232,7 +232,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, command: SaveCheckpoint) -> None:
-        """Copy the state and go on; the end of writing is told from the thread that writes."""
+        """Copy the state and go on; the writing thread reports completion."""
         began = time.monotonic()
         self._presence.now("saving", "", self._version)
         self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
@@ -243,7 +243,7 @@ class Trainer:
 
     def _saved(self, step: int, began: float, saving: Future[dict[str, int]]) -> None:
         if saving.cancelled():
-            log.warning("the checkpoint of step %d is given up", step)
+            log.warning("the checkpoint of step %d is abandoned", step)
             return
         failure = saving.exception()
         if failure is not None:

@@ -18,13 +18,13 @@ LEAD = "trainer-0"
 
 
 class TrainerLink:
-    """Asks the lead rank and waits for its answers."""
+    """Sends requests to rank 0 and waits for its replies."""
 
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
 
     async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
-        """Wait until the trainer has loaded its model, which may take as long as it takes.
+        """Wait, without a limit, until the trainer has loaded its model.
 
         Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
         """
@@ -48,7 +48,7 @@ class TrainerLink:
         return await self.answer(kind)
 
     async def answer(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
-        """Wait for the next answer.  As a rule without a limit: a dead trainer is the fleet's to notice.
+        """Wait for the next answer.  As a rule without a limit: the registry of processes notices a dead trainer.
 
         Raises ChannelTimeout where there is one, ProtocolError for an answer of another kind.
         """

@@ -21,12 +21,13 @@ from rlhpc.transport.open import connect_blocking
 
 
 class TrainerPresence:
-    """Says hello, then beats, until left.  Any thread may call `now` and `tell`; the rest happens in one of its own."""
+    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; the rest happens in a separate
+    thread."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._current = Heartbeat("starting", "", -1)
-        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: it is time to leave
+        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -37,16 +38,16 @@ class TrainerPresence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Send what was told before, and stop beating."""
+        """Send the messages that are queued, and stop."""
         self._told.put(None)
         self._thread.join(timeout=5.0)
 
     def now(self, state: str, waits_for: str, policy_version: int) -> None:
-        """Replace what the next heartbeats say."""
+        """Replace the content of the next heartbeats."""
         self._current = Heartbeat(state, waits_for, policy_version)
 
     def tell(self, message: SaveReport) -> None:
-        """Send a message to the controller at once, out of turn with the heartbeats."""
+        """Send a message to the controller at once, between heartbeats."""
         self._told.put(message)
 
     def _beat(self) -> None:
@@ -66,7 +67,7 @@ class TrainerPresence:
             return  # the controller is gone; the main thread finds out at its next message
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
-        """Send what is told while the next heartbeat is not due.  False when it is time to leave."""
+        """Send queued messages until the next heartbeat is due.  False when asked to stop."""
         deadline = time.monotonic() + self._context.config.transport.heartbeat_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:

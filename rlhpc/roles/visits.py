@@ -29,14 +29,14 @@ from rlhpc.transport.rendezvous import Endpoint, successor
 
 log = logging.getLogger("rlhpc.visits")
 LOOK_S = 1.0  # between looks at the addresses of those that we are connected to
-FOLLOW_TIMEOUT_S = 10.0  # for a server that was started again: perhaps another one was, too
+FOLLOW_TIMEOUT_S = 10.0  # for a restarted server: another one may have restarted as well
 
 
 class Visit:
     """The service of one controller."""
 
     def __init__(self, context: RoleContext, stop: asyncio.Event, gone: str = "") -> None:
-        """gone: incarnation of a controller that will not come back."""
+        """gone: incarnation of a controller that is known to be dead."""
         self.context, self.stop = context, stop
         self.gone = gone
         self.is_last = not context.is_supervised
@@ -48,7 +48,7 @@ class Visit:
     ) -> FoundClient:
         """Connect to a server.  timeout_s: None for the time that roles wait for each other.
 
-        Raises ChannelTimeout that says who is missing, RoleFailed if the run has other settings by now.
+        Raises ChannelTimeout that says who is missing, RoleFailed if the settings of the run have changed.
         """
         is_controllers = spec.server == "controller"
         channel = await connect(
@@ -73,12 +73,12 @@ class Visit:
     def told_to_stop(self, message: StopRole) -> None:
         """The controller ends the visit."""
         if not self._over.is_set():
-            log.info("told to stop: %s", message.reason)
+            log.info("asked to stop: %s", message.reason)
             self.is_last |= message.run_is_over
             self._leave_controller(self._controller[-1])
 
     def failed(self, error: BaseException) -> None:
-        """A channel does not work.  Perhaps the same controller can be reached by others."""
+        """A channel does not work.  The controller itself may be alive."""
         log.warning("a channel failed: %s", error)
         self.gone = ""
         self._over.set()
@@ -103,9 +103,9 @@ class Visit:
         self._over.set()
 
     async def _refuse_other_settings(self, channel: FoundClient) -> None:
-        """A resume may change settings; ours are those of our start."""
+        """A resume may change settings; this process has those of its start."""
         if not self.context.is_supervised:
-            return  # the controller says so
+            return  # the controller reports it
         _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
         if digest != self.context.config_hash:
             await channel.close()

@@ -83,7 +83,7 @@ def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Do
 def test_groups_without_spread_in_a_row_end_the_run_with_advice(door: Door) -> None:
     door.bring(0, 0.0, 0.0)
     door.bring(1, 0.0, 0.0)
-    with pytest.raises(StarvedError, match=r"^3 groups in a row .*no answer is right: warm-start") as starved:
+    with pytest.raises(StarvedError, match=r"^3 consecutive groups .*no answer is right: warm-start") as starved:
         door.bring(2, 0.0, 0.0)
     assert "admission.active_sampling=false" in str(starved.value)
     assert "\n" not in str(starved.value)
