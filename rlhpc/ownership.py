@@ -38,24 +38,25 @@ REMOVE_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What a process of one attempt asks before it changes the run directory."""
+    """The check that a process of one attempt makes before it changes the run directory."""
 
     layout: RunLayout
     owner: str
 
     def check(self) -> None:
-        """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: not to be known."""
+        """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: it cannot be
+        determined."""
         found = read_owner(self.layout)
         if found != self.owner:
             by = f"by {found}" if found else f"or deleted: there is no {self.layout.owner.name}"
             raise OwnershipLost(
-                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes nothing more"
+                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes no more"
             )
 
     def staging(self, directory: Path) -> Path:
-        """The directory below root, rollouts or checkpoints in which files are prepared that shall appear there.
+        """The directory below root, rollouts or checkpoints in which files for that directory are prepared.
 
-        It was made by take_over and is never made again: who has lost the run directory finds it gone.
+        It was made by take_over and is never made again: a process that has lost the run directory finds it gone.
         """
         return directory / f"{_PREFIX}{self.owner}"
 
@@ -78,7 +79,7 @@ class Fence:
 
 
 def read_owner(layout: RunLayout) -> str | None:
-    """Name of the owner; None: there is none, or no such directory.  Raises OSError where that cannot be known."""
+    """Name of the owner; None: there is none, or no such directory.  Raises OSError if that cannot be determined."""
     try:
         document = json.loads(layout.owner.read_bytes())
     except FileNotFoundError:
@@ -89,7 +90,7 @@ def read_owner(layout: RunLayout) -> str | None:
 
 
 def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int = 0) -> Fence:
-    """Become the owner: from when this returns nobody of an earlier attempt changes what readers see.
+    """Become the owner: once this returns, no process of an earlier attempt changes what readers see.
 
     attempt: number of the attempt that begins.  job_id, restart: of Slurm, 0 without it.
     Raises RunDirectoryError: another took over at the same moment, or a staging directory cannot be deleted.
@@ -111,10 +112,10 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
     for directory in directories:
         for path in (*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_GONE_PREFIX}*")):
             if path != fence.staging(directory):
-                _refuse_if_lost(fence)  # or we would delete our successor's
+                _refuse_if_lost(fence)  # otherwise we would delete our successor's
                 _remove(path)
     _refuse_if_lost(fence)
-    for directory in directories:  # who took over just before us may have deleted them before it saw us
+    for directory in directories:  # an owner just before us may have deleted them before it saw us
         fence.staging(directory).mkdir(exist_ok=True)
     return fence
 
@@ -131,7 +132,7 @@ def _remove(path: Path) -> None:
     gone = path if path.name.startswith(_GONE_PREFIX) else path.with_name(f"{_GONE_PREFIX}{uuid.uuid4().hex[:12]}")
     try:
         if gone != path:
-            path.rename(gone)  # for everybody who asks by name it is gone with this
+            path.rename(gone)  # from here on its name no longer exists
     except FileNotFoundError:
         return
     # Files too: an NFS client may hold on to the directory itself.  On another machine a file that is open there can

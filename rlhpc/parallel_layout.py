@@ -49,7 +49,7 @@ class ParallelLayout:
 
     @property
     def row_multiple(self) -> int:
-        """A packed row is padded to a multiple of so many tokens."""
+        """A packed row is padded to a multiple of this many tokens."""
         halves = 2 * self.context if self.context > 1 else 1  # each context rank takes an early and a late part
         return halves * (self.tensor if self.is_sequence_parallel else 1)
 
@@ -58,7 +58,7 @@ class ParallelLayout:
         return -(-size // self.tensor) * self.tensor
 
     def refuse_unfit(self, model: Mapping[str, Any]) -> None:
-        """Raise ConfigError naming the key if `model`, the content of config.json, cannot be shared out like this."""
+        """Raise ConfigError naming the key if `model`, the content of config.json, cannot be sharded like this."""
         heads = model["num_attention_heads"]
         key_heads = model.get("num_key_value_heads") or heads
         layers, blocks = model["num_hidden_layers"], self.pipeline * self.chunks

@@ -40,7 +40,7 @@ def has_spread(rewards: Float32) -> bool:
 def grpo(rewards: Float32) -> Float32:
     """(r_i − mean r) / std r: group-relative advantage (Shao et al. 2024, arXiv:2402.03300, §4.1.2).
 
-    rewards [G] → [G], all zero without spread.  Raises ValueError as has_spread.
+    rewards [G] → [G], all zero in a zero-variance group.  Raises ValueError as has_spread.
     """
     if not has_spread(rewards):
         return np.zeros_like(rewards)
@@ -50,9 +50,9 @@ def grpo(rewards: Float32) -> Float32:
 
 
 def grpo_no_std(rewards: Float32) -> Float32:
-    """r_i − mean r: without the bias towards groups of little spread (Liu et al. 2025, arXiv:2503.20783).
+    """r_i − mean r: without the bias towards groups of small variance (Liu et al. 2025, arXiv:2503.20783).
 
-    rewards [G] → [G], all zero without spread.  Raises ValueError as has_spread.
+    rewards [G] → [G], all zero in a zero-variance group.  Raises ValueError as has_spread.
     """
     return _centred(rewards).astype(np.float32) if has_spread(rewards) else np.zeros_like(rewards)
 
@@ -61,7 +61,7 @@ def rloo(rewards: Float32) -> Float32:
     """r_i − mean of the others' rewards: REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
     Equals grpo_no_std times G / (G − 1); the baseline does not depend on the member, so that the gradient has no bias.
-    rewards [G] → [G], all zero without spread.  Raises ValueError as has_spread.
+    rewards [G] → [G], all zero in a zero-variance group.  Raises ValueError as has_spread.
     """
     if not has_spread(rewards):
         return np.zeros_like(rewards)
@@ -70,7 +70,7 @@ def rloo(rewards: Float32) -> Float32:
 
 
 def make_estimator(name: str) -> AdvantageEstimator:
-    """Return the estimator that algorithm.advantage names.  Raises ConfigError for a stranger."""
+    """Return the estimator that algorithm.advantage names.  Raises ConfigError for an unknown name."""
     try:
         return ESTIMATORS[name]
     except KeyError:

@@ -17,7 +17,7 @@ from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, Sco
 
 
 def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and verdicts; `groups` may be those of a batch or all that were finished since the last one.
+    """Rewards and verdicts; `groups` may be those of a batch or all groups finished since the last one.
 
     Shares of verdicts are over members; mean, std, min, max and parts over members with a reward; group figures over
     groups, zero_spread_share and group_std being about the rewards there are.  Empty without groups.
@@ -112,7 +112,7 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _summary(name: str, values: NDArray[Any]) -> dict[str, float]:
-    """Mean, standard deviation, least and greatest; nothing for no values."""
+    """Mean, standard deviation, minimum and maximum; empty if there are no values."""
     if not len(values):
         return {}
     figures = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}

@@ -33,14 +33,15 @@ from rlhpc.algorithms.proximal import loglinear_proximal
 from rlhpc.config import AlgorithmConfig
 from rlhpc.contracts import PolicyLoss
 
-MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond anything meant, and its square still fits a float32
+MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and its square still fits a float32
 
 
 def make_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     """Return the loss of [algorithm].
 
     With proximal = "behaviour" or "recompute" the loss takes log-probabilities as `proximal`; with "loglinear" it takes
-    the share α of the current policy in the proximal one (proximal.current_share); with "current" it takes no notice.
+    the share α of the current policy in the proximal one (proximal.current_share); with "current" it ignores
+    `proximal`.
     """
     cap = None if config.importance_cap == "off" else config.importance_cap
     loss = DecoupledLoss(config.clip_low, config.clip_high, cap)
@@ -114,7 +115,7 @@ class CurrentLoss:
     def __call__(
         self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As DecoupledLoss; `proximal` is not looked at."""
+        """As DecoupledLoss; `proximal` is ignored."""
         return self.loss(
             current, behaviour=behaviour, proximal=current.detach(), advantages=advantages, loss_mask=loss_mask
         )

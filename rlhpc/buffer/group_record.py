@@ -21,12 +21,12 @@ class MemberRecord:
     is_delivered: bool = False
     holder: str | None = None  # generator that samples it now
     lease: int = -1  # number of the lease, within the group, under which it does
-    strikes: int = 0  # leases lost with this member undelivered; a member handed back in good order has none
+    strikes: int = 0  # leases lost with this member undelivered; handing a member back does not count
     prefix: Prefix | None = None  # what an earlier holder had sampled
 
     @property
     def is_free(self) -> bool:
-        """Wanted, and nobody is at it."""
+        """Neither delivered nor held."""
         return not self.is_delivered and self.holder is None
 
 
@@ -42,7 +42,7 @@ class GroupRecord:
     num_leases: int = 0
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
-    company: int = ANY_COMPANY  # groups that a generator may hold beside and with this one
+    company: int = ANY_COMPANY  # groups that a generator may hold at once, this one included
 
     @property
     def is_finished(self) -> bool:
@@ -56,7 +56,7 @@ class GroupRecord:
 
     @property
     def attempts(self) -> int:
-        """1 + the leases lost by the unluckiest member."""
+        """1 + the most leases lost by a member."""
         return 1 + max(member.strikes for member in self.members)
 
     def is_poisoned(self, max_attempts: int) -> bool:
@@ -64,7 +64,7 @@ class GroupRecord:
         return any(member.is_free and member.strikes >= max_attempts for member in self.members)
 
     def remember(self, strikes: int) -> None:
-        """Count strikes of earlier attempts of the run: any member may be the one that they are for."""
+        """Count leases lost in earlier attempts of the run: any member may be the one that lost them."""
         for member in self.members:
             if not member.is_delivered:
                 member.strikes = max(member.strikes, strikes)

@@ -42,7 +42,7 @@ class AdmissionLedger:
         clock: Clock,
         strikes: StrikeBook | None = None,
     ) -> None:
-        """strikes: what is held against prompts from earlier attempts of the run; changes are noted in it."""
+        """strikes: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = num_slots
@@ -56,7 +56,7 @@ class AdmissionLedger:
         )
         self.is_quarantining = (
             self._leases.is_quarantining
-        )  # `grant` may have nothing for one and something for another
+        )  # `grant` may return None for one holder and a lease for another
         self._next_group_id = 0
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
@@ -72,7 +72,7 @@ class AdmissionLedger:
 
     @property
     def staleness_bound(self) -> int:
-        """No group taken is ever staler than this, in steps."""
+        """Upper bound of the staleness of a taken group, in steps."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_step
 
     def admit(self, prompt: Prompt, policy_version: int) -> int:
@@ -95,7 +95,7 @@ class AdmissionLedger:
         """Lease free members of one group to a generator, at most credit_samples of them.
 
         Groups that lost a lease come first, then fresh ones, oldest first within both; groups whose generators died
-        again and again get one to themselves.  None when there is nothing for this holder.
+        repeatedly get one alone.  None when there is nothing for this holder.
         """
         group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
@@ -119,7 +119,7 @@ class AdmissionLedger:
         return self._leases.outstanding(holder)
 
     def deliver(self, holder: str, group_id: int, sample_index: int) -> bool:
-        """Note that a member arrived; True if it is new and wanted.
+        """Record that a member arrived; True if it is new and wanted.
 
         False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not
         matter who holds the member: a generator that lost the lease may still be the first to deliver.
@@ -140,7 +140,7 @@ class AdmissionLedger:
     ) -> None:
         """Make members grantable again, each with what was sampled of it; is_failure counts it as a lost attempt.
 
-        Members that somebody else holds by now, or that are delivered, are left alone; so is an unknown group.
+        Members that another generator holds, or that are delivered, are unchanged; an unknown group is ignored.
         prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
         nothing changes.
         """
@@ -151,10 +151,10 @@ class AdmissionLedger:
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """The holder goes on with these members: their deadline is as far away again as at the grant.
+        """The holder is still sampling these members: renew their deadline.
 
-        What it shows of them is kept for whoever is granted them next.  Others' members and unknown groups are left
-        alone.  Raises as hand_back does.
+        The prefixes are kept for the next holder.  Members of other holders and unknown groups are ignored.  Raises as
+        hand_back does.
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
@@ -175,7 +175,7 @@ class AdmissionLedger:
     # ------------------------------------------------------------------------------------------------ resolution
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Give up a group in flight or finished; its slot is free at once.
+        """Drop a group in flight or finished; its slot is free at once.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
@@ -239,7 +239,7 @@ class AdmissionLedger:
         return group_id in self._untaken
 
     def group(self, group_id: int) -> GroupRecord:
-        """The record of a live group, to be read only.  Raises LedgerError for one that is gone or unknown."""
+        """The record of a live group, read-only.  Raises LedgerError for one that is gone or unknown."""
         group = self._untaken.get(group_id) or self._taken.get(group_id)
         if group is None:
             raise LedgerError(f"group {group_id} is {self._whereabouts(group_id)}")
@@ -247,7 +247,7 @@ class AdmissionLedger:
 
     @property
     def groups(self) -> list[GroupRecord]:
-        """Records of all live groups, to be read only: those taken, then the others in order of admission."""
+        """Records of all live groups, read-only: those taken, then the others in order of admission."""
         return [*self._taken.values(), *self._untaken.values()]
 
     @property
@@ -331,7 +331,7 @@ class AdmissionLedger:
     def _group_of(
         self, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None]
     ) -> GroupRecord | None:
-        """The open group that a generator speaks of, if it is one.  Raises LedgerError for what makes no sense."""
+        """The open group that a generator's message names, or None.  Raises LedgerError for an inconsistent message."""
         if prefixes and len(prefixes) != len(sample_indices):
             raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
         if not all(0 <= index < self.group_size for index in sample_indices):
@@ -347,4 +347,4 @@ class AdmissionLedger:
             return f"taken for step {self._taken[group_id].step}"
         if group_id in self._untaken:
             return "finished, not taken" if self._untaken[group_id].is_finished else "in flight"
-        return "released or dropped" if 0 <= group_id < self._next_group_id else "not one that was ever admitted"
+        return "released or dropped" if 0 <= group_id < self._next_group_id else "unknown: it was never admitted"

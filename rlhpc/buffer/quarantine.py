@@ -22,11 +22,11 @@ class Quarantine:
 
     @property
     def is_empty(self) -> bool:
-        """No group in flight minds its company."""
+        """True if no group in flight is a suspect."""
         return not self._suspects
 
     def take(self, group: GroupRecord, company: int) -> None:
-        """This group may be in such company from now on."""
+        """Set which company this group may be in."""
         group.company = company
         if company != ANY_COMPANY and not group.is_finished:
             self._suspects.add(group.group_id)
@@ -38,7 +38,7 @@ class Quarantine:
             self.holders.clear()
 
     def is_kept_free(self, holder: str, held: Mapping[int, GroupRecord], waiting: Sequence[GroupRecord]) -> bool:
-        """Whether this generator, which holds these groups, may get none but the suspects that wait."""
+        """Whether this generator, which holds these groups, may be granted only waiting suspects."""
         if not waiting:
             self.holders.clear()
             return False

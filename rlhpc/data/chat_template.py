@@ -55,7 +55,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what an assistant said; a prompt has no use for the mark."""
+    """{% generation %} … {% endgeneration %} marks what an assistant said; prompts ignore the mark."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
 

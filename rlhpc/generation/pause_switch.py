@@ -14,7 +14,7 @@ from rlhpc.generation.busy_clock import BusyClock
 
 
 class PauseSwitch:
-    """The names of those who hold an engine."""
+    """The names of the holders that keep an engine paused."""
 
     def __init__(self, llm: Any, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
         """call: awaits a call of vLLM and maps its errors."""
@@ -29,7 +29,7 @@ class PauseSwitch:
         return self._is_paused
 
     async def hold(self, name: str) -> None:
-        """Stop after the present step.  Idempotent."""
+        """Pause after the current step.  Idempotent."""
         async with self._changing:
             self._holders.add(name)
             if not self._is_paused:
@@ -38,7 +38,7 @@ class PauseSwitch:
                 self._busy.pause()
 
     async def release(self, name: str) -> None:
-        """Go on, unless somebody else holds.  Idempotent."""
+        """Resume, unless there is another holder.  Idempotent."""
         async with self._changing:
             self._holders.discard(name)
             if self._is_paused and not self._holders:

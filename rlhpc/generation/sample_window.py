@@ -18,28 +18,28 @@ from __future__ import annotations
 import math
 
 DEVIATIONS = 2.0
-MEMORY_WINDOWS = 4  # a finished request is forgotten after about so many times the samples that fit
+MEMORY_WINDOWS = 4  # memory of finished requests, in multiples of the samples that fit
 
 
 class SampleWindow:
-    """Divides the KV cache by what a request takes."""
+    """Divides the KV cache by the space that a request takes."""
 
     def __init__(self, *, kv_tokens: int, longest_tokens: int, max_num_seqs: int, block_tokens: int = 1) -> None:
-        """kv_tokens: room of the cache.  longest_tokens: of a prompt with its completion.
+        """kv_tokens: size of the cache.  longest_tokens: of a prompt with its completion.
 
-        max_num_seqs: never more.  block_tokens: what the cache is dealt out in.
+        max_num_seqs: upper limit.  block_tokens: allocation unit of the cache.
         """
         self._kv_tokens, self._max_num_seqs, self._block = kv_tokens, max_num_seqs, block_tokens
         self._fewest = max(1, min(max_num_seqs, kv_tokens // longest_tokens))
         longest = self._whole_blocks(longest_tokens)
-        self._num_finished = float(self._fewest)  # forgotten bit by bit, as are all sums; at first the belief
+        self._num_finished = float(self._fewest)  # decays like all sums; starts with the prior
         self._final_tokens = self._num_finished * longest
         self._num_steps = self._num_finished * longest_tokens  # of requests that finished
         self._held_tokens = self._num_steps * longest  # summed over these steps
         self._held_squares = self._num_steps * longest**2
 
     def finished(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request ended by itself, having sampled so many tokens after so many (a continued prefix is among them)."""
+        """A request ended by itself; tokens it sampled, and tokens before those (a continued prefix is among them)."""
         keep = 1 - 1 / (MEMORY_WINDOWS * self.num_samples + 1)
         held = num_prompt_tokens + (num_tokens + self._block) / 2  # half of the last block is empty on average
         self._num_finished = keep * self._num_finished + 1

@@ -26,7 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from rlhpc.errors import RunDirectoryError
 
 _logger = logging.getLogger(__name__)
-_MAX_QUEUED = 10_000  # events; some hundred steps' worth, for a file system that hangs
+_MAX_QUEUED = 10_000  # events; a few hundred steps, for a file system that hangs
 _Item = bytes | threading.Event | None  # a serialised event, a flush to be answered, or the end
 
 
@@ -63,7 +63,7 @@ class EventFile:
         return self._num_lost
 
     def append(self, event: Event) -> None:
-        """Stamp and queue an event; returns at once.  After close() nothing happens."""
+        """Stamp and queue an event; returns at once.  No effect after close()."""
         event.wall_time = self._wall_clock()
         if self._is_closed:
             return
@@ -137,7 +137,7 @@ class EventFile:
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
-            # Readers will stop at the torn record; nothing better is left to do.
+            # Readers will stop at the torn record; nothing better can be done.
             _logger.warning("metrics: cannot cut %s back to %d bytes: %s", self.path, end, error)
 
 

@@ -37,7 +37,7 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 MAX_PEELED = 8  # micro-steps
-MAX_BALANCED_SAMPLES = 16_384  # samples × depths tried; bounds time by a count, since a clock does not repeat itself
+MAX_BALANCED_SAMPLES = 16_384  # samples × depths tried; bounds time by a count, since a clock is not reproducible
 
 
 @dataclass(frozen=True, slots=True, eq=False)

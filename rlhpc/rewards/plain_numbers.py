@@ -41,7 +41,7 @@ _LATEX_SPELLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class PlainNumber:
-    """One number; `value` is what stands there, not divided by 100 where a percent sign follows."""
+    """One number; `value` is the number as written, not divided by 100 if a percent sign follows."""
 
     value: Fraction
     is_percent: bool = False

@@ -92,7 +92,7 @@ def _die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; Linux only, elsewhere the pipe closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we could ask
+    if os.getppid() != parent_pid:  # it died before prctl was called
         os._exit(1)
 
 

@@ -26,14 +26,14 @@ _LAST_MOMENT_S = 0.5
 
 
 class WorkerLost(Exception):
-    """The process died, did not answer in time or answered nonsense; never leaves this package."""
+    """The process died, did not reply in time or sent an invalid reply; never leaves this package."""
 
 
 class WorkerProcess:
-    """A process that judges one completion at a time."""
+    """A process that scores one completion at a time."""
 
     def __init__(self, process: Process) -> None:
-        """Take over a process that spawn() started."""
+        """Wrap a process that spawn() started."""
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._requests, self._replies = process, process.stdin, process.stdout
@@ -84,7 +84,7 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerLost(f"worker died: {await self._how_it_ended()}") from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise WorkerLost(f"worker answered nonsense: {error}") from error
+            raise WorkerLost(f"worker sent an invalid reply: {error}") from error
 
     async def kill(self) -> None:
         """End the process, and its whole group, now; wait until it is gone.  Idempotent."""

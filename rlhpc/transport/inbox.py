@@ -44,7 +44,7 @@ class Inbox(Generic[Item]):
         return self._is_closed
 
     def put(self, item: Item) -> None:
-        """Append; the caller has looked at has_room."""
+        """Append; the caller has checked has_room."""
         self._items.append(item)
         self._was_full |= not self.has_room
         self._wake()
@@ -85,7 +85,7 @@ class Inbox(Generic[Item]):
 
 
 async def wait_until(waiters: set[asyncio.Future[None]], deadline: float | None) -> None:
-    """Sleep until wake_all(waiters) or the deadline of the loop's clock; the caller looks again either way."""
+    """Sleep until wake_all(waiters) or the deadline of the loop's clock; the caller checks again either way."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
     waiters.add(waiter)
@@ -99,7 +99,7 @@ async def wait_until(waiters: set[asyncio.Future[None]], deadline: float | None)
 
 
 def wake_all(waiters: set[asyncio.Future[None]]) -> None:
-    """Wake all of them: each looks for itself whether there is something for it."""
+    """Wake all of them: each checks whether there is something for it."""
     for waiter in waiters:
         _wake_one(waiter)
 

@@ -56,6 +56,6 @@ def is_as_specified(spec: TensorSpec, name: str, tensor: Tensor) -> bool:
 
 
 def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Draw what is left, so that a collective export on the trainer's side ends on all its ranks."""
+    """Exhaust the iterator, so that a collective export on the trainer's side ends on all its ranks."""
     for _ in weights:
         pass

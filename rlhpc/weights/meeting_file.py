@@ -13,5 +13,5 @@ def file_of(address: str) -> Path:
     """The path of file:///absolute/path.  Raises GroupFailed for any other address."""
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not path.is_absolute():
-        raise GroupFailed(f"no meeting place at {address!r}; legal here: file:// and an absolute path")
+        raise GroupFailed(f"no rendezvous at {address!r}; legal here: file:// and an absolute path")
     return path

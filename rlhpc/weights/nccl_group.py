@@ -34,7 +34,7 @@ WITHOUT_WATCHDOG = {
 
 
 def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """Make the group; nobody is met yet.  Raises GroupFailed where there is no NCCL."""
+    """Make the group without connecting.  Raises GroupFailed if there is no NCCL."""
     if not (c10d.is_nccl_available() and torch.cuda.is_available()):
         raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
     options = c10d.ProcessGroupNCCL.Options()
@@ -47,7 +47,7 @@ def meet(group: Any, device: torch.device, first_collective: Callable[[], object
     """Run the first collective, in which NCCL connects to the other ranks.
 
     NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit;
-    the thread that waits is given up with the aborted group.
+    the waiting thread is abandoned with the aborted group.
     """
     failures: list[Exception] = []
 
