@@ -27,7 +27,7 @@ from rlhpc.training.checkpoint import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.scattered import Scattered, gather_stream
 
-# Ranks that have sent their pieces wait for the lead's disk.  One that dies is noticed by its closed connection.
+# Ranks that have sent their shards wait for the disk of rank 0.  A rank that dies is noticed by its closed connection.
 WRITE_TIMEOUT = timedelta(days=1)
 
 
@@ -44,7 +44,7 @@ def open_save_group() -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One save, as the thread needs to know it."""
+    """One save, as the thread needs it."""
 
     directory: Path
     num_steps_applied: int
@@ -64,7 +64,7 @@ class BackgroundSaver:
         group: dist.ProcessGroup | None = None,
         lead_rank: int = 0,
     ) -> None:
-        """Allocate the host buffers and touch every page of them, so that the first save is as quick as the others.
+        """Allocate the host buffers and touch every page of them, so that the first save is as fast as the others.
 
         own(kind, index): this rank's live float32 pieces of items[index], for a kind of STATE_KINDS, in the order of
         its pieces; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
@@ -85,11 +85,11 @@ class BackgroundSaver:
         self._running: Future[dict[str, int]] | None = None
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
-        """Copy this rank's pieces, begin to write into `directory`, and return.  Every rank calls it.
+        """Copy this rank's pieces, start writing into `directory`, and return.  Every rank calls it.
 
-        Waits for the save before.  The future gives {file name: bytes} on the lead and {} elsewhere, or
-        CheckpointError; then files may remain, the manifest not among them.  Cancelling the lead's future gives the
-        write up at the next tensor: a CheckpointError elsewhere.
+        Waits for the previous save.  The future gives {file name: bytes} on rank 0 and {} elsewhere, or
+        CheckpointError; then files may remain, but not the manifest.  Cancelling rank 0's future ends the write at the
+        next tensor: a CheckpointError elsewhere.
         """
         self.wait()
         self._copy()
@@ -100,7 +100,7 @@ class BackgroundSaver:
         return promised
 
     def wait(self) -> None:
-        """Wait until nothing is being written, whatever came of it."""
+        """Wait until nothing is being written; its outcome is ignored."""
         if self._running is not None:
             wait((self._running,))
 
@@ -134,7 +134,7 @@ class BackgroundSaver:
     # ------------------------------------------------------------------------------------------------ in the thread
 
     def _write(self, write: _Write) -> dict[str, int]:
-        """Stream the copies to the lead, which writes them.  Raises CheckpointError."""
+        """Stream the copies to rank 0, which writes them.  Raises CheckpointError."""
         files: dict[str, int] = {}
         error: CheckpointError | None = None
         try:
@@ -148,11 +148,11 @@ class BackgroundSaver:
                     pass
             has_succeeded = self._hear_lead(error is None)
         except RuntimeError as failure:  # gloo's, when a rank is gone
-            raise CheckpointError(f"{write.directory}: the state could not be brought together: {failure}") from failure
+            raise CheckpointError(f"{write.directory}: the state could not be gathered: {failure}") from failure
         if error is not None:
             raise error
         if not has_succeeded:
-            raise CheckpointError(f"{write.directory}: the lead rank could not write it; its log says why")
+            raise CheckpointError(f"{write.directory}: rank 0 could not write it; see its log")
         return files
 
     def _write_files(self, write: _Write) -> dict[str, int]:
@@ -167,11 +167,11 @@ class BackgroundSaver:
                 rng=write.rng,
             )
         finally:
-            for _ in tensors:  # after an error: the others go on sending, and somebody must take it
+            for _ in tensors:  # after an error: the others go on sending, and rank 0 must receive it
                 pass
 
     def _stream(self) -> Iterator[Tensor]:
-        """Yield every tensor of every kind on the lead, in the order of STATE_KINDS and items; nothing elsewhere."""
+        """Yield every tensor of every kind on rank 0, in the order of STATE_KINDS and items; nothing elsewhere."""
         for kind in STATE_KINDS:
             for _, tensor in gather_stream(
                 self._items,
@@ -184,7 +184,7 @@ class BackgroundSaver:
                 yield tensor
 
     def _hear_lead(self, has_succeeded: bool) -> bool:
-        """Return the lead's answer on every rank."""
+        """Return rank 0's answer on every rank."""
         if self._group is None:
             return has_succeeded
         answer = torch.tensor(int(has_succeeded), dtype=torch.int32)
@@ -193,7 +193,7 @@ class BackgroundSaver:
 
 
 def _pin(buffer: Tensor) -> int:
-    """Make a buffer one that the GPU copies into by itself; return its address.
+    """Pin a buffer, so that the GPU copies into it directly; return its address.
 
     Not torch's own pinned memory: that comes in powers of two, up to twice what was asked for.
     """
@@ -205,12 +205,12 @@ def _pin(buffer: Tensor) -> int:
 def _unless_given_up(tensors: Iterator[Tensor], write: _Write) -> Iterator[Tensor]:
     for tensor in tensors:
         if write.is_given_up():
-            raise CheckpointError(f"{write.directory}: given up while it was written")
+            raise CheckpointError(f"{write.directory}: cancelled while it was written")
         yield tensor
 
 
 def _hand_on(promised: Future[dict[str, int]], ended: Future[dict[str, int]]) -> None:
-    """Give the outcome to who waits for it, unless nobody does any more."""
+    """Set the outcome, unless the future was cancelled."""
     if not promised.set_running_or_notify_cancel():
         return
     error = ended.exception()

@@ -13,7 +13,7 @@ READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Taken when the file was written."""
+    """Recorded when the file was written."""
 
     num_bytes: int
     crc32: int

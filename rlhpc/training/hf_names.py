@@ -22,7 +22,7 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """What a parameter of this name and shape becomes."""
+    """The tensors on disk of a parameter of this name and shape."""
     stem = spec.name.rpartition(".")[0]
     if spec.name.endswith(_GATE_UP):
         experts, rows, columns = spec.shape
@@ -56,7 +56,7 @@ def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tenso
 
 
 def scattered_on_disk(spec: TensorSpec, pieces: Sequence[Piece]) -> Scattered:
-    """A parameter that lies in these flat pieces, end to end, as an item under its names on disk."""
+    """A parameter that consists of these flat pieces, end to end, as an item under its names on disk."""
     return Scattered(specs=on_disk(spec), pieces=tuple(pieces), join=partial(_join, spec))
 
 

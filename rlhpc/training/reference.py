@@ -47,7 +47,7 @@ from rlhpc.types import PackedMicrobatch, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSettings:
-    """What stays the same from step to step."""
+    """Settings that do not change between steps."""
 
     dtype: torch.dtype
     temperature: float
@@ -89,10 +89,10 @@ class ReferenceBackend(TrainerBackend):
         host: str = LOOPBACK,
         meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> ReferenceBackend:
-        """Load config.model on this rank's device and meet the other ranks at store_address.
+        """Load config.model on this rank's device and connect to the other ranks at store_address.
 
         store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
-        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not turn up.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -112,7 +112,7 @@ class ReferenceBackend(TrainerBackend):
 
     @property
     def dp_rank(self) -> int:
-        """This process's rank: data parallelism is all there is."""
+        """This process's rank: there is only data parallelism."""
         return self._rank
 
     @property
@@ -182,7 +182,7 @@ class ReferenceBackend(TrainerBackend):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
 
-        Only wanted tokens pass through the head, which costs as much as many layers where the vocabulary is large.
+        Only wanted tokens pass through the head, which costs as much as many layers if the vocabulary is large.
         """
         result = torch.zeros(len(microbatch.token_ids), device=self._device)
         positions = np.flatnonzero(wanted)
@@ -220,18 +220,18 @@ class ReferenceBackend(TrainerBackend):
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; every rank has everything, and the lead writes its own."""
+        """See TrainerBackend; every rank has everything, and rank 0 writes its copy."""
         return self._saver.save(
             directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
         )
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads for itself, the lead verifies.
+        """See TrainerBackend; every rank reads everything, rank 0 verifies.
 
-        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
-        # The lead reads every byte; the others trust its verdict and read only what they load.
+        # Rank 0 reads every byte; the others rely on its result and read only what they load.
         read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_lead)
         checkpoint = on_all_ranks(read, directory, self._device)
         on_all_ranks(partial(self._take, checkpoint), directory, self._device)

@@ -15,7 +15,7 @@ from rlhpc.types import PackedMicrobatch
 
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to `device`: arrays of a message are read-only, and torch cannot say so of a tensor."""
+    """Copy an array to `device`: arrays of a message are read-only, which torch cannot express for tensors."""
     return torch.from_numpy(array.copy()).to(device)
 
 

@@ -56,13 +56,13 @@ def gather_stream(
     """Yield (HF name, whole tensor) on to_rank, in the order of items; yield nothing elsewhere.  A collective.
 
     own(index): this rank's pieces of items[index], flat, contiguous, of `dtype` on `device`, in the order of its
-    pieces; asked once per item and only where there are any.  group: of to_rank and all ranks that hold pieces; NCCL
+    pieces; called once per item and only if there are any.  group: of to_rank and all ranks that hold pieces; NCCL
     wants a collective of the whole group before.  A tensor is valid until the next one is asked for, and may be the
     rank's own memory: it is not to be written to.
 
-    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, takes what the
-    others still send and throws it away.  An error in own or on the wire is passed on at once: the ranks are out of
-    step then, and the group is of no more use.
+    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, receives what the
+    others still send and discards it.  An error in own or of the network is raised at once: the ranks are out of step
+    then, and the group cannot be used any more.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = _Here(items, own, rank, to_rank, dtype, device, group)
@@ -81,7 +81,7 @@ def gather_stream(
 
 
 def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[list[int]]:
-    """Cut indices, in order, into runs of at most bucket_elements; a larger item stands alone."""
+    """Cut indices, in order, into runs of at most bucket_elements; a larger item has its own."""
     bucket: list[int] = []
     room = bucket_elements
     for index, item in enumerate(items):
@@ -137,7 +137,9 @@ class _Here:
         announced = [piece.num_elements for piece in self.items[index].pieces if piece.rank == self.rank]
         tensors = self.own(index) if announced else ()
         found = [tensor.numel() for tensor in tensors]
-        assert found == announced, f"{self.items[index].specs[0].name}: {found} numbers where {announced} are announced"
+        assert found == announced, (
+            f"{self.items[index].specs[0].name}: {found} numbers where {announced} were announced"
+        )
         assert all(tensor.dtype == self.dtype for tensor in tensors)
         return tensors
 

@@ -53,17 +53,17 @@ def open_engine(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ZeroEngine:
-    """Share `policy` out over the ranks of the default process group.  A collective.
+    """Shard `policy` over the ranks of the default process group.  A collective.
 
     parameters: all of policy's, on the host, already of `dtype`; matrices make the optimiser's first group, the rest
     its second.  The step's options (learning rate, weight decay, clipping) are the caller's to set before each step.
     """
     accelerator = get_accelerator().device_name()
-    if accelerator != device.type:  # settled by the first import in a process
+    if accelerator != device.type:  # fixed by the first import in a process
         raise ConfigError(f"trainer.device={device.type}: DeepSpeed works on {accelerator} in this process already")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated", FutureWarning)
-    # Else the group's wrapper compiles C++ when it is made: minutes, or an error where there is no compiler.
+    # Otherwise the group's wrapper compiles C++ when it is made: minutes, or an error without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     options = engine_options(trainer, dtype=dtype, num_elements=sum(p.numel() for p in parameters.values()))
     matrices = [p for p in parameters.values() if p.ndim >= 2]
@@ -80,7 +80,7 @@ def open_engine(
         group["decays"] = group["params"][0].ndim >= 2
     comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     if trainer.zero_stage == 3:
-        # Parameter by parameter: the whole model never lies on the device.
+        # Parameter by parameter: the whole model is never on the device.
         deepspeed.zero.Init(module=policy, config_dict_or_path=options, dtype=dtype)
         for buffer in policy.buffers():
             buffer.data = buffer.data.to(device)
@@ -110,7 +110,7 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,  # set anew before each step
+        "gradient_clipping": 1.0,  # set before each step
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",

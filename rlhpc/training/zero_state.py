@@ -35,8 +35,8 @@ class Fragment:
     rank: int
     start: int
     stop: int
-    flat: int  # which of the flat tensors of that rank
-    offset: int  # where in it
+    flat: int  # index among the flat tensors of that rank
+    offset: int  # offset in it
 
     @property
     def num_elements(self) -> int:
@@ -68,7 +68,7 @@ class ZeroState:
 
     @property
     def device(self) -> torch.device:
-        """Where masters and moments live: the host, if they are offloaded."""
+        """Device of masters and moments: the host, if they are offloaded."""
         return self._flats[0].device
 
     @property
@@ -111,7 +111,7 @@ class ZeroState:
 
     @torch.no_grad()
     def fill(self, read: ReadRange, *kinds: str) -> None:
-        """Take this rank's numbers of these kinds, or of all, from `read`.  Parameters follow with publish()."""
+        """Load this rank's numbers of these kinds, or of all, from `read`.  publish() updates the parameters."""
         for kind in kinds or STATE_KINDS:
             for index, spec in enumerate(self.specs):
                 mine = (fragment for fragment in self.fragments[spec.name] if fragment.rank == self._rank)
@@ -127,7 +127,7 @@ class ZeroState:
         self._optimizer._partition_all_parameters()
         for flat in range(len(self._flats)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(flat)
-        persistent = self._optimizer.persistent_parameters  # small ones that are never given back between steps
+        persistent = self._optimizer.persistent_parameters  # small ones that are never released between steps
         if persistent:
             persistent[0].all_gather(persistent)
 

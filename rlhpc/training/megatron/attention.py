@@ -31,8 +31,8 @@ from rlhpc.training.packed_attention import SegmentPlan, packed_attention, varle
 class PackedRow:
     """What Megatron hands from the model to every attention layer as its packed_seq_params, reading the format only.
 
-    "sbhd" lets it rotate with the angles that it is given, which already start anew at every border, instead of asking
-    the device for the borders in every layer.
+    "sbhd" lets it rotate with the angles that it is given, which already restart at every border, instead of reading
+    the borders from the device in every layer.
     """
 
     plan: RowPlan
@@ -74,7 +74,8 @@ class PackedCoreAttention(nn.Module):
 
 
 class TransformerEngineAttention(nn.Module):
-    """The same through TransformerEngine's kernels, for rows that are not cut.  Has not run where this was written."""
+    """The same through TransformerEngine's kernels, for rows that are not cut.  Not tested: no TransformerEngine was
+    available."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         """Signature given by Megatron."""
@@ -108,7 +109,7 @@ class TransformerEngineAttention(nn.Module):
 
 
 def core_attention(trainer: TrainerConfig) -> type[nn.Module]:
-    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine where it cannot be had."""
+    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine if it is not available."""
     if not trainer.transformer_engine:
         return PackedCoreAttention
     if find_spec("transformer_engine") is None:

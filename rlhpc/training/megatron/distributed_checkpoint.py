@@ -51,7 +51,7 @@ Made = TypeVar("Made")
 
 
 class DistributedSaver:
-    """Saves of one model, by all ranks at once; takes the place of a BackgroundSaver."""
+    """Saves of one model, by all ranks at once; replaces BackgroundSaver."""
 
     def __init__(
         self, state: ShardedState, exchange: Exchange, *, fingerprint: str, group: dist.ProcessGroup | None
@@ -62,8 +62,8 @@ class DistributedSaver:
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
         """Write everything into `directory`, which is made; every rank calls it and waits for its own disk.
 
-        The future is done: {file name: bytes} of all ranks' files on the lead and {} elsewhere, or CheckpointError;
-        then files may remain, megatron.json not among them.
+        The future is done: {file name: bytes} of all ranks' files on rank 0 and {} elsewhere, or CheckpointError; then
+        files may remain, but not megatron.json.
         """
         promised: Future[dict[str, int]] = Future()
         try:
@@ -103,17 +103,17 @@ class DistributedCheckpoint:
 
     directory: Path
     num_steps_applied: int
-    rng: dict[str, str]  # rng.read_rng of the lead rank
+    rng: dict[str, str]  # rng.read_rng of rank 0
 
     def read(self, state: ShardedState, exchange: Exchange) -> None:
         """Fill this rank's main weights and moments, one kind after the other.  A collective.
 
-        Raises CheckpointError on all ranks if a file that was sound a moment ago cannot be read; the state is mixed
-        then.  Step counters and MegatronAdamW.publish are the caller's.
+        Raises CheckpointError on all ranks if a verified file cannot be read any more; the state is mixed then.  Step
+        counters and MegatronAdamW.publish are the caller's.
         """
         agree = _Agreement(exchange)
         for kind in STATE_KINDS:
-            # Has collectives within `agree`: what they meet they raise on every rank.
+            # Has collectives within `agree`: their errors are raised on every rank.
             state.take(kind, agree.after(partial(self._load, state.to_read(kind))))
 
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -130,13 +130,13 @@ class DistributedCheckpoint:
 
 
 def is_distributed_checkpoint(directory: Path, exchange: Exchange) -> bool:
-    """True where the lead sees a checkpoint of this format and none of our own.  A collective."""
+    """True if rank 0 finds a checkpoint of this format and none of our own.  A collective."""
     is_there = (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
     return bool(exchange.from_rank(LEAD_RANK, is_there))
 
 
 def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str) -> DistributedCheckpoint:
-    """Read every byte, shared out over the ranks, and return what the checkpoint holds.  A collective.
+    """Read every byte, distributed over the ranks, and return the checkpoint.  A collective.
 
     fingerprint: of the model that wants it.  Raises CheckpointError on all ranks naming the file and the reason.
     """
@@ -155,7 +155,7 @@ def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str)
 
 
 class _Agreement:
-    """All ranks go on together, or all raise what the first of them met."""
+    """All ranks continue together, or all raise the error of the first."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -178,7 +178,7 @@ def _begin(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (STATE_FILE, MEGATRON_STATE_FILE):
-            (directory / name).unlink(missing_ok=True)  # from here on an older state in this place counts no more
+            (directory / name).unlink(missing_ok=True)  # from here on an older state in this place is invalid
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from error
 
@@ -205,7 +205,7 @@ def _reasons(error: CheckpointException) -> str:
 
 
 def _records_of_own_files(directory: Path, *, is_lead: bool) -> dict[str, dict[str, int]]:
-    """Read back what this rank wrote; on the lead also the files that are written once."""
+    """Read back what this rank wrote; on rank 0 also the files that are written once."""
     try:
         paths = list(directory.glob(f"__{dist.get_rank()}_*.distcp"))
         if is_lead:

@@ -40,7 +40,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 class OwnedRange:
     """Numbers [start, end) of one flattened shard, of which a rank keeps the optimiser's state.
 
-    Several ranks may say that they keep the same numbers: replicas of the model, and of what is not cut.
+    Several ranks may keep the same numbers: replicas of the model, and of parameters that are not cut.
     """
 
     name: str  # ParameterMap.name
@@ -115,7 +115,7 @@ def scattered_state(model: Any, layout: ParallelLayout, ranges: Iterable[OwnedRa
     """Return where float32 state lies, in the order of exported(parameter_maps()).  Pure.
 
     ranges: of all ranks, in any order, the same on every rank; between them they cover every shard.  Of replicas the
-    lowest ranks are asked.  No rank has more than one piece of an item.
+    lowest ranks are used.  No rank has more than one piece of an item.
     """
     by_name: dict[str, list[OwnedRange]] = {}
     for each in ranges:
@@ -129,7 +129,7 @@ def tensor_rank(layout: ParallelLayout) -> int:
 
 
 def _expert_rank(layout: ParallelLayout) -> int:
-    """Of this process: experts are shared over consecutive ranks, and a stage is a multiple of them."""
+    """Of this process: experts are distributed over consecutive ranks, and a stage is a multiple of them."""
     return dist.get_rank() % layout.expert
 
 
@@ -160,7 +160,7 @@ def _cover(place: ParameterMap, shard: int, ranges: Sequence[OwnedRange]) -> lis
     cover: list[OwnedRange] = []
     position = 0
     while position < place.shard_elements:
-        assert position in by_start, f"{place.name}: nobody keeps shard {shard} from {position} on"
+        assert position in by_start, f"{place.name}: no rank keeps shard {shard} from {position} on"
         cover.append(by_start[position])
         position = cover[-1].end
     return cover

@@ -27,7 +27,7 @@ from rlhpc.types import PackedMicrobatch
 
 @dataclass(frozen=True, slots=True)
 class LocalRow:
-    """What the model is told of one micro-batch, the same on every pipeline stage and tensor rank."""
+    """Input of the model for one micro-batch, the same on every pipeline stage and tensor rank."""
 
     token_ids: Tensor  # int64 [L] on the device
     position_ids: Tensor  # int64 [L] from 0 in every segment

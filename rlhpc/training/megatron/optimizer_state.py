@@ -31,8 +31,8 @@ class Shard:
     parameter: nn.Parameter  # of the model, in its dtype
     start: int
     end: int
-    main: Tensor  # float32, what the optimiser's groups list; on the parameter's device
-    stepped: Tensor  # `main`, or its copy in host memory that is stepped in its place
+    main: Tensor  # float32, as listed in the optimiser's groups; on the parameter's device
+    stepped: Tensor  # `main`, or its copy in host memory that is stepped instead
     state: dict[str, Any]  # the optimiser's own, of `stepped`
     group: dict[str, Any]  # the optimiser's own
 
@@ -47,7 +47,7 @@ class Shard:
         return tensor.detach().view(-1)
 
     def set_step(self, value: int) -> None:
-        """Set the counter that bias correction goes by."""
+        """Set the counter that bias correction uses."""
         if "step" in self.state:
             self.state["step"].fill_(value)
         else:
@@ -75,7 +75,7 @@ def shards_of(optimizer: Any) -> tuple[Shard, ...]:
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The optimisers that do the arithmetic, Transformer Engine's or torch's."""
+    """The inner optimisers, Transformer Engine's or torch's."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
@@ -115,7 +115,7 @@ def _zip_groups(models: Any, mains: Any) -> Iterator[tuple[nn.Parameter, Tensor]
 def _places_in_groups(inner: Any) -> dict[int, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
     """id of a main weight → (what is stepped for it, its state, its group)."""
     if isinstance(inner, HybridDeviceOptimizer):
-        # It copies each group's settings to the optimiser of its parameters before every step.
+        # It copies each group's settings to the inner optimiser before every step.
         stepped = inner.param_to_inner_param
         states = {id(p): sub.state[p] for sub in inner.sub_optimizers for p in _fill_states(sub)}
     else:
@@ -129,7 +129,7 @@ def _places_in_groups(inner: Any) -> dict[int, tuple[Tensor, dict[str, Any], dic
 
 
 def _fill_states(inner: Any) -> Iterator[Tensor]:
-    """Create zero moments, so that a checkpoint before the first step is like any other; yield the parameters."""
+    """Create zero moments, so that a checkpoint before the first step has them too; yield the parameters."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]

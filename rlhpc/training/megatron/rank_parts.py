@@ -78,7 +78,7 @@ class RankState:
     """Float32 main weights and moments: which numbers are this rank's to send, and how it reads its own."""
 
     def __init__(self, model: RankModel, shards: Sequence[Shard], exchange: Exchange) -> None:
-        """Tell every rank what every other keeps.  A collective."""
+        """Exchange what every rank keeps.  A collective."""
         parameters = parameters_of_rank(model.chunks, model.config, model.layout)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._layout = model.layout

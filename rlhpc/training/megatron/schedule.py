@@ -60,7 +60,7 @@ class Schedule:
 
     @torch.no_grad()
     def forward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
-        """Forward alone; what `judge` returns is not looked at.  A collective."""
+        """Forward alone; what `judge` returns is ignored.  A collective."""
         self._run(work, request, judge, forward_only=True)
 
     def _run(self, work: Sequence[Work], request: HeadRequest, judge: Judge, *, forward_only: bool) -> None:
@@ -76,13 +76,13 @@ class Schedule:
             data_iterator=iterators if is_interleaved else iterators[0],
             model=self._chunks if is_interleaved else self._chunks[0],
             num_microbatches=len(rows),
-            seq_length=1,  # rows differ: every stage tells the next the shape of what it sends
+            seq_length=1,  # rows differ: every stage announces the shape of what it sends
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _filled_up(self, work: Sequence[Work]) -> list[Work]:
-        """Interleaved stages want a multiple of their number; a row of one token without loss makes up for the rest."""
+        """Interleaved stages want a multiple of their number; rows of one token without loss fill up the rest."""
         if self._layout.chunks == 1:
             return list(work)
         missing = -len(work) % self._layout.pipeline
@@ -110,12 +110,12 @@ class Schedule:
             for part in (logprobs, entropy.detach())
         )
         loss = judge(index, row, entropies.sum())
-        # Stages before this one wait for a gradient, also from a loss that does not depend on the model.
+        # Earlier stages wait for a gradient, even of a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 
 
 def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) -> None:
-    """Sum gradients over ranks; without a number of tokens Megatron divides by nothing."""
+    """Sum gradients over ranks; without a number of tokens Megatron does not divide."""
     finalize_model_grads(chunks, None, **keywords)
 
 

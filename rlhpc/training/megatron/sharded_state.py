@@ -32,7 +32,7 @@ from rlhpc.types import TensorSpec
 
 # Kind of state → what Megatron calls it on disk.
 NAMES = {"weights": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# One key per layer, expert and half of a gated layer: what depends on the number of stages stays out of the shapes.
+# One key per layer, expert and half of a gated layer: shapes must not depend on the number of stages.
 METADATA = {"singleton_local_shards": True}
 CPU = torch.device("cpu")
 
@@ -83,13 +83,13 @@ class ShardedState:
 
     @torch.no_grad()
     def take(self, kind: str, loaded: dict[str, Tensor]) -> None:
-        """Keep this rank's part of what to_read() has become; MegatronAdamW.publish is the caller's."""
+        """Copy this rank's part from the loaded tensors of to_read(); the caller calls MegatronAdamW.publish."""
         for name, place in self._places.items():
             shard = place.shard
             shard.tensor(kind).copy_(loaded[name].reshape(-1)[shard.start : shard.end])
 
     def plan(self, exchange: Exchange) -> WritePlan:
-        """Tell every rank what every other keeps, and share out who writes what.  A collective."""
+        """Exchange what every rank keeps, and assign a writer to every tensor.  A collective."""
         kept = {name: (place.shard.start, place.shard.end) for name, place in self._places.items()}
         of_ranks: list[dict[str, tuple[int, int]]] = exchange.of_all(kept)
         writers: dict[str, int] = {}
@@ -117,7 +117,7 @@ class WritePlan:
     def to_write(self, kind: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
         """For dist_checkpointing's savers: what this rank writes, views of its shards where they are whole.
 
-        group: gloo, of all ranks.  A collective.  Needs host memory for what is brought together.
+        group: gloo, of all ranks.  A collective.  Needs host memory for gathered tensors.
         """
         rank = dist.get_rank()
         together: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ def _entries(chunks: Iterable[Any]) -> dict[int, Any]:
 
 
 def _replicas_of(parameter: nn.Parameter) -> list[int]:
-    """Ranks among which the optimiser's state of a parameter of this rank is shared out."""
+    """Ranks over which the optimiser's state of a parameter of this rank is sharded."""
     if getattr(parameter, "allreduce", True):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:
@@ -160,7 +160,7 @@ def _replicas_of(parameter: nn.Parameter) -> list[int]:
 
 
 def _writer(pieces: Sequence[_Kept], index: int) -> int:
-    """Who has most of it, in turn where several have the same."""
+    """The rank with most of it; ranks with equal parts take turns."""
     most = max(piece.num_elements for piece in pieces)
     candidates = sorted(piece.rank for piece in pieces if piece.num_elements == most)
     return candidates[index % len(candidates)]

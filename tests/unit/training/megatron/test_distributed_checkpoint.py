@@ -114,7 +114,7 @@ def saved(pool, tmp_path_factory):
 
 @pytest.fixture
 def continued(pool, tmp_path):
-    """(run, layout) → results and weights of the lead rank, and the state it loaded, by kind and HF name."""
+    """(run, layout) → results and weights of rank 0, and the state it loaded, by kind and HF name."""
 
     def go_on(run: Saved, layout: str) -> Any:
         scratch = tmp_path / layout

@@ -235,7 +235,7 @@ def test_ranges_with_a_gap_are_our_own_mistake(tmp_path):
     model, _ = random_checkpoint(tmp_path, "qwen2")
     layout = layout_of()
     ranges = [OwnedRange(place.name, 0, 0, 0, place.shard_elements - 1) for place in parameter_maps(model, layout)]
-    with pytest.raises(AssertionError, match=r"word_embeddings.weight: nobody keeps shard 0 from \d+ on"):
+    with pytest.raises(AssertionError, match=r"word_embeddings.weight: no rank keeps shard 0 from \d+ on"):
         scattered_state(model, layout, ranges)
 
 
