@@ -2,7 +2,7 @@
 
     hear control ─▶ fleet, publication          who is there, who samples with which version
     take leases  ─▶ intake ─▶ buffer            waits for rollouts; unblocks the train loop
-    granting     ─▶ leases out                  waits for slots and credit
+    dispatcher   ─▶ leases out                   waits for slots and credit
     train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
     watch                                       what is overdue, silent, poisoned, due on disk
 
@@ -40,8 +40,8 @@ from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
 from rlhpc.roles.deaths import Deaths
 from rlhpc.roles.fleet import Fleet
-from rlhpc.roles.granting import Granting
 from rlhpc.roles.intake import Intake
+from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.patient_sealing import PatientSealing
 from rlhpc.roles.publication import Publication, PublicationLimits
@@ -108,7 +108,7 @@ class Controller:
             clock=self._awake,
         )
         self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
-        self._granting = Granting(
+        self._dispatcher = LeaseDispatcher(
             leases,
             self._books.ledger,
             self._books.prompts,
@@ -138,7 +138,7 @@ class Controller:
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
             step=self._books.step,
             version=self._books.policy_version,
-            wake=self._granting.wake,
+            wake=self._dispatcher.wake,
         )
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -161,7 +161,7 @@ class Controller:
                 for loop in (
                     self._hear(),
                     self._take_in(),
-                    self._granting.run(),
+                    self._dispatcher.run(),
                     self._watch(),
                     self._lag.run(),
                     self._awake.run(),
@@ -171,7 +171,7 @@ class Controller:
             stopped = group.create_task(stop.event.wait())
             deserted = group.create_task(self._deaths.nobody_is_left.wait())
             await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
-            self._granting.is_open = False
+            self._dispatcher.is_open = False
             if deserted.done():
                 stop.event.set()
             elif stopped.done():
@@ -209,7 +209,7 @@ class Controller:
             elif isinstance(message, Heartbeat):
                 if not self._fleet.hear(name, message):
                     await self._ask_who_it_is(name)
-                self._granting.wake()  # its credit may have grown
+                self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._publication.acknowledge(name, message)
             elif isinstance(message, SaveReport):
@@ -255,7 +255,7 @@ class Controller:
             elif isinstance(message, LeaseProgress):
                 self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
-            self._granting.wake()
+            self._dispatcher.wake()
 
     async def _cancel_dropped(self) -> None:
         """Cancel sampling of groups that were dropped."""
@@ -277,7 +277,7 @@ class Controller:
                 self._intake.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
             await self._deaths.write()
-            self._granting.wake()
+            self._dispatcher.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
 
     async def _lose(self, name: str, why: str) -> None:
@@ -291,7 +291,7 @@ class Controller:
             await self._deaths.of(name)
             await self._publication.lost(name)
             self._loop.groups_changed()  # perhaps only generators without weights are left
-            self._granting.wake()
+            self._dispatcher.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 

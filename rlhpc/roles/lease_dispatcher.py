@@ -14,10 +14,10 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.contracts import PromptSource, ServerChannel
 from rlhpc.errors import ChannelFull, PeerUnreachable
 
-log = logging.getLogger("rlhpc.granting")
+log = logging.getLogger("rlhpc.lease_dispatcher")
 
 
-class Granting:
+class LeaseDispatcher:
     """Admits and grants whenever it is woken."""
 
     def __init__(
