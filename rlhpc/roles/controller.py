@@ -1,7 +1,7 @@
 """The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
     hear control ─▶ fleet, publication          who is there, who samples with which version
-    take leases  ─▶ intake ─▶ buffer            waits for rollouts; unblocks the train loop
+    take leases  ─▶ sink ─▶ buffer               waits for rollouts; unblocks the train loop
     dispatcher   ─▶ leases out                   waits for slots and credit
     train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
     watch                                       what is overdue, silent, poisoned, due on disk
@@ -40,11 +40,11 @@ from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
 from rlhpc.roles.deaths import Deaths
 from rlhpc.roles.fleet import Fleet
-from rlhpc.roles.intake import Intake
 from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.patient_sealing import PatientSealing
 from rlhpc.roles.publication import Publication, PublicationLimits
+from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
 from rlhpc.roles.status_board import StatusBoard
@@ -107,7 +107,7 @@ class Controller:
             limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
-        self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._sink = RolloutSink(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._dispatcher = LeaseDispatcher(
             leases,
             self._books.ledger,
@@ -124,7 +124,7 @@ class Controller:
         self._lag = LoopLag(clock)
         self._sealing = PatientSealing(self._books.segments, self._awake)
         self._deaths = Deaths(context, control, self._fleet, self._books)
-        watched = self._board.figures, self._fleet, self._publication, self._intake, self._lag
+        watched = self._board.figures, self._fleet, self._publication, self._sink, self._lag
         self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
@@ -247,7 +247,7 @@ class Controller:
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, ScoredRollout):
-                if not self._intake.take(name, message):
+                if not self._sink.take(name, message):
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
@@ -259,8 +259,8 @@ class Controller:
 
     async def _cancel_dropped(self) -> None:
         """Cancel sampling of groups that were dropped."""
-        while self._intake.cancelled:
-            group_id = self._intake.cancelled.pop()
+        while self._sink.cancelled:
+            group_id = self._sink.cancelled.pop()
             for name in self._publication.ready_members:
                 with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
                     await self._leases.send(name, CancelGroup(group_id))
@@ -274,7 +274,7 @@ class Controller:
             self._books.totals.leases_regranted += len(self._books.ledger.expire())
             for group_id in self._books.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
-                self._intake.drop(group_id, DropReason.POISON)
+                self._sink.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
             await self._deaths.write()
             self._dispatcher.wake()
@@ -322,7 +322,7 @@ class Controller:
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
             for group in self._books.ledger.groups:
-                self._intake.drop(group.group_id, DropReason.CANCELLED)
+                self._sink.drop(group.group_id, DropReason.CANCELLED)
             self._books.segments.seal_all()
             self._recorder.close_totals()
             bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size

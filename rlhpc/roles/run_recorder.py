@@ -16,9 +16,9 @@ from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.books import Books
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.generator_meter import GeneratorMeter
-from rlhpc.roles.intake import Harvest, Intake
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.publication import Publication
+from rlhpc.roles.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.status_board import LiveFigures
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.train_loop import StepRecord
@@ -38,14 +38,14 @@ class RunRecorder:
         live: LiveFigures,
         fleet: Fleet,
         publication: Publication,
-        intake: Intake,
+        sink: RolloutSink,
         lag: LoopLag,
         *,
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, books.totals, live
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
-        self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
+        self._fleet, self._publication, self._sink, self._lag = fleet, publication, sink, lag
         self._clock = clock
         is_again = context.attempt > 0
         seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
@@ -73,12 +73,12 @@ class RunRecorder:
 
     def record(self, record: StepRecord) -> None:
         """Record one step."""
-        now, harvest = self._clock(), self._intake.reap()
+        now, stats = self._clock(), self._sink.drain()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
         self._recent_s.append(step_s)
-        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(harvest)
-        figures |= self._account(record, harvest, step_s) | self._situation()
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= self._account(record, stats, step_s) | self._situation()
         step, totals = record.report.step, self._totals
         self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
         metrics = self._config.metrics
@@ -99,7 +99,7 @@ class RunRecorder:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _account(self, record: StepRecord, harvest: Harvest, step_s: float) -> dict[str, float]:
+    def _account(self, record: StepRecord, stats: IntakeStats, step_s: float) -> dict[str, float]:
         """Add one step to the totals; return the metrics derived from them."""
         totals, now = self._totals, self._clock()
         rollouts = [member.rollout for group in record.groups for member in group.members]
@@ -107,16 +107,16 @@ class RunRecorder:
         idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
         activity = self._generators.look()
         self._trained.add(now, num_tokens)
-        self._generated.add(now, harvest.num_tokens)
+        self._generated.add(now, stats.num_tokens)
         totals.steps += 1
         totals.skipped_steps += not record.report.applied
         totals.rollouts_trained += len(rollouts)
         totals.rollouts_spanning_update += sum(int(r.versions[0] != r.versions[-1]) for r in rollouts)
         totals.staleness_max = max(totals.staleness_max, int(staleness(record.groups, record.trained_version).max()))
-        totals.tokens_generated += harvest.num_tokens
+        totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
-        totals.groups_dropped += sum(harvest.num_dropped.values())
-        totals.groups_without_spread += harvest.num_without_spread
+        totals.groups_dropped += sum(stats.num_dropped.values())
+        totals.groups_without_spread += stats.num_without_spread
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += activity.idle_s
@@ -161,7 +161,7 @@ class RunRecorder:
             "generator/waiting": self._fleet.total("waiting", "generator"),
             "generator/preemptions": self._fleet.total("preemptions", "generator"),
             "generator/kv_usage": self._fleet.total("kv_usage", "generator") / num_generators,
-            "reward/verifier_error_share": self._intake.verifier_error_share,
+            "reward/verifier_error_share": self._sink.verifier_error_share,
             "event_loop/lag_s": self._lag.take(),
         }
 

@@ -19,7 +19,7 @@ from rlhpc.algorithms.diagnostics import (
     staleness_figures,
 )
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.intake import Harvest
+from rlhpc.roles.rollout_sink import IntakeStats
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
@@ -60,9 +60,9 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
     }
 
 
-def sampling_figures(harvest: Harvest) -> dict[str, float]:
+def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
-    groups = harvest.groups
+    groups = stats.groups
     if not groups:
         return {}
     found = reward_figures(groups)

@@ -15,8 +15,8 @@ from rlhpc.metrics.meters import LoopLag
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.books import Books
 from rlhpc.roles.fleet import Fleet
-from rlhpc.roles.intake import Intake
 from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import NUM_RECENT_STEPS, RunRecorder
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.totals import Totals
@@ -45,9 +45,9 @@ async def recorded_ring(
         books = Books(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
         fleet = Fleet(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, fleet, ring.ledger)
-        intake = Intake(ring.buffer, ErrorGate(1.0), config.admission)
+        sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
-            context, books, board.figures, fleet, ring.publication, intake, LoopLag(clock), clock=clock
+            context, books, board.figures, fleet, ring.publication, sink, LoopLag(clock), clock=clock
         )
         ring.on_record = recorder.record
         try:

@@ -19,11 +19,11 @@ from rlhpc.errors import StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import RolloutGroup, ScoredRollout, Verdict
 
-log = logging.getLogger("rlhpc.intake")
+log = logging.getLogger("rlhpc.rollout_sink")
 
 
 @dataclass(slots=True)
-class Harvest:
+class IntakeStats:
     """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
@@ -32,14 +32,14 @@ class Harvest:
     num_tokens: int = 0
 
 
-class Intake:
+class RolloutSink:
     """Receives scored rollouts; synchronous, so that a rollout is never half received."""
 
     def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
         self._buffer, self._gate, self._admission = buffer, gate, admission
         self._num_without_spread_in_a_row = 0
         self._last_rewards: list[float] = []
-        self.harvest = Harvest()
+        self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
     def take(self, holder: str, scored: ScoredRollout) -> bool:
@@ -50,7 +50,7 @@ class Intake:
         rollout = scored.rollout
         if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
-        self.harvest.num_tokens += len(rollout.token_ids)
+        self.stats.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()
         group = self._buffer.deliver(holder, scored)
@@ -60,7 +60,7 @@ class Intake:
             return True
         if group is None:
             return False
-        self.harvest.groups.append(group)
+        self.stats.groups.append(group)
         self._judge_spread(group)
         return True
 
@@ -76,19 +76,19 @@ class Intake:
             if not ledger.group(group_id).is_finished:
                 self.cancelled.append(group_id)
             self._buffer.drop(group_id, reason)
-            self.harvest.num_dropped[reason.value] = self.harvest.num_dropped.get(reason.value, 0) + 1
+            self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
 
-    def reap(self) -> Harvest:
+    def drain(self) -> IntakeStats:
         """Return what was received since the last call, and start over."""
-        harvest, self.harvest = self.harvest, Harvest()
-        return harvest
+        stats, self.stats = self.stats, IntakeStats()
+        return stats
 
     def _judge_spread(self, group: RolloutGroup) -> None:
         rewards = np.array([member.reward for member in group.members], dtype=np.float32)
         if has_spread(rewards):
             self._num_without_spread_in_a_row = 0
             return
-        self.harvest.num_without_spread += 1
+        self.stats.num_without_spread += 1
         if not self._admission.active_sampling:
             return
         self._num_without_spread_in_a_row += 1
