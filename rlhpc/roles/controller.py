@@ -1,8 +1,8 @@
 """The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
-    hear control ─▶ fleet, publication          who is there, who samples with which version
-    take leases  ─▶ sink ─▶ buffer               waits for rollouts; unblocks the train loop
-    dispatcher   ─▶ leases out                   waits for slots and credit
+    hear control ─▶ fleet, weight sync          who is there, who samples with which version
+    take leases  ─▶ sink ─▶ buffer              waits for rollouts; unblocks the train loop
+    dispatcher   ─▶ leases out                  waits for slots and credit
     train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
     watch                                       what is overdue, silent, poisoned, due on disk
 
@@ -43,13 +43,13 @@ from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.patient_sealing import PatientSealing
-from rlhpc.roles.publication import Publication, PublicationLimits
 from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.train_loop import TrainLoop
 from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
 from rlhpc.types import ScoredRollout
@@ -99,12 +99,12 @@ class Controller:
         self._books = open_books(context, self._awake)
         self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
-        self._publication = Publication(
+        self._weight_sync = WeightSync(
             control,
             self._trainer,
             self._books.membership,
             transport=config.weights.transport,
-            limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
         self._sink = RolloutSink(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
@@ -112,9 +112,9 @@ class Controller:
             leases,
             self._books.ledger,
             self._books.prompts,
-            generators=lambda: self._publication.ready_members,
+            generators=lambda: self._weight_sync.ready_members,
             capacity=self._fleet.capacity,
-            version=lambda: self._publication.live_version,
+            version=lambda: self._weight_sync.live_version,
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
@@ -124,7 +124,7 @@ class Controller:
         self._lag = LoopLag(clock)
         self._sealing = PatientSealing(self._books.segments, self._awake)
         self._deaths = Deaths(context, control, self._fleet, self._books)
-        watched = self._board.figures, self._fleet, self._publication, self._sink, self._lag
+        watched = self._board.figures, self._fleet, self._weight_sync, self._sink, self._lag
         self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
@@ -133,7 +133,7 @@ class Controller:
             config,
             self._books.buffer,
             self._trainer,
-            self._publication,
+            self._weight_sync,
             make_estimator(config.algorithm.advantage),
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
             step=self._books.step,
@@ -176,7 +176,7 @@ class Controller:
                 stop.event.set()
             elif stopped.done():
                 await self._deaths.find()
-            await self._publication.stop_waiting()
+            await self._weight_sync.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
             for task in (*loops, stopped, deserted, training):
@@ -190,7 +190,7 @@ class Controller:
                 f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
                 "they restored different checkpoints"
             )
-        self._publication.describe(ready.manifest, ready.device)
+        self._weight_sync.describe(ready.manifest, ready.device)
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
@@ -211,7 +211,7 @@ class Controller:
                     await self._ask_who_it_is(name)
                 self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
-                await self._publication.acknowledge(name, message)
+                await self._weight_sync.acknowledge(name, message)
             elif isinstance(message, SaveReport):
                 self._checkpoints.hear(message)
 
@@ -232,14 +232,14 @@ class Controller:
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
-            if misplaced := self._publication.misplaced(name, message.weight_devices):
+            if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
                 log.error("%s is not admitted: %s", name, misplaced)
                 self._fleet.forget(name)
                 with suppress(ChannelError):  # it is gone already
                     await self._control.send(name, StopRole(misplaced))
                 return
             self._deaths.is_back(name)
-            await self._publication.joined(name, message.weight_devices, message.incarnation)
+            await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
             self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:
@@ -261,7 +261,7 @@ class Controller:
         """Cancel sampling of groups that were dropped."""
         while self._sink.cancelled:
             group_id = self._sink.cancelled.pop()
-            for name in self._publication.ready_members:
+            for name in self._weight_sync.ready_members:
                 with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
                     await self._leases.send(name, CancelGroup(group_id))
 
@@ -289,7 +289,7 @@ class Controller:
             raise RoleFailed(f"{name} {why}")
         if member is not None and member.hello.role == "generator":
             await self._deaths.of(name)
-            await self._publication.lost(name)
+            await self._weight_sync.lost(name)
             self._loop.groups_changed()  # perhaps only generators without weights are left
             self._dispatcher.wake()
 

@@ -17,11 +17,11 @@ from rlhpc.roles.books import Books
 from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.generator_meter import GeneratorMeter
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.publication import Publication
 from rlhpc.roles.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.status_board import LiveFigures
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0
@@ -37,7 +37,7 @@ class RunRecorder:
         books: Books,
         live: LiveFigures,
         fleet: Fleet,
-        publication: Publication,
+        weight_sync: WeightSync,
         sink: RolloutSink,
         lag: LoopLag,
         *,
@@ -45,7 +45,7 @@ class RunRecorder:
     ) -> None:
         self._config, self._totals, self._live = context.config, books.totals, live
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
-        self._fleet, self._publication, self._sink, self._lag = fleet, publication, sink, lag
+        self._fleet, self._weight_sync, self._sink, self._lag = fleet, weight_sync, sink, lag
         self._clock = clock
         is_again = context.attempt > 0
         seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
@@ -142,7 +142,7 @@ class RunRecorder:
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""
         counts = self._ledger.counts()
-        acks = [ack for ack in self._publication.last_acks.values() if not ack.error]
+        acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
         num_generators = max(1, len(self._fleet.names("generator")))
         return {
             "staleness/bound": float(self._ledger.staleness_bound),
@@ -150,12 +150,12 @@ class RunRecorder:
             "queue/in_flight": float(counts["in_flight"]),
             "queue/finished": float(counts["finished"]),
             "queue/taken": float(counts["taken"]),
-            "weights/publish_s": self._publication.publish_s,
+            "weights/publish_s": self._weight_sync.publish_s,
             "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
             "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
-            "weights/version": float(self._publication.live_version),
-            "weights/epoch": float(self._publication.epoch),
-            "weights/members": float(len(self._publication.ready_members)),
+            "weights/version": float(self._weight_sync.live_version),
+            "weights/epoch": float(self._weight_sync.epoch),
+            "weights/members": float(len(self._weight_sync.ready_members)),
             "generator/live": float(len(self._fleet.names("generator"))),
             "generator/running": self._fleet.total("running", "generator"),
             "generator/waiting": self._fleet.total("waiting", "generator"),

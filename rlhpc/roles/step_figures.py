@@ -1,6 +1,6 @@
 """The metrics of a step, under the stable names of docs/metrics.md.
 
-Input: StepRecord and the intake since the previous step.  Output: scalars.  No decisions are made from these.
+Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decisions are made from these.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
         "packing/lockstep_slowdown": record.lockstep_slowdown,
         "time/wait_for_groups_s": record.wait_for_groups_s,
         "time/pack_s": record.pack_s,
-        "time/wait_for_weights_s": record.settle_s,
+        "time/wait_for_weights_s": record.until_live_s,
         "time/checkpoint_s": record.checkpoint_s,
         "time/checkpoint_write_s": record.checkpoint_write_s,
     }

@@ -1,7 +1,7 @@
 """The step: a full batch, an optimiser step, new weights, slots released.
 
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
-                                       └──▶ settle ──▶ release  slots come free: new prompts start on the new weights
+                                       └──▶ live ───▶ release   slots come free: new prompts start on the new weights
 
 Input: RolloutGroup.  Output: PackedBatch.  Slots are released only after the weights are live: releasing them earlier
 would let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
@@ -25,8 +25,8 @@ from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown
 from rlhpc.packing.pack import pack
-from rlhpc.roles.publication import Publication
 from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.roles.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 
 log = logging.getLogger("rlhpc.train_loop")
@@ -43,7 +43,7 @@ class StepRecord:
     lockstep_slowdown: float  # work of the slowest rank over the mean
     wait_for_groups_s: float
     pack_s: float
-    settle_s: float  # of the version before this step
+    until_live_s: float  # of the version before this step
     checkpoint_s: float  # of the last checkpoint: training was blocked
     checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
@@ -81,7 +81,7 @@ class TrainLoop:
         config: Config,
         buffer: RolloutBuffer,
         trainer: TrainerLink,
-        publication: Publication,
+        weight_sync: WeightSync,
         estimator: AdvantageEstimator,
         cost: FlopCost,
         *,
@@ -90,16 +90,16 @@ class TrainLoop:
         wake: Callable[[], None],
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed."""
-        self._config, self._buffer, self._trainer, self._publication = config, buffer, trainer, publication
+        self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._estimator, self._cost, self._wake = estimator, cost, wake
         self.step, self.version = step, version
         self._ready = asyncio.Event()
-        self._settling: asyncio.Task[None] | None = None
+        self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._nobody_is_live = False
         self._stop = asyncio.Event()
         self._num_skipped_in_a_row = 0
-        self.settle_s = 0.0  # of the last version: from its broadcast until it was live
+        self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
         self.checkpoint_s = 0.0  # of the last one: the loop was blocked
 
     def groups_changed(self) -> None:
@@ -108,9 +108,9 @@ class TrainLoop:
 
     async def begin(self) -> None:
         """Publish the version to start from, and wait until a generator samples with it."""
-        while self._publication.live_version != self.version:
+        while self._weight_sync.live_version != self.version:
             await self._publish()
-            await self._settled()
+            await self._wait_until_released()
 
     async def run(
         self,
@@ -136,13 +136,13 @@ class TrainLoop:
             if is_due and self.step < last:
                 await self._save(checkpoints)
                 saved = self.step
-        await self._settled()
+        await self._wait_until_released()
         if self.step > saved or checkpoints.has_failed:
             await self._save(checkpoints)
         await checkpoints.finish()
 
     async def _save(self, checkpoints: Checkpoints) -> None:
-        await self._settled()
+        await self._wait_until_released()
         began = time.monotonic()
         await checkpoints.write(self.step, self.version)
         self.checkpoint_s = time.monotonic() - began
@@ -179,7 +179,7 @@ class TrainLoop:
         self._count_skips(report)
         self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
         # The previous version may not be live yet, and would release everything that is listed: list these after it.
-        await self._settled()
+        await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
         if not self._stop.is_set():
             await self._publish()
@@ -192,7 +192,7 @@ class TrainLoop:
             lockstep_slowdown=batch_slowdown(batch, self._cost),
             wait_for_groups_s=waited_s,
             pack_s=packed_s,
-            settle_s=self.settle_s,
+            until_live_s=self.until_live_s,
             checkpoint_s=self.checkpoint_s,
             checkpoint_write_s=checkpoints.write_s,
             longest_save_s=checkpoints.longest_s,
@@ -235,22 +235,22 @@ class TrainLoop:
 
     async def _publish(self) -> None:
         """Publish the current version, and go on while the generators load it."""
-        if await self._publication.publish(self.version):
+        if await self._weight_sync.publish(self.version):
             self._nobody_is_live = False
-            self._settling = asyncio.create_task(self._settle(self.version))
+            self._going_live = asyncio.create_task(self._release_when_live(self.version))
 
     async def _reach_somebody(self) -> None:
         """Publish again if no generator can be granted a lease: without rollouts there is no step that would
         publish."""
-        if self._nobody_is_live or self._publication.is_deserted:
-            await self._settled()  # the version may be on its way already
-            if self._nobody_is_live or self._publication.is_deserted:
+        if self._nobody_is_live or self._weight_sync.is_deserted:
+            await self._wait_until_released()  # the version may be on its way already
+            if self._nobody_is_live or self._weight_sync.is_deserted:
                 await self._publish()
 
-    async def _settle(self, version: int) -> None:
+    async def _release_when_live(self, version: int) -> None:
         began = time.monotonic()
-        is_live = await self._publication.settle(version)
-        self.settle_s = time.monotonic() - began
+        is_live = await self._weight_sync.wait_until_live(version)
+        self.until_live_s = time.monotonic() - began
         if is_live:
             self._buffer.release(self._unreleased)
             self._unreleased.clear()
@@ -259,15 +259,15 @@ class TrainLoop:
             self._nobody_is_live = True
             self._ready.set()
 
-    async def _settled(self) -> None:
+    async def _wait_until_released(self) -> None:
         """Wait until the previous version is live and its slots are released; not after `stop`."""
-        if self._settling is None:
+        if self._going_live is None:
             return
         stopped = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((self._settling, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self._going_live, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if self._settling.done():
-            self._settling.result()
+        if self._going_live.done():
+            self._going_live.result()
         else:
-            self._settling.cancel()
-        self._settling = None
+            self._going_live.cancel()
+        self._going_live = None

@@ -15,7 +15,7 @@ from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_confi
 
 
 class Door:
-    """An intake before a buffer of groups of two that are all admitted and leased."""
+    """A sink before a buffer of groups of two that are all admitted and leased."""
 
     def __init__(self, directory: Path, max_error_share: float = 1.0, **admission: object) -> None:
         config = small_config(max_staleness=20, **admission)

@@ -47,7 +47,7 @@ async def recorded_ring(
         board = StatusBoard(layout, config, fleet, ring.ledger)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
-            context, books, board.figures, fleet, ring.publication, sink, LoopLag(clock), clock=clock
+            context, books, board.figures, fleet, ring.weight_sync, sink, LoopLag(clock), clock=clock
         )
         ring.on_record = recorder.record
         try:

@@ -1,8 +1,8 @@
 """Publish a new version of the weights to the generators, and leave out those that fail.
 
 A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
-forming a new epoch first when members came or went; it ends when the trainer is free again.  settle(): every member has
-acknowledged, or has been left out.  Only then is the version live and slots may be released.
+forming a new epoch first when members came or went; it ends when the trainer is free again.  wait_until_live(): every
+member has acknowledged, or has been left out.  Only then is the version live and slots may be released.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.choice import choose_transport
 from rlhpc.weights.membership import Membership
 
-log = logging.getLogger("rlhpc.publication")
+log = logging.getLogger("rlhpc.weight_sync")
 MAX_FAILED_BROADCASTS = 8
 FIRST_MEMBER_S = 900.0  # engines load for minutes
 PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationLimits:
+class WeightSyncLimits:
     """How long to wait for generators."""
 
     first_member_s: float = FIRST_MEMBER_S  # for the first generator to register
-    settle_s: float = 120.0  # for acknowledgements of one broadcast
+    ack_timeout_s: float = 120.0  # for acknowledgements of one broadcast
 
     @classmethod
-    def of(cls, meet_timeout_s: float, settle_s: float) -> PublicationLimits:
+    def of(cls, meet_timeout_s: float, ack_timeout_s: float) -> WeightSyncLimits:
         """Limits for processes that wait this long for each other; loading the engine comes on top."""
-        return cls(max(FIRST_MEMBER_S, meet_timeout_s), settle_s)
+        return cls(max(FIRST_MEMBER_S, meet_timeout_s), ack_timeout_s)
 
 
-class Publication:
+class WeightSync:
     """Owns the membership epochs and the transfer of a version from trainer to generators."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Publication:
         membership: Membership,
         *,
         transport: str,
-        limits: PublicationLimits,
+        limits: WeightSyncLimits,
         clock: Clock = time.monotonic,
     ) -> None:
         """transport: weights.transport, "auto" not yet resolved.  `clock` measures time-outs of others."""
@@ -167,13 +167,13 @@ class Publication:
             f"version {version}: {MAX_FAILED_BROADCASTS} broadcasts in a row failed, the last: {report.error}"
         )
 
-    async def settle(self, version: int) -> bool:
+    async def wait_until_live(self, version: int) -> bool:
         """Wait for the acknowledgements.  True: the version is live on at least one generator.
 
         Members that failed, died or stayed silent too long are left out of the next epoch; False: no member is left,
         and the caller publishes again.
         """
-        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.settle_s):
+        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.ack_timeout_s):
             for name in self._membership.waiting_for(version):
                 log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
