@@ -1,6 +1,6 @@
 """The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
-    hear control ─▶ fleet, weight sync          who is there, who samples with which version
+    hear control ─▶ registry, weight sync       who is there, who samples with which version
     take leases  ─▶ sink ─▶ buffer              waits for rollouts; unblocks the train loop
     dispatcher   ─▶ leases out                  waits for slots and credit
     train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
@@ -39,10 +39,10 @@ from rlhpc.roles.awake_clock import AwakeClock
 from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
 from rlhpc.roles.deaths import Deaths
-from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.patient_sealing import PatientSealing
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
@@ -97,7 +97,7 @@ class Controller:
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
         self._books = open_books(context, self._awake)
-        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, self._awake)
+        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
         self._weight_sync = WeightSync(
             control,
@@ -113,18 +113,18 @@ class Controller:
             self._books.ledger,
             self._books.prompts,
             generators=lambda: self._weight_sync.ready_members,
-            capacity=self._fleet.capacity,
+            capacity=self._registry.capacity,
             version=lambda: self._weight_sync.live_version,
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
             context.layout, config.checkpoint.keep, self._trainer, self._books, fence=context.fence
         )
-        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
+        self._board = StatusBoard(context.layout, config, self._registry, self._books.ledger, context.fence)
         self._lag = LoopLag(clock)
         self._sealing = PatientSealing(self._books.segments, self._awake)
-        self._deaths = Deaths(context, control, self._fleet, self._books)
-        watched = self._board.figures, self._fleet, self._weight_sync, self._sink, self._lag
+        self._deaths = Deaths(context, control, self._registry, self._books)
+        watched = self._board.figures, self._registry, self._weight_sync, self._sink, self._lag
         self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
@@ -198,7 +198,7 @@ class Controller:
 
     def _missing_trainers(self) -> list[str]:
         ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
-        return [name for name in ranks if self._fleet.member(name) is None]
+        return [name for name in ranks if self._registry.member(name) is None]
 
     async def _hear(self) -> None:
         """Receive control messages of all roles."""
@@ -207,7 +207,7 @@ class Controller:
             if isinstance(message, Hello):
                 await self._greet(name, message)
             elif isinstance(message, Heartbeat):
-                if not self._fleet.hear(name, message):
+                if not self._registry.hear(name, message):
                     await self._ask_who_it_is(name)
                 self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
@@ -222,19 +222,19 @@ class Controller:
                 await self._control.send(name, RollCall())
 
     async def _greet(self, name: str, message: Hello) -> None:
-        if self._fleet.is_outlived(name, message):
-            self._fleet.greet(name, message)  # which refuses it; StopRole would reach its successor
+        if self._registry.is_outlived(name, message):
+            self._registry.greet(name, message)  # which refuses it; StopRole would reach its successor
             return
-        known = self._fleet.member(name)
+        known = self._registry.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
             await self._lose(name, "was started again")  # its leases are lost
-        if not self._fleet.greet(name, message):
+        if not self._registry.greet(name, message):
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
             if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
                 log.error("%s is not admitted: %s", name, misplaced)
-                self._fleet.forget(name)
+                self._registry.forget(name)
                 with suppress(ChannelError):  # it is gone already
                     await self._control.send(name, StopRole(misplaced))
                 return
@@ -269,7 +269,7 @@ class Controller:
         """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            for name in self._fleet.silent():
+            for name in self._registry.silent():
                 await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
             self._books.totals.leases_regranted += len(self._books.ledger.expire())
             for group_id in self._books.ledger.poisoned():
@@ -282,8 +282,8 @@ class Controller:
 
     async def _lose(self, name: str, why: str) -> None:
         """A process is gone.  The run survives the loss of generators, not of other roles."""
-        member = self._fleet.member(name)
-        self._fleet.forget(name)
+        member = self._registry.member(name)
+        self._registry.forget(name)
         log.warning("%s %s", name, why)
         if member is not None and member.hello.role == "trainer":
             raise RoleFailed(f"{name} {why}")
@@ -304,7 +304,7 @@ class Controller:
             with suppress(ChannelTimeout):
                 name, message = await self._control.receive(WATCH_INTERVAL_S)
                 if isinstance(message, Heartbeat):
-                    self._fleet.hear(name, message)
+                    self._registry.hear(name, message)
                 elif isinstance(message, SaveReport):
                     self._checkpoints.hear(message)
         if not self._checkpoints.awaits_trainer:
@@ -314,7 +314,7 @@ class Controller:
                 log.exception("the last checkpoint was not completed either")
 
     def _is_trainer_alive(self) -> bool:
-        return self._fleet.member(LEAD) is not None and LEAD not in self._fleet.silent()
+        return self._registry.member(LEAD) is not None and LEAD not in self._registry.silent()
 
     def _close_books(self) -> None:
         """Drop groups in flight, seal segments and summarise a finished run; a stopped one has saved them for the
@@ -333,7 +333,7 @@ class Controller:
         """Send StopRole to every process, and whether another controller will follow."""
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
-        for name in self._fleet.names():
+        for name in self._registry.names():
             with suppress(ChannelError):  # it is gone already
                 if name == LEAD:
                     await self._trainer.tell(farewell)

@@ -15,8 +15,8 @@ from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, PeerUnreachable
 from rlhpc.messages import RollCall
 from rlhpc.roles.books import Books
-from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.process_registry import ProcessRegistry
 
 log = logging.getLogger("rlhpc.deaths")
 ANSWER_S = 1.0  # for a generator to receive a message
@@ -25,8 +25,8 @@ ANSWER_S = 1.0  # for a generator to receive a message
 class Deaths:
     """The generators that this controller has lost."""
 
-    def __init__(self, context: RoleContext, control: ServerChannel, fleet: Fleet, books: Books) -> None:
-        self._control, self._fleet, self._books = control, fleet, books
+    def __init__(self, context: RoleContext, control: ServerChannel, registry: ProcessRegistry, books: Books) -> None:
+        self._control, self._registry, self._books = control, registry, books
         self._file = StrikeFile(context.layout.strikes, context.fence)
         # A launcher restarts nobody; a supervisor does.
         self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
@@ -54,7 +54,7 @@ class Deaths:
         this."""
         if self._num_irreplaceable is None:
             return
-        for name in self._fleet.names("generator"):
+        for name in self._registry.names("generator"):
             if self._books.ledger.outstanding(name) and await self._is_dead(name):
                 log.warning("%s is gone", name)
                 await self.of(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class _Reading:
 class GeneratorMeter:
     """Compares heartbeats with those of the previous reading."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, registry: ProcessRegistry) -> None:
+        self._registry = registry
         self._last: dict[str, _Reading] = {}
 
     def look(self) -> Activity:
         """Return the work since the previous reading."""
         seconds = idle_s = tokens = 0.0
-        for name in self._fleet.names("generator"):
-            member = self._fleet.member(name)
+        for name in self._registry.names("generator"):
+            member = self._registry.member(name)
             if member is None:
                 continue
             metrics = member.beat.metrics

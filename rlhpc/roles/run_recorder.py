@@ -14,9 +14,9 @@ from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.books import Books
-from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.generator_meter import GeneratorMeter
 from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.roles.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.status_board import LiveFigures
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
@@ -36,7 +36,7 @@ class RunRecorder:
         context: RoleContext,
         books: Books,
         live: LiveFigures,
-        fleet: Fleet,
+        registry: ProcessRegistry,
         weight_sync: WeightSync,
         sink: RolloutSink,
         lag: LoopLag,
@@ -45,7 +45,7 @@ class RunRecorder:
     ) -> None:
         self._config, self._totals, self._live = context.config, books.totals, live
         self._ledger, self._tokenizer = books.ledger, books.tokenizer
-        self._fleet, self._weight_sync, self._sink, self._lag = fleet, weight_sync, sink, lag
+        self._registry, self._weight_sync, self._sink, self._lag = registry, weight_sync, sink, lag
         self._clock = clock
         is_again = context.attempt > 0
         seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
@@ -53,7 +53,7 @@ class RunRecorder:
         self._recorder.config(context.layout.config.read_text())
         if context.resume_step is not None:
             self._recorder.resumed(context.resume_step, context.attempt)
-        self._generators = GeneratorMeter(fleet)
+        self._generators = GeneratorMeter(registry)
         self._eta = Eta(context.config.run.num_steps)
         now = self._clock()
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
@@ -143,7 +143,7 @@ class RunRecorder:
         """Current state: queues, weights, engines."""
         counts = self._ledger.counts()
         acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
-        num_generators = max(1, len(self._fleet.names("generator")))
+        num_generators = max(1, len(self._registry.names("generator")))
         return {
             "staleness/bound": float(self._ledger.staleness_bound),
             "queue/slots_free": float(counts["free_slots"]),
@@ -156,11 +156,11 @@ class RunRecorder:
             "weights/version": float(self._weight_sync.live_version),
             "weights/epoch": float(self._weight_sync.epoch),
             "weights/members": float(len(self._weight_sync.ready_members)),
-            "generator/live": float(len(self._fleet.names("generator"))),
-            "generator/running": self._fleet.total("running", "generator"),
-            "generator/waiting": self._fleet.total("waiting", "generator"),
-            "generator/preemptions": self._fleet.total("preemptions", "generator"),
-            "generator/kv_usage": self._fleet.total("kv_usage", "generator") / num_generators,
+            "generator/live": float(len(self._registry.names("generator"))),
+            "generator/running": self._registry.total("running", "generator"),
+            "generator/waiting": self._registry.total("waiting", "generator"),
+            "generator/preemptions": self._registry.total("preemptions", "generator"),
+            "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
             "reward/verifier_error_share": self._sink.verifier_error_share,
             "event_loop/lag_s": self._lag.take(),
         }

@@ -11,7 +11,7 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.status")
@@ -43,11 +43,11 @@ class StatusBoard:
         self,
         layout: RunLayout,
         config: Config,
-        fleet: Fleet,
+        registry: ProcessRegistry,
         ledger: AdmissionLedger,
         fence: Fence | None = None,
     ) -> None:
-        self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
+        self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger
         self._fence = fence
         self.figures = LiveFigures()
 
@@ -60,7 +60,7 @@ class StatusBoard:
             "num_steps": self._config.run.num_steps,
             "staleness_bound": self._ledger.staleness_bound,
             "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
-            "roles": self._fleet.report(),
+            "roles": self._registry.report(),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()

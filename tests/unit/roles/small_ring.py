@@ -276,7 +276,7 @@ class SmallRing:
         return generator
 
     async def lose(self, generator: FakeGenerator) -> None:
-        """It died, and the fleet has noticed."""
+        """It died, and the registry has noticed."""
         await generator.client.close()
         await self.weight_sync.lost(generator.name)
         self.loop.groups_changed()

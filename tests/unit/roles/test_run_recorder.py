@@ -14,8 +14,8 @@ from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.books import Books
-from rlhpc.roles.fleet import Fleet
 from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import NUM_RECENT_STEPS, RunRecorder
 from rlhpc.roles.status_board import StatusBoard
@@ -43,11 +43,11 @@ async def recorded_ring(
         nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
         buffer = ring.buffer
         books = Books(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
-        fleet = Fleet(context.config_hash, 15.0, clock)
-        board = StatusBoard(layout, config, fleet, ring.ledger)
+        registry = ProcessRegistry(context.config_hash, 15.0, clock)
+        board = StatusBoard(layout, config, registry, ring.ledger)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
-            context, books, board.figures, fleet, ring.weight_sync, sink, LoopLag(clock), clock=clock
+            context, books, board.figures, registry, ring.weight_sync, sink, LoopLag(clock), clock=clock
         )
         ring.on_record = recorder.record
         try:

@@ -13,7 +13,7 @@ from rlhpc.contracts import Clock
 from rlhpc.messages import Heartbeat, Hello
 from rlhpc.transport.incarnation import is_earlier
 
-log = logging.getLogger("rlhpc.fleet")
+log = logging.getLogger("rlhpc.process_registry")
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class RoleProcess:
     heard_at: float
 
 
-class Fleet:
+class ProcessRegistry:
     """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
 
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
