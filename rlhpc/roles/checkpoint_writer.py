@@ -21,7 +21,7 @@ from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
-from rlhpc.roles.books import Books
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
@@ -39,12 +39,12 @@ class CheckpointWriter:
         layout: RunLayout,
         keep: int,
         trainer: TrainerLink,
-        books: Books,
+        state: ControllerState,
         *,
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
+        self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
@@ -87,7 +87,7 @@ class CheckpointWriter:
             self.raise_failure()
             return
         self._step, self._report = step, asyncio.get_running_loop().create_future()
-        manifest = {"step": step, "policy_version": policy_version, "attempt": self._books.attempt}
+        manifest = {"step": step, "policy_version": policy_version, "attempt": self._state.attempt}
         self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
@@ -117,9 +117,9 @@ class CheckpointWriter:
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
         raises CheckpointError, leaving nothing behind.
         """
-        books, fence = self._books, self._fence
-        frozen = books.buffer.freeze(step)
-        prompts, membership, totals = books.prompts.state(), books.membership.state(), books.totals.to_json()
+        state, fence = self._state, self._fence
+        frozen = state.buffer.freeze(step)
+        prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
 
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
@@ -173,7 +173,7 @@ class CheckpointWriter:
         """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
         self._patience.failed()
-        self._books.totals.checkpoints_failed += 1
+        self._state.totals.checkpoints_failed += 1
         log.error("left out: %s; %s", error, self._patience.prospect)
 
 

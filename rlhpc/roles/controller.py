@@ -36,8 +36,8 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.awake_clock import AwakeClock
-from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.controller_state import open_controller_state
 from rlhpc.roles.deaths import Deaths
 from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
@@ -96,48 +96,48 @@ class Controller:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
-        self._books = open_books(context, self._awake)
+        self._state = open_controller_state(context, self._awake)
         self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
         self._weight_sync = WeightSync(
             control,
             self._trainer,
-            self._books.membership,
+            self._state.membership,
             transport=config.weights.transport,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
-        self._sink = RolloutSink(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._dispatcher = LeaseDispatcher(
             leases,
-            self._books.ledger,
-            self._books.prompts,
+            self._state.ledger,
+            self._state.prompts,
             generators=lambda: self._weight_sync.ready_members,
             capacity=self._registry.capacity,
             version=lambda: self._weight_sync.live_version,
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
-            context.layout, config.checkpoint.keep, self._trainer, self._books, fence=context.fence
+            context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
         )
-        self._board = StatusBoard(context.layout, config, self._registry, self._books.ledger, context.fence)
+        self._board = StatusBoard(context.layout, config, self._registry, self._state.ledger, context.fence)
         self._lag = LoopLag(clock)
-        self._sealing = PatientSealing(self._books.segments, self._awake)
-        self._deaths = Deaths(context, control, self._registry, self._books)
+        self._sealing = PatientSealing(self._state.segments, self._awake)
+        self._deaths = Deaths(context, control, self._registry, self._state)
         watched = self._board.figures, self._registry, self._weight_sync, self._sink, self._lag
-        self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
+        self._recorder = RunRecorder(context, self._state, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
         config = self._context.config
         return TrainLoop(
             config,
-            self._books.buffer,
+            self._state.buffer,
             self._trainer,
             self._weight_sync,
             make_estimator(config.algorithm.advantage),
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
-            step=self._books.step,
-            version=self._books.policy_version,
+            step=self._state.step,
+            version=self._state.policy_version,
             wake=self._dispatcher.wake,
         )
 
@@ -251,9 +251,9 @@ class Controller:
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
-                self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
             elif isinstance(message, LeaseProgress):
-                self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._dispatcher.wake()
 
@@ -271,8 +271,8 @@ class Controller:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for name in self._registry.silent():
                 await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
-            self._books.totals.leases_regranted += len(self._books.ledger.expire())
-            for group_id in self._books.ledger.poisoned():
+            self._state.totals.leases_regranted += len(self._state.ledger.expire())
+            for group_id in self._state.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._sink.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
@@ -321,12 +321,12 @@ class Controller:
         resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
-            for group in self._books.ledger.groups:
+            for group in self._state.ledger.groups:
                 self._sink.drop(group.group_id, DropReason.CANCELLED)
-            self._books.segments.seal_all()
+            self._state.segments.seal_all()
             self._recorder.close_totals()
-            bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._books.totals, bound, group_size, self._context.fence)
+            bound, group_size = self._state.ledger.staleness_bound, self._context.config.admission.group_size
+            summarise(self._context.layout, self._state.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
@@ -345,6 +345,6 @@ class Controller:
         """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
         self._recorder.close()
         try:
-            self._books.segments.seal_all()
+            self._state.segments.seal_all()
         except (SegmentError, OwnershipLost):
-            log.exception("%d groups could not be sealed", self._books.segments.num_pending)
+            log.exception("%d groups could not be sealed", self._state.segments.num_pending)

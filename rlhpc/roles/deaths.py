@@ -14,7 +14,7 @@ from rlhpc.buffer.strikes import StrikeFile
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, PeerUnreachable
 from rlhpc.messages import RollCall
-from rlhpc.roles.books import Books
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.process_registry import ProcessRegistry
 
@@ -25,8 +25,10 @@ ANSWER_S = 1.0  # for a generator to receive a message
 class Deaths:
     """The generators that this controller has lost."""
 
-    def __init__(self, context: RoleContext, control: ServerChannel, registry: ProcessRegistry, books: Books) -> None:
-        self._control, self._registry, self._books = control, registry, books
+    def __init__(
+        self, context: RoleContext, control: ServerChannel, registry: ProcessRegistry, state: ControllerState
+    ) -> None:
+        self._control, self._registry, self._state = control, registry, state
         self._file = StrikeFile(context.layout.strikes, context.fence)
         # A launcher restarts nobody; a supervisor does.
         self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
@@ -42,7 +44,7 @@ class Deaths:
 
         A silent one may wake up, so it counts as left as long as its connection stands.
         """
-        self._books.totals.leases_regranted += len(self._books.ledger.forget_holder(name))
+        self._state.totals.leases_regranted += len(self._state.ledger.forget_holder(name))
         await self.write()
         if self._num_irreplaceable is not None and await self._is_dead(name):
             self._gone.add(name)
@@ -55,15 +57,15 @@ class Deaths:
         if self._num_irreplaceable is None:
             return
         for name in self._registry.names("generator"):
-            if self._books.ledger.outstanding(name) and await self._is_dead(name):
+            if self._state.ledger.outstanding(name) and await self._is_dead(name):
                 log.warning("%s is gone", name)
                 await self.of(name)
 
     async def write(self) -> None:
         """Write lost leases and completions of suspect prompts to disk, if there are new ones.  Raises
         OwnershipLost."""
-        if self._books.strikes.unwritten:
-            await asyncio.to_thread(self._file.append, self._books.strikes)
+        if self._state.strikes.unwritten:
+            await asyncio.to_thread(self._file.append, self._state.strikes)
 
     async def _is_dead(self, name: str) -> bool:
         try:

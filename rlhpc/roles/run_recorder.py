@@ -13,7 +13,7 @@ from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.books import Books
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.generator_meter import GeneratorMeter
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.process_registry import ProcessRegistry
@@ -34,7 +34,7 @@ class RunRecorder:
     def __init__(
         self,
         context: RoleContext,
-        books: Books,
+        state: ControllerState,
         live: LiveFigures,
         registry: ProcessRegistry,
         weight_sync: WeightSync,
@@ -43,12 +43,12 @@ class RunRecorder:
         *,
         clock: Clock,
     ) -> None:
-        self._config, self._totals, self._live = context.config, books.totals, live
-        self._ledger, self._tokenizer = books.ledger, books.tokenizer
+        self._config, self._totals, self._live = context.config, state.totals, live
+        self._ledger, self._tokenizer = state.ledger, state.tokenizer
         self._registry, self._weight_sync, self._sink, self._lag = registry, weight_sync, sink, lag
         self._clock = clock
         is_again = context.attempt > 0
-        seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
+        seam = Seam(state.step, state.totals.tokens_trained, state.totals.wall_s) if is_again else None
         self._recorder = Recorder(context.layout.tensorboard, seam=seam)
         self._recorder.config(context.layout.config.read_text())
         if context.resume_step is not None:
@@ -57,11 +57,11 @@ class RunRecorder:
         self._eta = Eta(context.config.run.num_steps)
         now = self._clock()
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
-        self._wall_from = now - books.totals.wall_s
+        self._wall_from = now - state.totals.wall_s
         self._last_step_at: float | None = None
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
         live.attempt, live.resume_step = context.attempt, context.resume_step
-        live.step, live.version = books.step, books.policy_version
+        live.step, live.version = state.step, state.policy_version
 
     def training_begins(self) -> None:
         """Call when the first weights are live: training time is counted from here."""

@@ -23,7 +23,7 @@ from rlhpc.weights.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class ControllerState:
     """What a checkpoint holds, and where the run continues."""
 
     prompts: PromptSource
@@ -39,7 +39,7 @@ class Books:
     strikes: StrikeBook = field(default_factory=StrikeBook)  # not part of a checkpoint: no resume undoes it
 
 
-def open_books(context: RoleContext, clock: Clock) -> Books:
+def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
@@ -72,7 +72,7 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         buffer.load(layout.checkpoint(saved.step))
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
-    return Books(
+    return ControllerState(
         prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt, strikes
     )
 
