@@ -5,8 +5,8 @@ Input: Lease.  Output: ScoredRollout.  It has no state that must survive: whatev
 It states how many samples it is willing to hold; the controller never grants it more.
 
 Its engine takes minutes to start, so a supervised generator keeps its engine when the controller is replaced
-(visits.py).  Its weights do not count as a version of the next controller, which grants it no lease before it has
-received new ones.
+(controller_session.py).  Its weights do not count as a version of the next controller, which grants it no lease before
+it has received new ones.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
+from rlhpc.roles.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.roles.presence import beat, hello
-from rlhpc.roles.visits import Visit, follow_services, visit_controllers
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
@@ -63,18 +63,18 @@ async def _generate(context: RoleContext) -> None:
     if engine is None:
         return
     try:
-        await visit_controllers(context, stop, partial(_serve, engine))
+        await serve_controllers(context, stop, partial(_serve, engine))
     finally:
         await engine.close()
 
 
-async def _serve(engine: GenerationEngine, visit: Visit) -> None:
+async def _serve(engine: GenerationEngine, session: ControllerSession) -> None:
     """Sample for one controller."""
-    context = visit.context
+    context = session.context
     await engine.leave_weights()  # the group of the previous session, whose trainer is gone
     async with AsyncExitStack() as stack:
-        connecting = asyncio.create_task(_connect(visit, stack))
-        channels = await unless_stopped(visit.stop, connecting)
+        connecting = asyncio.create_task(_connect(session, stack))
+        channels = await unless_stopped(session.stop, connecting)
         if channels is None:
             return
         leases, services, control = channels
@@ -82,26 +82,28 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
         await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges)
         loops = [
-            generator.obey(control, visit),
+            generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
         ]
         if context.is_supervised:
-            loops.append(follow_services(visit, REWARDS, services, judges.replace))
+            loops.append(follow_services(session, REWARDS, services, judges.replace))
         async with asyncio.TaskGroup() as sampling:
-            await visit.until_over(generator.take_leases(sampling), *loops)
-            await generator.leave(control, hands_back=visit.stop.is_set())
+            await session.until_over(generator.take_leases(sampling), *loops)
+            await generator.leave(control, hands_back=session.stop.is_set())
 
 
-async def _connect(visit: Visit, stack: AsyncExitStack) -> tuple[FoundClient, list[FoundClient], FoundClient]:
+async def _connect(
+    session: ControllerSession, stack: AsyncExitStack
+) -> tuple[FoundClient, list[FoundClient], FoundClient]:
     """Return the channels for leases, rewards (one a replica) and control; `stack` closes them."""
-    leases = await visit.meet(LEASES)
+    leases = await session.meet(LEASES)
     stack.push_async_callback(leases.close)
     services: list[FoundClient] = []
-    for replica in range(visit.context.config.rewards.num_replicas):
-        services.append(await visit.meet(REWARDS, replica))
+    for replica in range(session.context.config.rewards.num_replicas):
+        services.append(await session.meet(REWARDS, replica))
         stack.push_async_callback(services[-1].close)
-    control = await visit.meet(CONTROL)
+    control = await session.meet(CONTROL)
     stack.push_async_callback(control.close)
     return leases, services, control
 
@@ -205,7 +207,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------- weights and control
 
-    async def obey(self, control: ClientChannel, visit: Visit) -> None:
+    async def obey(self, control: ClientChannel, session: ControllerSession) -> None:
         """Execute the controller's commands, one after the other."""
         while True:
             message = await control.receive()
@@ -216,7 +218,7 @@ class Generator:
             elif isinstance(message, RollCall):
                 await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
-                visit.told_to_stop(message)
+                session.asked_to_stop(message)
 
     async def _join(self, control: ClientChannel, message: JoinGroup) -> None:
         group = message.group

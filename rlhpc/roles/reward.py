@@ -1,7 +1,7 @@
 """The reward service: scores completions in separate processes.
 
 Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
-supervised service keeps its processes when the controller is replaced (visits.py).
+supervised service keeps its processes when the controller is replaced (controller_session.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.roles.presence import beat, hello
-from rlhpc.roles.visits import Visit, visit_controllers
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 
@@ -32,15 +32,15 @@ async def _serve(context: RoleContext) -> None:
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
     await pool.start()
     try:
-        await visit_controllers(context, stop, partial(_serve_one, pool))
+        await serve_controllers(context, stop, partial(_serve_one, pool))
     finally:
         await pool.close()
 
 
-async def _serve_one(pool: RewardPool, visit: Visit) -> None:
+async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
     """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
-    context = visit.context
-    control = await unless_stopped(visit.stop, asyncio.create_task(visit.meet(CONTROL)))
+    context = session.context
+    control = await unless_stopped(session.stop, asyncio.create_task(session.meet(CONTROL)))
     if control is None:
         return
     async with AsyncExitStack() as stack:
@@ -56,11 +56,11 @@ async def _serve_one(pool: RewardPool, visit: Visit) -> None:
         await control.send(hello(context))
         service = RewardService(server, pool)
         interval_s = context.config.transport.heartbeat_s
-        await visit.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, visit))
+        await session.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, session))
 
 
-async def _hear(control: ClientChannel, visit: Visit) -> None:
-    visit.told_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
+async def _hear(control: ClientChannel, session: ControllerSession) -> None:
+    session.asked_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
 
 
 class RewardService:

@@ -115,7 +115,7 @@ def test_a_trainer_in_haste_gives_the_write_up_and_reports_nothing(backend, tmp_
     assert not (tmp_path / "save" / TRAINER_DIRECTORY / STATE_FILE).exists()
 
 
-def test_a_trainer_that_is_told_to_stop_finishes_the_write(backend, tmp_path):
+def test_a_trainer_that_is_asked_to_stop_finishes_the_write(backend, tmp_path):
     ear = Ear()
     trainer = trainer_of(backend, ear, tmp_path)
     trainer.obey(SaveCheckpoint(4, str(tmp_path / "save")))
