@@ -103,7 +103,7 @@ class GroupOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class RollCall:
+class Reregister:
     """Controller → generator: send Hello again.  That this can be sent shows that the generator's process is alive."""
 
 

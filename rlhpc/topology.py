@@ -27,7 +27,7 @@ class ChannelSpec:
 CONTROL = ChannelSpec(
     "control", "controller", ("generator", "reward", "trainer"),
     (m.Hello, m.Heartbeat, m.WeightsLive, m.SaveReport),
-    (m.StopRole, m.RollCall, m.JoinGroup, m.ReceiveWeights),
+    (m.StopRole, m.Reregister, m.JoinGroup, m.ReceiveWeights),
     1_000,
 )  # fmt: skip
 LEASES = ChannelSpec(

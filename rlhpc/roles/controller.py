@@ -26,7 +26,7 @@ from rlhpc.messages import (
     Hello,
     LeaseProgress,
     LeaseReturn,
-    RollCall,
+    Reregister,
     SaveReport,
     StopRole,
     WeightsLive,
@@ -48,7 +48,7 @@ from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.train_loop import TrainLoop
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
 from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
@@ -207,7 +207,7 @@ class Controller:
             if isinstance(message, Hello):
                 await self._greet(name, message)
             elif isinstance(message, Heartbeat):
-                if not self._registry.hear(name, message):
+                if not self._registry.record(name, message):
                     await self._ask_who_it_is(name)
                 self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
@@ -219,16 +219,16 @@ class Controller:
         """Heartbeat from a process that was declared dead: a generator that was paused may register again."""
         if name.startswith("generator-"):
             with suppress(ChannelError):  # it is gone already
-                await self._control.send(name, RollCall())
+                await self._control.send(name, Reregister())
 
     async def _greet(self, name: str, message: Hello) -> None:
-        if self._registry.is_outlived(name, message):
-            self._registry.greet(name, message)  # which refuses it; StopRole would reach its successor
+        if self._registry.is_superseded(name, message):
+            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
             return
         known = self._registry.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
             await self._lose(name, "was started again")  # its leases are lost
-        if not self._registry.greet(name, message):
+        if not self._registry.register(name, message):
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
@@ -304,7 +304,7 @@ class Controller:
             with suppress(ChannelTimeout):
                 name, message = await self._control.receive(WATCH_INTERVAL_S)
                 if isinstance(message, Heartbeat):
-                    self._registry.hear(name, message)
+                    self._registry.record(name, message)
                 elif isinstance(message, SaveReport):
                     self._checkpoints.hear(message)
         if not self._checkpoints.awaits_trainer:
@@ -314,7 +314,7 @@ class Controller:
                 log.exception("the last checkpoint was not completed either")
 
     def _is_trainer_alive(self) -> bool:
-        return self._registry.member(LEAD) is not None and LEAD not in self._registry.silent()
+        return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()
 
     def _close_books(self) -> None:
         """Drop groups in flight, seal segments and summarise a finished run; a stopped one has saved them for the
@@ -335,7 +335,7 @@ class Controller:
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
         for name in self._registry.names():
             with suppress(ChannelError):  # it is gone already
-                if name == LEAD:
+                if name == RANK_0:
                     await self._trainer.tell(farewell)
                 else:
                     await self._control.send(name, farewell, timeout_s=FAREWELL_S)

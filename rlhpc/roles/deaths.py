@@ -13,7 +13,7 @@ import logging
 from rlhpc.buffer.strikes import StrikeFile
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, PeerUnreachable
-from rlhpc.messages import RollCall
+from rlhpc.messages import Reregister
 from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.process_registry import ProcessRegistry
@@ -69,7 +69,7 @@ class Deaths:
 
     async def _is_dead(self, name: str) -> bool:
         try:
-            await self._control.send(name, RollCall(), timeout_s=ANSWER_S)
+            await self._control.send(name, Reregister(), timeout_s=ANSWER_S)
         except PeerUnreachable:
             return True
         except ChannelError:  # busy

@@ -28,16 +28,16 @@ from rlhpc.messages import (
     JoinGroup,
     LeaseReturn,
     ReceiveWeights,
+    Reregister,
     RewardRequest,
-    RollCall,
     StopRole,
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.controller_session import ControllerSession, follow_services, serve_controllers
+from rlhpc.roles.heartbeat import beat, hello
 from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
-from rlhpc.roles.presence import beat, hello
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
@@ -215,7 +215,7 @@ class Generator:
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
-            elif isinstance(message, RollCall):
+            elif isinstance(message, Reregister):
                 await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
                 session.asked_to_stop(message)

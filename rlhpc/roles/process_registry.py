@@ -33,17 +33,17 @@ class ProcessRegistry:
         self._members: dict[str, RoleProcess] = {}
         self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
 
-    def is_outlived(self, name: str, hello: Hello) -> bool:
+    def is_superseded(self, name: str, hello: Hello) -> bool:
         """True for an incarnation that is older than one registered under this name."""
         return is_earlier(hello.incarnation, self._latest.get(name, ""))
 
-    def greet(self, name: str, hello: Hello) -> bool:
+    def register(self, name: str, hello: Hello) -> bool:
         """Register a process.  False, without effect, if its settings differ from the run's or a later incarnation is
         registered."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False
-        if self.is_outlived(name, hello):
+        if self.is_superseded(name, hello):
             log.error("%s, pid %d on %s: refused, a later incarnation is registered", name, hello.pid, hello.host)
             return False
         self._latest[name] = hello.incarnation
@@ -55,7 +55,7 @@ class ProcessRegistry:
         log.info("%s registered: pid %d on %s", name, hello.pid, hello.host)
         return True
 
-    def hear(self, name: str, beat: Heartbeat) -> bool:
+    def record(self, name: str, beat: Heartbeat) -> bool:
         """Record a heartbeat.  False, without effect, if the sender is not registered with this controller."""
         member = self._members.get(name)
         if member is None:

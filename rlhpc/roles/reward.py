@@ -15,8 +15,8 @@ from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.heartbeat import beat, hello
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
-from rlhpc.roles.presence import beat, hello
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 

@@ -40,7 +40,7 @@ from rlhpc.messages import (
 from rlhpc.roles.command_stream import CommandStream
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer_end import EndRequest
-from rlhpc.roles.trainer_presence import TrainerPresence
+from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
 from rlhpc.training.make import open_backend
 from rlhpc.training.process_group import LOOPBACK
@@ -58,7 +58,7 @@ def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
     end = EndRequest(is_supervised=context.is_supervised)
     with ExitStack() as stack:
-        presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang as well
+        heartbeat = stack.enter_context(TrainerHeartbeat(context))  # before the model: loading may hang as well
         backend = _open_backend(context)
         stack.callback(backend.close)
         channel = None
@@ -66,7 +66,7 @@ def run(context: RoleContext) -> None:
             channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
-        trainer = Trainer(context, backend, channel, presence)
+        trainer = Trainer(context, backend, channel, heartbeat)
         stack.callback(lambda: trainer.close(in_haste=end.is_requested))
         trainer.begin()
         while trainer.obey(commands.next(lambda: end.is_requested)):
@@ -93,10 +93,10 @@ class Trainer:
         context: RoleContext,
         backend: TrainerBackend,
         channel: BlockingClientChannel | None,
-        presence: TrainerPresence,
+        heartbeat: TrainerHeartbeat,
     ) -> None:
         self._context, self._config = context, context.config
-        self._backend, self._channel, self._presence = backend, channel, presence
+        self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
         self._loss = make_policy_loss(self._config.algorithm)
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
@@ -116,7 +116,7 @@ class Trainer:
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
         self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
         self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device)))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:
         """Execute one command.  Returns False for StopRole."""
@@ -148,7 +148,7 @@ class Trainer:
 
     def _train(self, batch: PackedBatch) -> None:
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
-        self._presence.now("training", "", self._version)
+        self._heartbeat.now("training", "", self._version)
         microbatches = batch.ranks[self._backend.dp_rank]
         rate = learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
         result = self._backend.step(
@@ -161,7 +161,7 @@ class Trainer:
             max_grad_norm=self._config.trainer.max_grad_norm,
         )
         self._version += result.applied
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = _figures(result, batch.num_loss_tokens)
             figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
@@ -209,7 +209,7 @@ class Trainer:
     def _publish(self, command: PublishWeights) -> None:
         """Broadcast; on failure the epoch is dissolved and the controller forms another."""
         began, error = time.monotonic(), ""
-        self._presence.now("publishing", "generators", self._version)
+        self._heartbeat.now("publishing", "generators", self._version)
         weights = self._backend.weights()
         if self._publisher is None or self._channel is None or self._manifest is None:
             for _ in weights:
@@ -227,19 +227,19 @@ class Trainer:
             self._publisher.dissolve()
         seconds = time.monotonic() - began
         self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, command: SaveCheckpoint) -> None:
         """Copy the state and go on; the writing thread reports completion."""
         began = time.monotonic()
-        self._presence.now("saving", "", self._version)
+        self._heartbeat.now("saving", "", self._version)
         self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
         self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
             self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     def _saved(self, step: int, began: float, saving: Future[dict[str, int]]) -> None:
         if saving.cancelled():
@@ -249,7 +249,7 @@ class Trainer:
         if failure is not None:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
-            self._presence.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
+            self._heartbeat.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
 
 
 def _host(config: Config) -> str:

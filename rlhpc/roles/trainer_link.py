@@ -14,7 +14,7 @@ from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.messages import TrainerReady
 
 Answer = TypeVar("Answer")
-LEAD = "trainer-0"
+RANK_0 = "trainer-0"
 
 
 class TrainerLink:
@@ -40,7 +40,7 @@ class TrainerLink:
 
     async def tell(self, command: object) -> None:
         """Queue a command that has no answer, or whose answer is awaited later."""
-        await self._batches.send(LEAD, command, timeout_s=60.0)
+        await self._batches.send(RANK_0, command, timeout_s=60.0)
 
     async def ask(self, command: object, kind: type[Answer]) -> Answer:
         """Queue a command and wait for its answer.  Raises ProtocolError for an answer of another kind."""

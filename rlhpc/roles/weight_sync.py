@@ -23,7 +23,7 @@ from rlhpc.messages import (
     PublishReport,
     PublishWeights,
     ReceiveWeights,
-    RollCall,
+    Reregister,
     WeightsLive,
 )
 from rlhpc.roles.trainer_link import TrainerLink
@@ -215,7 +215,7 @@ class WeightSync:
                 raise RoleFailed(
                     f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for the reason"
                 )
-            await asyncio.gather(*(self._tell(name, RollCall()) for name in self._membership.candidates))
+            await asyncio.gather(*(self._tell(name, Reregister()) for name in self._membership.candidates))
             if self._membership.candidates or self._is_ending:
                 return bool(self._membership.candidates)
 

@@ -28,13 +28,13 @@ from rlhpc.messages import (
     PublishReport,
     PublishWeights,
     ReceiveWeights,
-    RollCall,
+    Reregister,
     StepReport,
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
 from rlhpc.roles.train_loop import StepRecord, TrainLoop
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
 from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
@@ -216,7 +216,7 @@ class FakeGenerator:
                     self.epochs.append(group.epoch)
                 case ReceiveWeights(manifest):
                     await self._receive(manifest)
-                case RollCall():
+                case Reregister():
                     pass
 
     async def _receive(self, manifest: WeightManifest) -> None:
@@ -253,7 +253,7 @@ class SmallRing:
             config, self.buffer, link, self.weight_sync, make_estimator("grpo"), FlopCost(1.0, 0.0),
             step=0, version=0, wake=self.generate,
         )  # fmt: skip
-        self._trainer_client = batches.connect(LEAD)
+        self._trainer_client = batches.connect(RANK_0)
         self._tasks: list[asyncio.Task[None]] = []
 
     def generate(self) -> None:

@@ -37,7 +37,7 @@ def test_nobody_is_silent_after_a_pause_of_our_own_and_who_stays_silent_then_is(
     awake = AwakeClock(clock, longest_s=1.0)
     registry = ProcessRegistry("hash", DEAD_AFTER_S, awake)
     for replica in (0, 1):
-        registry.greet(f"generator-{replica}", Hello("generator", replica, "a", "hash", 1, "here", 1))
+        registry.register(f"generator-{replica}", Hello("generator", replica, "a", "hash", 1, "here", 1))
     live(clock, awake, 1)
     clock.advance(6 * DEAD_AFTER_S)
     assert registry.silent() == []
@@ -45,7 +45,7 @@ def test_nobody_is_silent_after_a_pause_of_our_own_and_who_stays_silent_then_is(
     assert registry.silent() == []
     for _ in range(10):
         live(clock, awake, 1)
-        registry.hear("generator-1", Heartbeat("running", "", 0))
+        registry.record("generator-1", Heartbeat("running", "", 0))
     assert registry.silent() == ["generator-0"]
 
 

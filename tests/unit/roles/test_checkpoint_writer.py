@@ -23,7 +23,7 @@ from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
 from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
 from rlhpc.roles.totals import Totals
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint_directory import latest_complete
@@ -92,7 +92,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     totals, clock = Totals(), ManualClock()
     state: Any = ControllerState(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), totals, 0, 0)
     asked: list[SaveCheckpoint] = []
-    client = batches.connect(LEAD)
+    client = batches.connect(RANK_0)
 
     async def take_snapshots() -> None:
         while True:

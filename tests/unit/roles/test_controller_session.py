@@ -13,8 +13,8 @@ from rlhpc.config_file import write_resolved
 from rlhpc.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
 from rlhpc.messages import StopRole
 from rlhpc.roles.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.heartbeat import hello
 from rlhpc.roles.lifecycle import RoleContext, parse_role
-from rlhpc.roles.presence import hello
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.incarnation import order_of

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.errors import ChannelTimeout
 from rlhpc.messages import TrainerReady
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
 from rlhpc.roles.weight_sync import FIRST_MEMBER_S, WeightSyncLimits
 from rlhpc.topology import BATCHES
 from rlhpc.transport.memory import MemoryServer
@@ -29,13 +29,13 @@ async def test_a_trainer_that_is_there_may_load_for_as_long_as_it_takes() -> Non
     waiting = asyncio.create_task(TrainerLink(batches).ready(0.01, list))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await batches.connect(LEAD).send(READY)
+    await batches.connect(RANK_0).send(READY)
     assert await asyncio.wait_for(waiting, PATIENCE_S) == READY
 
 
 async def test_a_trainer_that_is_quick_is_not_asked_for() -> None:
     batches = MemoryServer(BATCHES)
-    await batches.connect(LEAD).send(READY)
+    await batches.connect(RANK_0).send(READY)
     assert await TrainerLink(batches).ready(5.0, lambda: ["nobody"]) == READY
 
 

@@ -22,7 +22,7 @@ from tests.unit.training.packed_rows import tiny_config
 
 
 class Ear:
-    """Hears what the trainer says, on the channel and through its presence."""
+    """Hears what the trainer says, on the channel and with its heartbeats."""
 
     def __init__(self) -> None:
         self.answers: list[Any] = []

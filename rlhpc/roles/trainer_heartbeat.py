@@ -14,13 +14,13 @@ from typing import Self
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import ChannelError
 from rlhpc.messages import Heartbeat, SaveReport
+from rlhpc.roles.heartbeat import hello
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.presence import hello
 from rlhpc.topology import CONTROL
 from rlhpc.transport.open import connect_blocking
 
 
-class TrainerPresence:
+class TrainerHeartbeat:
     """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; the rest happens in a separate
     thread."""
 
