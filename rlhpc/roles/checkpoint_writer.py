@@ -124,8 +124,8 @@ class CheckpointWriter:
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
-                write_run_state(temporary, state)
+                run_state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                write_run_state(temporary, run_state)
             except (SegmentError, OSError) as error:
                 discard(temporary)
                 raise CheckpointError(f"{final}: the controller could not save: {error}") from error

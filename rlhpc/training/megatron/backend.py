@@ -209,14 +209,14 @@ class MegatronBackend(TrainerBackend):
         self._optimizer.zero_gradients()
         sums = MetricSums()
 
-        def judge(index: int, current: Tensor, entropy: Tensor) -> Tensor:
+        def loss_callback(index: int, current: Tensor, entropy: Tensor) -> Tensor:
             start = None if proximal is None else proximal[index]
             loss_sum, metrics = loss_of_row(loss, current, microbatches[index], start)
             sums.add({**metrics, "entropy": entropy, "loss": loss_sum.detach()})
             return loss_sum / num_loss_tokens
 
         work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
-        self._schedule.forward_backward(work, self._request(want_entropy=True), judge)
+        self._schedule.forward_backward(work, self._request(want_entropy=True), loss_callback)
         own_norm = self._optimizer.gradient_norm()
         metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))

@@ -28,7 +28,7 @@ from rlhpc.types import PackedMicrobatch
 
 # (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over wanted tokens)
 # → the loss to differentiate, a scalar
-Judge = Callable[[int, Tensor, Tensor], Tensor]
+LossCallback = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,23 @@ class Schedule:
             pauses = [chunk.no_sync for chunk in self._chunks]
             config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
 
-    def forward_backward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
-        """Accumulate the gradient of every loss that `judge` returns.  A collective; gradient buffers must be zero."""
-        self._run(work, request, judge, forward_only=False)
+    def forward_backward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
+        """Accumulate the gradients of the losses that `loss_callback` returns.  A collective; buffers must be zero."""
+        self._run(work, request, loss_callback, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
-        """Forward alone; what `judge` returns is ignored.  A collective."""
-        self._run(work, request, judge, forward_only=True)
+    def forward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
+        """Forward alone; what `loss_callback` returns is ignored.  A collective."""
+        self._run(work, request, loss_callback, forward_only=True)
 
-    def _run(self, work: Sequence[Work], request: HeadRequest, judge: Judge, *, forward_only: bool) -> None:
+    def _run(
+        self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback, *, forward_only: bool
+    ) -> None:
         rows = self._filled_up(work)
         local_rows = [
             LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
         ]
-        step = partial(self._step, request, partial(self._judged, work, judge))
+        step = partial(self._step, request, partial(self._loss_of, work, loss_callback))
         iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
         is_interleaved = self._layout.chunks > 1
         get_forward_backward_func()(
@@ -96,8 +98,8 @@ class Schedule:
         index, row = next(rows)
         return chunk(row, request), partial(judged, index)
 
-    def _judged(
-        self, work: Sequence[Work], judge: Judge, index: int, output: tuple[Tensor, Tensor]
+    def _loss_of(
+        self, work: Sequence[Work], loss_callback: LossCallback, index: int, output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, None]:
         """Loss, number of tokens (not used: the caller has divided already), nothing to report."""
         logprobs, entropy = output
@@ -109,7 +111,7 @@ class Schedule:
             whole_row(part, self._layout, self._context_rank, self._context_group, num_tokens)
             for part in (logprobs, entropy.detach())
         )
-        loss = judge(index, row, entropies.sum())
+        loss = loss_callback(index, row, entropies.sum())
         # Earlier stages wait for a gradient, even of a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 
