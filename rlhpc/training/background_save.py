@@ -1,6 +1,6 @@
 """Write a checkpoint while training goes on: copy the state to the host, then stream it to disk from a thread.
 
-Input: the live pieces of masters and moments of every rank.  Output: the files of rlhpc.training.checkpoint, written by
+Input: the live shards of masters and moments of every rank.  Output: the files of rlhpc.training.checkpoint, written by
 rank 0.  Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the
 host only; a failed write is known on every rank and leaves none of them waiting.
 Costs 12 bytes of host memory for every parameter that a rank owns.
@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Scattered, gather_stream
+from rlhpc.training.sharded_tensors import ShardedTensorSpec, gather_stream
 
 # Ranks that have sent their shards wait for the disk of rank 0.  A rank that dies is noticed by its closed connection.
 WRITE_TIMEOUT = timedelta(days=1)
@@ -57,7 +57,7 @@ class BackgroundSaver:
 
     def __init__(
         self,
-        items: Sequence[Scattered],
+        items: Sequence[ShardedTensorSpec],
         own: Callable[[str, int], Sequence[Tensor]],
         *,
         device: torch.device,
@@ -66,16 +66,16 @@ class BackgroundSaver:
     ) -> None:
         """Allocate the host buffers and touch every page of them, so that the first save is as fast as the others.
 
-        own(kind, index): this rank's live float32 pieces of items[index], for a kind of STATE_KINDS, in the order of
-        its pieces; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
-        device: where the pieces live; on CUDA the buffers are pinned.  group: of open_save_group.
+        own(kind, index): this rank's live float32 shards of items[index], for a kind of STATE_KINDS, in the order of
+        its shards; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
+        device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
         """
         self._items, self._own, self._group, self._lead_rank = items, own, group, lead_rank
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = [
-            (index, [piece.num_elements for piece in item.pieces if piece.rank == self._rank])
+            (index, [shard.num_elements for shard in item.shards if shard.rank == self._rank])
             for index, item in enumerate(items)
-            if any(piece.rank == self._rank for piece in item.pieces)
+            if any(shard.rank == self._rank for shard in item.shards)
         ]
         num_elements = sum(sum(sizes) for _, sizes in self._mine)
         self._is_pinned = device.type == "cuda" and num_elements > 0
@@ -85,7 +85,7 @@ class BackgroundSaver:
         self._running: Future[dict[str, int]] | None = None
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
-        """Copy this rank's pieces, start writing into `directory`, and return.  Every rank calls it.
+        """Copy this rank's shards, start writing into `directory`, and return.  Every rank calls it.
 
         Waits for the previous save.  The future gives {file name: bytes} on rank 0 and {} elsewhere, or
         CheckpointError; then files may remain, but not the manifest.  Cancelling rank 0's future ends the write at the
@@ -114,20 +114,20 @@ class BackgroundSaver:
     # ------------------------------------------------------------------------------------------------ in the caller
 
     def _buffer(self, num_elements: int) -> dict[int, list[Tensor]]:
-        """Views of one new buffer: the pieces of each item that this rank has pieces of."""
+        """Views of one new buffer: the shards of each item that this rank has shards of."""
         buffer = torch.empty(num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
         if self._is_pinned:
             self._pinned.append(_pin(buffer))
-        pieces = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
-        return {index: [next(pieces) for _ in sizes] for index, sizes in self._mine}
+        shards = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
+        return {index: [next(shards) for _ in sizes] for index, sizes in self._mine}
 
     @torch.no_grad()
     def _copy(self) -> None:
         for kind, copies in self._copies.items():
             for index, targets in copies.items():
-                for target, piece in zip(targets, self._own(kind, index), strict=True):
-                    assert (piece.dtype, piece.numel()) == (torch.float32, target.numel()), self._items[index].specs
-                    target.copy_(piece.reshape(-1), non_blocking=self._is_pinned)
+                for target, shard in zip(targets, self._own(kind, index), strict=True):
+                    assert (shard.dtype, shard.numel()) == (torch.float32, target.numel()), self._items[index].specs
+                    target.copy_(shard.reshape(-1), non_blocking=self._is_pinned)
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()
 

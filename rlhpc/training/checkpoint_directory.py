@@ -74,7 +74,7 @@ class KnownCheckpoints:
         timeline = Timeline.read(RunLayout(self._checkpoints.parent).attempts)
         for step, path in reversed(_steps_below(self._checkpoints)):
             if is_wanted(step):
-                yield self._judge(step, path, timeline)
+                yield self._state_of(step, path, timeline)
 
     def steps(self) -> list[tuple[int, Path]]:
         """(step, path) of all, oldest first, read or not."""
@@ -85,7 +85,7 @@ class KnownCheckpoints:
         with suppress(CheckpointError, OSError):  # then it is read again, which reports what is wrong
             self._read[path] = _stamps(path)
 
-    def _judge(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
+    def _state_of(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
         try:
             attempt = _read_complete(path).get("attempt")
             undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)

@@ -43,7 +43,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
-from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.zero_environment import accelerator_environment
 from rlhpc.training.zero_policy import ZeroPolicy

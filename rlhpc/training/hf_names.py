@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
@@ -55,11 +55,11 @@ def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tenso
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
 
 
-def scattered_on_disk(spec: TensorSpec, pieces: Sequence[Piece]) -> Scattered:
-    """A parameter that consists of these flat pieces, end to end, as an item under its names on disk."""
-    return Scattered(specs=on_disk(spec), pieces=tuple(pieces), join=partial(_join, spec))
+def sharded_on_disk(spec: TensorSpec, shards: Sequence[Shard]) -> ShardedTensorSpec:
+    """A parameter that consists of these flat shards, end to end, as an item under its names on disk."""
+    return ShardedTensorSpec(specs=on_disk(spec), shards=tuple(shards), join=partial(_join, spec))
 
 
-def _join(spec: TensorSpec, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+def _join(spec: TensorSpec, shards: Sequence[Tensor]) -> Iterator[Tensor]:
+    whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
     return views_on_disk(spec.name, whole.view(spec.shape))

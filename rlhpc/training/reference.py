@@ -25,7 +25,7 @@ from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
-from rlhpc.training.hf_names import named_on_disk, on_disk, scattered_on_disk
+from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
@@ -40,7 +40,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
-from rlhpc.training.scattered import Piece
+from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
@@ -70,7 +70,7 @@ class ReferenceBackend(TrainerBackend):
         names = list(model.parameters)
         self._saver = BackgroundSaver(
             [
-                scattered_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Piece(0, parameter.numel())])
+                sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
                 for name, parameter in model.parameters.items()
             ],
             lambda kind, index: (self._optimizer.state(kind)[names[index]],),

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhpc.training.hf_names import scattered_on_disk
+from rlhpc.training.hf_names import sharded_on_disk
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 
 # (kind, HF parameter as in memory, start, stop) → float32 numbers [start, stop) of it, flat, on the host
@@ -81,12 +81,12 @@ class ZeroState:
         for flat in self._flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(value)
 
-    def items(self, dtype: str = "float32") -> list[Scattered]:
+    def items(self, dtype: str = "float32") -> list[ShardedTensorSpec]:
         """One for each parameter, in the model's order."""
         return [
-            scattered_on_disk(
+            sharded_on_disk(
                 TensorSpec(spec.name, dtype, spec.shape),
-                [Piece(f.rank, f.num_elements) for f in self.fragments[spec.name]],
+                [Shard(f.rank, f.num_elements) for f in self.fragments[spec.name]],
             )
             for spec in self.specs
         ]

@@ -50,7 +50,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row
-from rlhpc.training.scattered import gather_stream
+from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec

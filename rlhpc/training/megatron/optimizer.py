@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from rlhpc.training.megatron.optimizer_state import Shard, shards_of, torch_optimizers
+from rlhpc.training.megatron.optimizer_state import OptimizerShard, shards_of, torch_optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MegatronAdamW:
         self._refuse_other_decay()
 
     @property
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[OptimizerShard]:
         """What this rank keeps of the optimiser's state; write to it only before set_num_steps_applied."""
         return self._shards
 

@@ -1,6 +1,6 @@
 """Where Megatron's optimisers keep float32 main weights, moments and step counters of each parameter.
 
-Input: a Megatron optimiser.  Output: one Shard for each parameter of which this rank keeps a part.  A rank of a
+Input: a Megatron optimiser.  Output: an OptimizerShard for each parameter of which this rank keeps a part. A rank of a
 distributed optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them.
 Names of Megatron's own that are not public are read here and nowhere else (megatron-core 0.16.1).
 
@@ -25,7 +25,7 @@ from rlhpc.training.optimizer import STATE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class OptimizerShard:
     """A flat range of one parameter as this rank's optimiser sees it."""
 
     parameter: nn.Parameter  # of the model, in its dtype
@@ -59,7 +59,7 @@ class Shard:
             self.main.detach().copy_(self.stepped)
 
 
-def shards_of(optimizer: Any) -> tuple[Shard, ...]:
+def shards_of(optimizer: Any) -> tuple[OptimizerShard, ...]:
     """Of every chained optimiser, in its own order; creates moments of zeros where there are none yet."""
     found = []
     for part in optimizer.chained_optimizers:
@@ -70,7 +70,7 @@ def shards_of(optimizer: Any) -> tuple[Shard, ...]:
             assert main.dtype == torch.float32
             assert main.numel() == end - start
             stepped, state, group = places[id(main)]
-            found.append(Shard(parameter, start, end, main, stepped, state, group))
+            found.append(OptimizerShard(parameter, start, end, main, stepped, state, group))
     return tuple(found)
 
 

@@ -92,11 +92,11 @@ class Schedule:
 
     @staticmethod
     def _step(
-        request: HeadRequest, judged: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
+        request: HeadRequest, loss_of: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
         """Megatron's forward_step_func: the chunk's output, and what to do with it if it is the last chunk's."""
         index, row = next(rows)
-        return chunk(row, request), partial(judged, index)
+        return chunk(row, request), partial(loss_of, index)
 
     def _loss_of(
         self, work: Sequence[Work], loss_callback: LossCallback, index: int, output: tuple[Tensor, Tensor]
