@@ -23,7 +23,7 @@ from rlhpc.generation.weight_reload import reload_weights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
-from rlhpc.weights.make import make_receiver
+from rlhpc.weights.factory import make_receiver
 from rlhpc.weights.shadow import HostShadow
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
+from rlhpc.generation.factory import start_engine
 from rlhpc.generation.finished_request import prefix_of
-from rlhpc.generation.make import start_engine
 from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,

@@ -42,13 +42,13 @@ from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer_end import EndRequest
 from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_id import device_id
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 
 log = logging.getLogger("rlhpc.trainer")
 TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory

@@ -19,7 +19,7 @@ from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 from rlhpc.weights.process_group import SideGroup
 from tests.patience import PATIENCE_S
 

@@ -15,7 +15,7 @@ from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config

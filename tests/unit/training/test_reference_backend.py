@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.training.reference import ReferenceBackend
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (

@@ -14,7 +14,7 @@ from rlhpc.errors import GroupFailed
 from rlhpc.host_address import host_address, interface_addresses
 from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 from tests.listening import listening_addresses

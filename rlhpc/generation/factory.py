@@ -28,6 +28,6 @@ async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> Gener
 
 
 def _receiver(timeout_s: float, transport: str) -> WeightReceiver:
-    from rlhpc.weights.make import make_receiver  # loads torch, which a scripted engine needs only from here on
+    from rlhpc.weights.factory import make_receiver  # loads torch, which a scripted engine needs only from here on
 
     return make_receiver(transport, device="cpu", timeout_s=timeout_s)
