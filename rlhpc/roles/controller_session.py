@@ -43,7 +43,7 @@ class ControllerSession:
         self._over = asyncio.Event()
         self._controller: list[Endpoint] = []  # where we are connected to it; the control channel is the last
 
-    async def meet(
+    async def connect(
         self, spec: ChannelSpec, server_replica: int = 0, *, gone: str = "", timeout_s: float | None = None
     ) -> FoundClient:
         """Connect to a server.  timeout_s: None for the time that roles wait for each other.
@@ -149,7 +149,7 @@ async def follow_services(
             if await asyncio.to_thread(successor, directory, old.endpoint) is None:
                 continue
             try:
-                new = await session.meet(spec, replica, gone=old.endpoint.incarnation, timeout_s=FOLLOW_TIMEOUT_S)
+                new = await session.connect(spec, replica, gone=old.endpoint.incarnation, timeout_s=FOLLOW_TIMEOUT_S)
             except (ChannelError, RunDirectoryError) as error:  # it has died again, or a new attempt mints its keys
                 log.warning("%s was started again and cannot be reached: %s", old.endpoint.name, error)
                 continue

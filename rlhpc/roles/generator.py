@@ -97,13 +97,13 @@ async def _connect(
     session: ControllerSession, stack: AsyncExitStack
 ) -> tuple[FoundClient, list[FoundClient], FoundClient]:
     """Return the channels for leases, rewards (one a replica) and control; `stack` closes them."""
-    leases = await session.meet(LEASES)
+    leases = await session.connect(LEASES)
     stack.push_async_callback(leases.close)
     services: list[FoundClient] = []
     for replica in range(session.context.config.rewards.num_replicas):
-        services.append(await session.meet(REWARDS, replica))
+        services.append(await session.connect(REWARDS, replica))
         stack.push_async_callback(services[-1].close)
-    control = await session.meet(CONTROL)
+    control = await session.connect(CONTROL)
     stack.push_async_callback(control.close)
     return leases, services, control
 

@@ -40,7 +40,7 @@ async def _serve(context: RoleContext) -> None:
 async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
     """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
     context = session.context
-    control = await unless_stopped(session.stop, asyncio.create_task(session.meet(CONTROL)))
+    control = await unless_stopped(session.stop, asyncio.create_task(session.connect(CONTROL)))
     if control is None:
         return
     async with AsyncExitStack() as stack:

@@ -79,7 +79,7 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
         rank=context.replica,
         world_size=context.num_ranks,
         # Not a name that ends like an endpoint's, or a search for endpoints would find it.
-        store_address=f"meet://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
+        store_address=f"rendezvous://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
         host=_host(context.config) or LOOPBACK,
         meet_timeout_s=context.meet_timeout_s,
     )

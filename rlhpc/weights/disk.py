@@ -31,7 +31,7 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
-from rlhpc.weights.meeting_file import file_of
+from rlhpc.weights.rendezvous_file import file_of
 
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.01  # a directory listing on a parallel filesystem takes about as long

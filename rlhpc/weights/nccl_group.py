@@ -43,7 +43,7 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
         return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
 
 
-def meet(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
+def connect(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
     """Run the first collective, in which NCCL connects to the other ranks.
 
     NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit;

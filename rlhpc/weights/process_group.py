@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.errors import GroupFailed
-from rlhpc.weights.meeting_file import file_of
-from rlhpc.weights.nccl_group import meet, nccl_group
+from rlhpc.weights.nccl_group import connect, nccl_group
+from rlhpc.weights.rendezvous_file import file_of
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -56,7 +56,7 @@ class SideGroup:
                 self.total(1)
             else:
                 self._group = nccl_group(store, rank, world_size, self._timeout)
-                meet(self._group, device, lambda: self.total(1), timeout_s)
+                connect(self._group, device, lambda: self.total(1), timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""

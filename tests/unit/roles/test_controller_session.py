@@ -50,7 +50,7 @@ def controller(of: RoleContext, incarnation: str) -> Any:
 
 async def serve(session: ControllerSession, *loops: Callable[[], Awaitable[None]]) -> None:
     """What a role does, with no work between hello and farewell."""
-    control = await session.meet(CONTROL)
+    control = await session.connect(CONTROL)
     try:
         await control.send(hello(session.context))
 

@@ -45,7 +45,7 @@ class Place:
         return host, int(port)
 
 
-def meet(file: Path, *, rank: int, world_size: int, host: str, timeout_s: float) -> Store:
+def connect_ranks(file: Path, *, rank: int, world_size: int, host: str, timeout_s: float) -> Store:
     """Connect this rank to all others; returns when each of them has connected, or is certain to.
 
     file: the same for all ranks and for no other start; it is made by rank 0, with its directory, and gone afterwards.

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.host_address import host_address
-from rlhpc.training.meeting import Place, meet
 from rlhpc.training.process_group import close_process_group, open_process_group
+from rlhpc.training.rendezvous import Place, connect_ranks
 from tests.listening import listening_addresses
 from tests.patience import PATIENCE_S
 
 
 def attend(file: Path, rank: int, world_size: int, timeout_s: float = PATIENCE_S) -> Any:
-    return meet(file, rank=rank, world_size=world_size, host="127.0.0.1", timeout_s=timeout_s)
+    return connect_ranks(file, rank=rank, world_size=world_size, host="127.0.0.1", timeout_s=timeout_s)
 
 
 def stale(file: Path, address: str) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_in_another_starts_room_leaves_it_for_the_new_one(tmp_path: Path,
 
 def test_an_address_that_is_not_this_hosts_is_said_so(file: Path) -> None:
     with pytest.raises(RoleFailed, match=r"cannot listen at 203\.0\.113\.7"):
-        meet(file, rank=0, world_size=2, host="203.0.113.7", timeout_s=1.0)
+        connect_ranks(file, rank=0, world_size=2, host="203.0.113.7", timeout_s=1.0)
     assert not file.exists()
 
 
@@ -144,7 +144,7 @@ def join(pipe: Any, file: Path, rank: int, host: str) -> None:
     """A trainer's rank: the default group, then a gloo group beside it, as the command stream makes one."""
     torch.set_num_threads(1)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    open_process_group(rank, 3, f"meet://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
+    open_process_group(rank, 3, f"rendezvous://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
     beside = dist.new_group(backend="gloo")
     number = torch.tensor([rank + 1])
     dist.all_reduce(number, group=beside)
@@ -179,6 +179,6 @@ def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file:
 
 
 def test_one_rank_meets_nobody(tmp_path: Path) -> None:
-    open_process_group(0, 1, f"meet://{tmp_path}/never", torch.device("cpu"))
+    open_process_group(0, 1, f"rendezvous://{tmp_path}/never", torch.device("cpu"))
     close_process_group()
     assert list(tmp_path.iterdir()) == []
