@@ -42,7 +42,7 @@ def window_leaves_slots(config: Config) -> None:
         )
 
 
-def group_has_spread(config: Config) -> None:
+def group_has_reward_variance(config: Config) -> None:
     """Group-relative advantages need a group."""
     if config.admission.group_size == 1:
         raise ValueError(
@@ -175,7 +175,7 @@ RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
     window_leaves_slots,
-    group_has_spread,
+    group_has_reward_variance,
     ratio_is_unbiased,
     warmup_is_shorter_than_run,
     rates_do_not_cross,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
@@ -30,7 +30,7 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     per_group = [values for values in (rewards([group]) for group in groups) if len(values)]
     if per_group:
         figures["reward/group_std"] = float(np.mean([values.std() for values in per_group]))
-        figures["reward/zero_spread_share"] = _share(not has_spread(values) for values in per_group)
+        figures["reward/zero_spread_share"] = _share(not has_reward_variance(values) for values in per_group)
     figures["reward/solved_group_share"] = _share(
         any(member.verdict is Verdict.CORRECT for member in group.members) for group in groups
     )

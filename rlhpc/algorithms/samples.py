@@ -16,7 +16,7 @@ def to_samples(group: RolloutGroup, estimator: AdvantageEstimator) -> list[Train
     """One sample per member, in the order of members; every loss token carries its member's advantage.
 
     A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
-    (advantages.has_spread).
+    (advantages.has_reward_variance).
     Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not match,
     an empty prompt.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import AdmissionConfig
@@ -27,7 +27,7 @@ class IntakeStats:
     """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    num_without_spread: int = 0
+    num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
 
@@ -37,7 +37,7 @@ class RolloutSink:
 
     def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
         self._buffer, self._gate, self._admission = buffer, gate, admission
-        self._num_without_spread_in_a_row = 0
+        self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
         self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
@@ -61,7 +61,7 @@ class RolloutSink:
         if group is None:
             return False
         self.stats.groups.append(group)
-        self._judge_spread(group)
+        self._check_reward_variance(group)
         return True
 
     @property
@@ -83,18 +83,18 @@ class RolloutSink:
         stats, self.stats = self.stats, IntakeStats()
         return stats
 
-    def _judge_spread(self, group: RolloutGroup) -> None:
+    def _check_reward_variance(self, group: RolloutGroup) -> None:
         rewards = np.array([member.reward for member in group.members], dtype=np.float32)
-        if has_spread(rewards):
-            self._num_without_spread_in_a_row = 0
+        if has_reward_variance(rewards):
+            self._num_consecutive_zero_variance = 0
             return
-        self.stats.num_without_spread += 1
+        self.stats.num_zero_variance += 1
         if not self._admission.active_sampling:
             return
-        self._num_without_spread_in_a_row += 1
+        self._num_consecutive_zero_variance += 1
         self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
         self.drop(group.group_id, DropReason.NO_SPREAD)
-        if self._num_without_spread_in_a_row >= self._admission.max_groups_without_spread:
+        if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
             raise StarvedError(self._advice())
 
     def _advice(self) -> str:
@@ -106,7 +106,7 @@ class RolloutSink:
             "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
         )
         return (
-            f"{self._num_without_spread_in_a_row} consecutive groups had rewards of zero variance (the last ones "
+            f"{self._num_consecutive_zero_variance} consecutive groups had rewards of zero variance (the last ones "
             f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
             "trains regardless"
         )

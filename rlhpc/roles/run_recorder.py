@@ -116,7 +116,7 @@ class RunRecorder:
         totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
         totals.groups_dropped += sum(stats.num_dropped.values())
-        totals.groups_without_spread += stats.num_without_spread
+        totals.groups_without_spread += stats.num_zero_variance
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += activity.idle_s

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.algorithms.diagnostics import (
     completion_lengths,
     effective_sample_share,
@@ -82,7 +82,7 @@ def histograms(record: StepRecord) -> dict[str, np.ndarray]:
 
 
 def _group_shares(groups: list[RolloutGroup]) -> dict[str, float]:
-    flat = [values for values in (rewards([group]) for group in groups) if not has_spread(values)]
+    flat = [values for values in (rewards([group]) for group in groups) if not has_reward_variance(values)]
     return {
         "group/all_correct_share": sum(float(values.max()) > 0 for values in flat) / len(groups),
         "group/all_wrong_share": sum(float(values.max()) <= 0 for values in flat) / len(groups),

@@ -28,9 +28,9 @@ def open_backend(
 ) -> TrainerBackend:
     """Load the model into config.trainer.backend on this rank; the ranks' rendezvous is store_address.
 
-    store_address: "rendezvous:///path" of a file that rank 0 will write; "file:///path" of one that does not exist yet; or
-    "tcp://host:port".  host: IPv4 address under which the other ranks reach this one.  meet_timeout_s: how long to wait
-    for them.  All three are unused by one rank; training/process_group.py says more.
+    store_address: "rendezvous:///path" of a file that rank 0 will write; "file:///path" of one that does not exist yet;
+    or "tcp://host:port".  host: IPv4 address under which the other ranks reach this one.  meet_timeout_s: how long to
+    wait for them.  All three are unused by one rank; training/process_group.py says more.
     Raises ConfigError for a model that the backend cannot train, ChannelTimeout for ranks that do not appear.
     """
     # Backends warn of missing packages at every start, and torch of future renames at every collective.

@@ -46,7 +46,7 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     assert door.bring(0, 0.0, 1.0) == [False, True]
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0]
-    assert (stats.num_tokens, stats.num_without_spread, stats.num_dropped) == (6, 0, {})
+    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (6, 0, {})
     assert door.buffer.ledger.counts()["finished"] == 1
 
 
@@ -101,7 +101,7 @@ def test_one_group_with_spread_begins_the_count_anew(door: Door) -> None:
         door.bring(group_id, 0.0, 0.0)
         door.bring(group_id + 1, 0.0, 0.0)
         door.bring(group_id + 2, 0.0, 1.0)
-    assert door.sink.drain().num_without_spread == 8
+    assert door.sink.drain().num_zero_variance == 8
 
 
 def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: 
         door.bring(group_id, 0.0, 0.0)
     assert door.buffer.ledger.counts()["finished"] == 5
     stats = door.sink.drain()
-    assert (stats.num_without_spread, stats.num_dropped) == (5, {})
+    assert (stats.num_zero_variance, stats.num_dropped) == (5, {})
 
 
 def test_too_large_a_share_of_verifier_errors_ends_the_run_with_the_latest_reasons(tmp_path: Path) -> None:
