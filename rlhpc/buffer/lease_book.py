@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.quarantine import Quarantine, may_share
-from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
 from rlhpc.types import Prefix
@@ -20,10 +20,10 @@ from rlhpc.types import Prefix
 class LeaseBook:
     """Holders, deadlines and the order of grants."""
 
-    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, strikes: StrikeBook) -> None:
+    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, lost_leases: LostLeases) -> None:
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
-        self._strikes = strikes
+        self._lost_leases = lost_leases
         self._quarantine = Quarantine()
         self.num_lost_members = 0
         self._clock = clock
@@ -49,7 +49,7 @@ class LeaseBook:
 
     def add(self, group: GroupRecord) -> None:
         """Queue a group's free members; groups come in order of admission."""
-        if (suspicion := self._strikes.of(group.prompt)) is not None:
+        if (suspicion := self._lost_leases.of(group.prompt)) is not None:
             group.remember(suspicion.strikes)
             self._quarantine.take(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
@@ -88,7 +88,7 @@ class LeaseBook:
         self._forget_if_not_free(group)
         if group.is_finished:
             self._quarantine.forget(group)
-            self._strikes.forgive(group.prompt)
+            self._lost_leases.clear(group.prompt)
 
     def remove(self, group: GroupRecord) -> None:
         """Forget a dropped group: its holds end, and it is granted no more."""
@@ -141,7 +141,7 @@ class LeaseBook:
         groups = {group_id: group for (group_id, _), group in held}
         for (_, index), group in held:
             self._give_back(group, index, is_lost=True)
-        struck = self._strikes.strike([(group.prompt, group.attempts - 1) for group in groups.values()])
+        struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
         for group, suspicion in zip(groups.values(), struck, strict=True):
             self._quarantine.take(group, suspicion.company(self.max_attempts))
         self._quarantine.holders.discard(holder)
@@ -198,7 +198,7 @@ class LeaseBook:
         self._let_go(group, index)
         self._returned[group.group_id] = group
         if is_lost:
-            group.members[index].strikes += 1
+            group.members[index].lost_leases += 1
             self.num_lost_members += 1
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
@@ -40,9 +40,9 @@ class AdmissionLedger:
         lease_deadline_s: float,
         max_attempts: int,
         clock: Clock,
-        strikes: StrikeBook | None = None,
+        lost_leases: LostLeases | None = None,
     ) -> None:
-        """strikes: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
+        """lost_leases: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = num_slots
@@ -52,7 +52,10 @@ class AdmissionLedger:
         self._sampling = sampling
         self._clock = clock
         self._leases = LeaseBook(
-            lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock, strikes=strikes or StrikeBook()
+            lease_deadline_s=lease_deadline_s,
+            max_attempts=max_attempts,
+            clock=clock,
+            lost_leases=lost_leases or LostLeases(),
         )
         self.is_quarantining = (
             self._leases.is_quarantining

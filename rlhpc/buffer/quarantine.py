@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
-from rlhpc.buffer.strikes import ANY_COMPANY
+from rlhpc.buffer.lost_leases import ANY_COMPANY
 
 
 class Quarantine:

@@ -7,9 +7,9 @@ from typing import Any
 
 from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.buffer.strikes import StrikeBook, StrikeFile
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -36,7 +36,7 @@ class ControllerState:
     step: int  # the step to begin with
     policy_version: int
     attempt: int = 0  # of the run
-    strikes: StrikeBook = field(default_factory=StrikeBook)  # not part of a checkpoint: no resume undoes it
+    lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
@@ -46,8 +46,8 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
-    strikes = _read_strikes(layout)
-    settings = _ledger_settings(context, tokenizer, clock) | {"strikes": strikes}
+    lost_leases = _read_lost_leases(layout)
+    settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
     ledger = (
         AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
         if saved is not None
@@ -73,13 +73,23 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
     return ControllerState(
-        prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt, strikes
+        prompts,
+        tokenizer,
+        ledger,
+        segments,
+        buffer,
+        membership,
+        totals,
+        step,
+        policy_version,
+        context.attempt,
+        lost_leases,
     )
 
 
-def _read_strikes(layout: RunLayout) -> StrikeBook:
+def _read_lost_leases(layout: RunLayout) -> LostLeases:
     try:
-        return StrikeBook(StrikeFile(layout.strikes).read())
+        return LostLeases(LostLeaseFile(layout.strikes).read())
     except OSError as error:
         raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
 

@@ -2,7 +2,7 @@
 
 A death is noticed by silence, by the Hello of a successor, or, at the end of a local run, from the launcher, which
 knows first.  The prompts that were being sampled each lose a lease, which is recorded on disk before anything else
-(rlhpc/buffer/strikes.py).
+(rlhpc/buffer/lost_leases.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from rlhpc.buffer.strikes import StrikeFile
+from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, PeerUnreachable
 from rlhpc.messages import Reregister
@@ -29,7 +29,7 @@ class Deaths:
         self, context: RoleContext, control: ServerChannel, registry: ProcessRegistry, state: ControllerState
     ) -> None:
         self._control, self._registry, self._state = control, registry, state
-        self._file = StrikeFile(context.layout.strikes, context.fence)
+        self._file = LostLeaseFile(context.layout.strikes, context.fence)
         # A launcher restarts nobody; a supervisor does.
         self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
         self._gone: set[str] = set()
@@ -64,8 +64,8 @@ class Deaths:
     async def write(self) -> None:
         """Write lost leases and completions of suspect prompts to disk, if there are new ones.  Raises
         OwnershipLost."""
-        if self._state.strikes.unwritten:
-            await asyncio.to_thread(self._file.append, self._state.strikes)
+        if self._state.lost_leases.unwritten:
+            await asyncio.to_thread(self._file.append, self._state.lost_leases)
 
     async def _is_dead(self, name: str) -> bool:
         try:

@@ -1,8 +1,8 @@
 """Count the leases that each prompt has lost to deaths of generators: a prompt may have caused them.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
-so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `StrikeFile` keeps
-it on disk.
+so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `LostLeaseFile`
+keeps it on disk.
 
 Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
 no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
@@ -24,7 +24,7 @@ from rlhpc.files import sync_directory
 from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
-log = logging.getLogger("rlhpc.strikes")
+log = logging.getLogger("rlhpc.lost_leases")
 ANY_COMPANY = 0
 COMPANY_SHRINKS_BY = 8  # from one death to the next
 
@@ -34,7 +34,7 @@ class Suspicion:
     """The leases that a prompt has lost to deaths of generators."""
 
     prompt: str  # key_of
-    strikes: int  # most leases lost by one of its samples since it was last completed; 0: cleared
+    strikes: int  # the name in the file: most leases lost by one of its samples since it was last completed; 0: cleared
     together: int  # groups that the generator held at the last death
 
     def company(self, max_attempts: int) -> int:
@@ -47,7 +47,7 @@ class Suspicion:
         return ANY_COMPANY if self.strikes <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
 
 
-class StrikeBook:
+class LostLeases:
     """Suspicions by prompt, and which have changed since they were last written."""
 
     def __init__(self, known: Iterable[Suspicion] = ()) -> None:
@@ -61,7 +61,7 @@ class StrikeBook:
         """The suspicion of this prompt, if any."""
         return self._by_prompt.get(key_of(prompt)) if self._by_prompt else None
 
-    def strike(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
+    def record_death(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
         """A generator has died that sampled these prompts, each with the leases it has lost so far."""
         suspicions = [Suspicion(key_of(prompt), strikes, len(struck)) for prompt, strikes in struck]
         for suspicion in suspicions:
@@ -69,7 +69,7 @@ class StrikeBook:
         self.unwritten += suspicions
         return suspicions
 
-    def forgive(self, prompt: Prompt) -> None:
+    def clear(self, prompt: Prompt) -> None:
         """The prompt was sampled to the end: clear its count."""
         suspicion = self.of(prompt)
         if suspicion is not None:
@@ -84,7 +84,7 @@ class StrikeBook:
             self._by_prompt.pop(suspicion.prompt, None)
 
 
-class StrikeFile:
+class LostLeaseFile:
     """One JSON line per lost lease or clearing, appended and synced; it belongs to the run, and no resume undoes it."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
@@ -107,7 +107,7 @@ class StrikeFile:
                 log.warning("%s: skipped a malformed line: %r", self._path, line[:80])
         return found
 
-    def append(self, book: StrikeBook) -> None:
+    def append(self, book: LostLeases) -> None:
         """Write the changes to disk; any thread may call this.
 
         A failed write is a warning: the next call tries again.  Raises OwnershipLost.
@@ -115,7 +115,7 @@ class StrikeFile:
         with self._writing:
             self._append(book)
 
-    def _append(self, book: StrikeBook) -> None:
+    def _append(self, book: LostLeases) -> None:
         changes = book.unwritten[:]
         if not changes:
             return
