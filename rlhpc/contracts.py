@@ -2,7 +2,7 @@
 
 ABC where we own implementations with a life cycle, Protocol for plain callables.
 Each method says what it raises and what state it leaves.  One suite per contract (tests/contracts/) runs against every
-implementation; whoever writes an engine, a channel or a trainer of their own runs the same suite.
+implementation; authors of an engine, a channel or a trainer run the same suite.
 
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
 """
@@ -378,7 +378,7 @@ class TrainerBackend(ABC):
 
     @property
     @abstractmethod
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on the one rank that weights() yields on and that speaks to the controller."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Who may write to a run directory: the attempt whose name stands in owner.json, and nobody else.
+"""Who may write to a run directory: only the attempt whose name is in owner.json.
 
 Input: a run directory, and the name of an owner, new for every attempt.  Output: complete files, or OwnershipLost.
 
@@ -11,8 +11,7 @@ owner writes its own name first and then deletes the staging directories of all 
 however late they come, and what was renamed before is visible and can be checked.
 3. A thread of each role looks at owner.json every second and ends its process (roles/guard.py).
 
-Needs no locks and compares no clocks: owner.json is opened anew for each look, upon which an NFS client asks the
-server.
+Needs no locks and compares no clocks: owner.json is opened again for each check, so that an NFS client asks the server.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Fence:
     def write(self, path: Path, content: bytes, *, is_synced: bool = True) -> None:
         """Replace `path` by `content`: whole, and only while we are the owner.
 
-        is_synced: False for what is written anew every moment, and may be lost with the power.
+        is_synced: False for files that are rewritten often, and may be lost in a power cut.
         Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
         """
         self.check()

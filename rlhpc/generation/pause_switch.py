@@ -25,7 +25,7 @@ class PauseSwitch:
 
     @property
     def is_paused(self) -> bool:
-        """True if vLLM has been told to pause, and has paused."""
+        """True if vLLM was asked to pause, and has paused."""
         return self._is_paused
 
     async def hold(self, name: str) -> None:

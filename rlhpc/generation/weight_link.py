@@ -131,7 +131,7 @@ class WeightLink:
             self._outcome = (TORN, str(error))
         except RlhpcError as error:
             self._outcome = (FAILED, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach whoever polls, or it waits for ever
+        except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach poll(), or its caller never ends
             self._outcome = (FAILED, repr(error))
         else:
             self._outcome = (DONE, "")

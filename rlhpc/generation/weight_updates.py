@@ -2,7 +2,7 @@
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 
-    whole ──── a version is received whole beside decoding and loaded between two steps ("shadow") ────▶ whole
+    whole ──── a version is received whole during decoding and loaded between two steps ("shadow") ────▶ whole
     whole ──── the first buckets are here: sampling stops, buckets are loaded as they arrive ("paused") ▶ arriving
     arriving ─ the last bucket is loaded and every checksum agrees: sampling goes on ─────────────────▶ whole
     arriving ─ anything else ────────────────────────────────────────────────────────────────────────▶ torn

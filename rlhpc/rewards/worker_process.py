@@ -42,8 +42,8 @@ class WorkerProcess:
     async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int) -> WorkerProcess:
         """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
 
-        It leads a process group of its own, so that what a reward function starts dies with it.  It is told to die
-        with the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
+        It leads a process group of its own, so that what a reward function starts dies with it.  It is set to die with
+        the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
         Raises OSError if no process can be started.
         """
         # The parent's import path, so that a reward function found when the configuration was checked is found there.

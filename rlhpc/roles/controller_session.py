@@ -141,7 +141,7 @@ async def follow_services(
     services: list[FoundClient],
     replace: Callable[[FoundClient, FoundClient], Awaitable[None]],
 ) -> None:
-    """Connect to each server replica that was started again, for ever; `replace` takes (old channel, new channel)."""
+    """Reconnect to each server replica that was restarted, endlessly; `replace` takes (old channel, new channel)."""
     directory = session.context.layout.rendezvous
     while True:
         await asyncio.sleep(LOOK_S)

@@ -126,7 +126,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
-    # All die at once: nobody is left to finish the step that SIGTERM would let the controller wait for.
+    # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
     _die_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
     logging.basicConfig(

@@ -62,7 +62,7 @@ def run(context: RoleContext) -> None:
         backend = _open_backend(context)
         stack.callback(backend.close)
         channel = None
-        if backend.is_lead:
+        if backend.is_rank_zero:
             channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
@@ -130,7 +130,7 @@ class Trainer:
             case SaveCheckpoint():
                 self._save(command)
             case StopRole():
-                log.info("told to stop")
+                log.info("asked to stop")
                 return False
             case _:
                 raise ProtocolError("controller", type(command).__name__, "not a command")

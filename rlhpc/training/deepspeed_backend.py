@@ -150,7 +150,7 @@ class DeepSpeedBackend(TrainerBackend):
         return self._state.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == 0
 
@@ -243,7 +243,7 @@ class DeepSpeedBackend(TrainerBackend):
                 device=self._device,
                 bucket_elements=self._bucket_elements,
             )
-        elif self.is_lead:
+        elif self.is_rank_zero:
             for parameter in self._specs:
                 yield from named_on_disk(parameter, self._parameters[parameter.name].detach())
 
@@ -264,7 +264,7 @@ class DeepSpeedBackend(TrainerBackend):
 
     def _verified(self, directory: Path) -> TrainerCheckpoint:
         # Rank 0 reads every byte; the others rely on its result and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:
         with ExitStack() as files:

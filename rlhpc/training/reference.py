@@ -131,7 +131,7 @@ class ReferenceBackend(TrainerBackend):
         return self._optimizer.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == 0
 
@@ -215,7 +215,7 @@ class ReferenceBackend(TrainerBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
-        if self.is_lead:
+        if self.is_rank_zero:
             for parameter in self._model.tensor_specs():
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
@@ -232,7 +232,7 @@ class ReferenceBackend(TrainerBackend):
         A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
         # Rank 0 reads every byte; the others rely on its result and read only what they load.
-        read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_lead)
+        read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_rank_zero)
         checkpoint = on_all_ranks(read, directory, self._device)
         on_all_ranks(partial(self._take, checkpoint), directory, self._device)
         self._optimizer.num_steps_applied = checkpoint.num_steps_applied

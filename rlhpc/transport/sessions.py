@@ -121,7 +121,7 @@ class PeerBook:
         """Return the peer.  Raises PeerUnreachable."""
         peer = self._by_name.get(name)
         if peer is None:
-            known = ", ".join(sorted(self._by_name)) or "nobody"
+            known = ", ".join(sorted(self._by_name)) or "no peer"
             raise PeerUnreachable(f"{name} is not connected; {known} is")
         return peer
 

@@ -7,7 +7,7 @@ nowhere else:
   sender takes it for dead, reconnects, and loses what was on its way (281 of 288 messages in our trial).  TCP keepalive
   is answered by the kernel; roles send heartbeats of their own.
 * ZAP_ENFORCE_DOMAIN: without it a connection that finds no ZAP handler is admitted.
-* a unix socket's path holds 107 bytes, fewer than many a TMPDIR.
+* a unix socket's path holds 107 bytes, fewer than many values of TMPDIR need.
 """
 
 from __future__ import annotations

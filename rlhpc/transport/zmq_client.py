@@ -97,7 +97,7 @@ class _Dealer:
         """
         why = self._handshake_result()
         if why is None and is_late:
-            why = "nobody answers"
+            why = "no answer"
         if why:
             self.socket.linger = 0
         return why

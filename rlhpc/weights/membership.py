@@ -4,14 +4,14 @@ Input: what the controller hears (Hello, WeightsLive, silence).  Output: WeightG
 torch.
 
 Rules:
-1. A membership epoch is a fixed roster.  Whoever comes, goes or restarts makes a new epoch necessary; nobody joins or
-   leaves an epoch that exists.
+1. A membership epoch is a fixed roster.  A generator that comes, goes or restarts makes a new epoch necessary; an
+existing epoch is never joined or left.
 2. A member that is lost, leaves or fails is no longer waited for and makes the epoch broken.  One that failed is in the
    next epoch; one that was lost or left is in the next epoch after it has said hello again.  A late joiner enters the
    next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
 4. An acknowledgement counts if it is of the present epoch and of a member of it; a version counts for good until the
-   member is lost or restarts, so that nobody has to acknowledge again in a new epoch what it already serves.
+   member is lost or restarts, so that a member need not acknowledge again in a new epoch what it already serves.
    A trainer that restarts behind its generators begins a new timeline: forget_versions().
 """
 
@@ -101,7 +101,7 @@ class Membership:
     def next_group(self, transport: str, address: str = "") -> WeightGroup:
         """Form a new epoch of all live generators, by name, and make it the current one.
 
-        Raises ValueError if nobody is.
+        Raises ValueError if there is none.
         """
         if not self._members:
             raise ValueError("no generator is alive to form a group with")

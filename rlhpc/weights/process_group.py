@@ -1,4 +1,4 @@
-"""A process group of our own, beside torch's global one.
+"""A separate process group, independent of torch's global one.
 
 Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
 vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.

@@ -171,7 +171,7 @@ class MegatronBackend(TrainerBackend):
         return self._optimizer.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == LEAD_RANK
 
@@ -281,7 +281,7 @@ class MegatronBackend(TrainerBackend):
 
     def _verified(self, directory: Path) -> TrainerCheckpoint:
         # Rank 0 reads every byte; the others rely on its result and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _read_state(self, checkpoint: TrainerCheckpoint) -> None:
         for kind in STATE_KINDS:

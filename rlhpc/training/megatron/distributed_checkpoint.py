@@ -76,13 +76,13 @@ class DistributedSaver:
         """Nothing runs between calls."""
 
     def _write(self, directory: Path, num_steps_applied: int, rng: dict[str, str]) -> dict[str, int]:
-        agree, is_lead = _Agreement(self._exchange), dist.get_rank() == LEAD_RANK
-        agree.after(lambda: _begin(directory) if is_lead else None)
+        agree, is_rank_zero = _Agreement(self._exchange), dist.get_rank() == LEAD_RANK
+        agree.after(lambda: _begin(directory) if is_rank_zero else None)
         tensors: dict[str, Any] = {}
         for kind in STATE_KINDS:
             tensors |= self._plan.to_write(kind, self._group)
         _write_shards(directory, tensors, self._group)
-        records = agree.after(lambda: _records_of_own_files(directory, is_lead=is_lead))
+        records = agree.after(lambda: _records_of_own_files(directory, is_rank_zero=is_rank_zero))
         files = {name: record for of_rank in self._exchange.of_all(records) for name, record in of_rank.items()}
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -91,8 +91,8 @@ class DistributedSaver:
             "files": files,
             "rng": rng,
         }
-        num_bytes = agree.after(lambda: _write_manifest(directory, manifest) if is_lead else 0)
-        if not is_lead:
+        num_bytes = agree.after(lambda: _write_manifest(directory, manifest) if is_rank_zero else 0)
+        if not is_rank_zero:
             return {}
         return {name: record["num_bytes"] for name, record in files.items()} | {MEGATRON_STATE_FILE: num_bytes}
 
@@ -204,11 +204,11 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
 
 
-def _records_of_own_files(directory: Path, *, is_lead: bool) -> dict[str, dict[str, int]]:
+def _records_of_own_files(directory: Path, *, is_rank_zero: bool) -> dict[str, dict[str, int]]:
     """Read back what this rank wrote; on rank 0 also the files that are written once."""
     try:
         paths = list(directory.glob(f"__{dist.get_rank()}_*.distcp"))
-        if is_lead:
+        if is_rank_zero:
             TorchCommonSaveStrategy("torch", 1).save_common({}, str(directory))
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
             paths += [directory / name for name in (".metadata", "common.pt", "metadata.json")]

@@ -163,7 +163,7 @@ def _gathered_state(parameters, model, layout):
 
 
 def check(results, checkpoint, number=0):
-    """Of case `number`: every rank holds what it should, and the lead's exports are the file."""
+    """Of case `number`: every rank holds what it should, and rank 0's exports are the file."""
     tensors = load_file(checkpoint / "model.safetensors")
     seen = [of_rank[number] for of_rank in results]
     assert [rank.wrong_parameters for rank in seen] == [[]] * len(seen)
