@@ -163,7 +163,7 @@ def test_one_rank_alone_needs_no_group_and_copies_nothing():
 def test_a_piece_of_another_size_or_dtype_than_announced_is_our_own_mistake():
     spec = TensorSpec("whole", "float32", (4,))
     items = [ShardedTensorSpec((spec,), (Shard(0, 4),), lambda pieces: pieces)]
-    with pytest.raises(AssertionError, match=r"whole: \[3\] numbers where \[4\] are announced"):
+    with pytest.raises(AssertionError, match=r"whole: \[3\] numbers where \[4\] were announced"):
         list(stream(0, items, own=lambda index: [torch.zeros(3)]))
     with pytest.raises(AssertionError):
         list(stream(0, items, own=lambda index: [torch.zeros(4, dtype=torch.bfloat16)]))

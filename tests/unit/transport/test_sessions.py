@@ -47,7 +47,7 @@ def test_a_gap_is_counted_and_a_copy_refused():
         check.accept(sequence, "peer")
     assert check.lost == 2
     for sequence in (4, 2, 0):
-        with pytest.raises(ProtocolError, match="again or late"):
+        with pytest.raises(ProtocolError, match="duplicate or late"):
             check.accept(sequence, "peer")
     check.accept(5, "peer")
     assert check.lost == 2
