@@ -44,8 +44,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
-    """Apply ``dotted.key=value`` overrides to settings that were read before.  Raises ConfigError as load_config
-    does."""
+    """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
     document = config.model_dump(mode="json")
     for word in words:
         _apply_override(document, word)

@@ -170,8 +170,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def capacity_samples(self) -> int:
-        """Requests worth holding at once: bounded by KV cache and by max_num_seqs.  May change with the lengths
-        seen."""
+        """Requests worth holding at once, by KV cache and max_num_seqs.  May change with the lengths seen."""
 
     @property
     @abstractmethod

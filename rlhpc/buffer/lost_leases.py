@@ -88,8 +88,7 @@ class LostLeaseFile:
     """One JSON line per lost lease or clearing, appended and synced; it belongs to the run, and no resume undoes it."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
-        """fence: checked before each change; a line in progress may still follow a take-over, and is at worst one lost
-        lease."""
+        """fence: checked before each change; a line in progress may follow a take-over: at worst one lost lease."""
         self._path, self._fence = path, fence
         self._writing = threading.Lock()
 

@@ -41,8 +41,7 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
 
 
 def sample_seed(run_seed: int, request: RolloutRequest) -> int:
-    """Differs between members, and between prefixes: a continuation must not repeat the random numbers of the
-    beginning."""
+    """Differs between members and prefixes: a continuation must not repeat the random numbers of its prefix."""
     entropy = np.random.SeedSequence([run_seed, request.group_id, request.sample_index, request.num_done])
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 

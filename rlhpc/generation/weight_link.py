@@ -83,8 +83,7 @@ class WeightLink:
         return self._shadow.take()
 
     def leave(self) -> None:
-        """Leave the group.  A running task is abandoned: it ends within its receiver's time-out, and its result is
-        ignored."""
+        """Leave the group.  A running task is abandoned: it ends by its receiver's time-out; its result is ignored."""
         self.give_up()
         self._receiver.leave()
         self._shadow.drop()

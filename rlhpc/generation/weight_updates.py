@@ -156,8 +156,7 @@ class WeightUpdates:
         return f"{error}; no token is sampled before a whole version has arrived" if self.is_torn else str(error)
 
     async def _reached(self, wanted: str, states: list[Any], what: str, poll_s: tuple[float, float] = POLL_S) -> None:
-        """Poll the workers until all have reached the wanted state.  Raises TornWeights or GroupFailed if one
-        failed."""
+        """Poll the workers until all have reached the state.  Raises TornWeights or GroupFailed if one failed."""
         interval, longest = poll_s
         while any(state == BUSY for state, _ in states):
             await asyncio.sleep(interval)

@@ -111,8 +111,7 @@ class CheckpointWriter:
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Path]:
-        """Take a snapshot of the controller's part at once, before anything can be delivered; return what writes it to
-        disk.
+        """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
 
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
         raises CheckpointError, leaving nothing behind.

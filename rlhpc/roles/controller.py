@@ -150,7 +150,7 @@ class Controller:
         except BaseExceptionGroup:
             await self._outlast_save(stop.event)
             raise
-        self._close_books()
+        self._close_run()
         if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
             raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
 
@@ -316,9 +316,8 @@ class Controller:
     def _is_trainer_alive(self) -> bool:
         return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()
 
-    def _close_books(self) -> None:
-        """Drop groups in flight, seal segments and summarise a finished run; a stopped one has saved them for the
-        resume."""
+    def _close_run(self) -> None:
+        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
             for group in self._state.ledger.groups:

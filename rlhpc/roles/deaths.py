@@ -52,8 +52,8 @@ class Deaths:
                 self.nobody_is_left.set()
 
     async def find(self) -> None:
-        """Find dead generators of a local run that hold leases.  For supervised ones, the Hello of a successor does
-        this."""
+        """Find dead generators of a local run that hold leases.  A supervised one is replaced by its successor's
+        Hello."""
         if self._num_irreplaceable is None:
             return
         for name in self._registry.names("generator"):
@@ -62,8 +62,7 @@ class Deaths:
                 await self.of(name)
 
     async def write(self) -> None:
-        """Write lost leases and completions of suspect prompts to disk, if there are new ones.  Raises
-        OwnershipLost."""
+        """Write new lost leases, and completions of suspect prompts, to disk.  Raises OwnershipLost."""
         if self._state.lost_leases.unwritten:
             await asyncio.to_thread(self._file.append, self._state.lost_leases)
 

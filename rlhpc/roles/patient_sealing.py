@@ -19,8 +19,7 @@ class PatientSealing:
         self._segments, self._patience = segments, DiskPatience(clock)
 
     def tick(self) -> None:
-        """Seal a segment if one is due.  One thread at a time.  Raises SegmentError when writes have failed for too
-        long."""
+        """Seal a segment if one is due.  One thread at a time.  Raises SegmentError if writes fail for too long."""
         if not self._patience.may_try:
             return
         try:

@@ -38,8 +38,7 @@ class ProcessRegistry:
         return is_earlier(hello.incarnation, self._latest.get(name, ""))
 
     def register(self, name: str, hello: Hello) -> bool:
-        """Register a process.  False, without effect, if its settings differ from the run's or a later incarnation is
-        registered."""
+        """Register a process.  False, without effect, if its settings differ or a later incarnation is registered."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False

@@ -96,7 +96,7 @@ class TrainLoop:
         self._ready = asyncio.Event()
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
-        self._nobody_is_live = False
+        self._none_is_live = False
         self._stop = asyncio.Event()
         self._num_skipped_in_a_row = 0
         self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
@@ -160,7 +160,7 @@ class TrainLoop:
                 if groups is not None:
                     self._check_staleness(groups)
                     return groups, time.monotonic() - began
-                await self._reach_somebody()
+                await self._republish_if_deserted()
                 ready = asyncio.ensure_future(self._ready.wait())
                 await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
                 ready.cancel()
@@ -236,15 +236,14 @@ class TrainLoop:
     async def _publish(self) -> None:
         """Publish the current version, and go on while the generators load it."""
         if await self._weight_sync.publish(self.version):
-            self._nobody_is_live = False
+            self._none_is_live = False
             self._going_live = asyncio.create_task(self._release_when_live(self.version))
 
-    async def _reach_somebody(self) -> None:
-        """Publish again if no generator can be granted a lease: without rollouts there is no step that would
-        publish."""
-        if self._nobody_is_live or self._weight_sync.is_deserted:
+    async def _republish_if_deserted(self) -> None:
+        """Publish again if no generator can get a lease: without rollouts there is no step that would publish."""
+        if self._none_is_live or self._weight_sync.is_deserted:
             await self._wait_until_released()  # the version may be on its way already
-            if self._nobody_is_live or self._weight_sync.is_deserted:
+            if self._none_is_live or self._weight_sync.is_deserted:
                 await self._publish()
 
     async def _release_when_live(self, version: int) -> None:
@@ -256,7 +255,7 @@ class TrainLoop:
             self._unreleased.clear()
             self._wake()
         else:  # every generator failed while loading: the loop publishes again, to those that come back
-            self._nobody_is_live = True
+            self._none_is_live = True
             self._ready.set()
 
     async def _wait_until_released(self) -> None:

@@ -21,8 +21,8 @@ from rlhpc.transport.open import connect_blocking
 
 
 class TrainerHeartbeat:
-    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; the rest happens in a separate
-    thread."""
+    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; a separate thread does the
+    rest."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context = context

@@ -90,8 +90,7 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
 
 
 def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
-    """Convert parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies must stay
-    float32."""
+    """Convert parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies are float32."""
     for parameter in model.parameters.values():
         parameter.data = parameter.data.to(dtype)
 

@@ -56,8 +56,7 @@ def public_key(secrets: Path, name: str) -> bytes:
 
 
 def allowed_keys(secrets: Path) -> dict[bytes, str]:
-    """Return the name that each public key belongs to.  Raises RunDirectoryError if others could have put a key
-    there."""
+    """Return the name that each public key belongs to.  Raises RunDirectoryError if others could write there."""
     _refuse_loose(secrets)
     _refuse_loose(secrets / "public")
     names = [file.name.removesuffix(_PUBLIC) for file in (secrets / "public").glob(f"*{_PUBLIC}")]

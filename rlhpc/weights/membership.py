@@ -130,8 +130,8 @@ class Membership:
         )
 
     def everyone_on(self, policy_version: int) -> bool:
-        """True if no member is waited for, also when none is alive: one that joins later gets no lease before it has
-        the version."""
+        """True if no member is waited for, also when none is alive: a late one gets no lease before it has the
+        version."""
         return not self.waiting_for(policy_version)
 
     def live_members(self, policy_version: int) -> frozenset[str]:

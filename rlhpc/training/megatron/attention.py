@@ -74,8 +74,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class TransformerEngineAttention(nn.Module):
-    """The same through TransformerEngine's kernels, for rows that are not cut.  Not tested: no TransformerEngine was
-    available."""
+    """The same through TransformerEngine's kernels, for rows that are not cut.  Never run: it was not available."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         """Signature given by Megatron."""

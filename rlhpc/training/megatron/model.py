@@ -201,8 +201,7 @@ def build_chunks(
 
 
 def _mark(module: nn.Module) -> None:
-    """Set the attributes of a module's own parameters by which Megatron sums gradients and computes their norm
-    correctly.
+    """Set the attributes of a module's own parameters by which Megatron sums gradients and computes their norm.
 
     Megatron sets them itself only when it initialises weights (for tensor-parallel parameters), and only when experts
     are distributed (for parameters of experts): with tensor ranks and without expert ranks, each tensor rank sees other
