@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.rng import read_rng
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 from tests.unit.training.rank_processes import run_ranks
 
@@ -58,12 +58,12 @@ def shapes_of(num_parameters: float) -> list[tuple[int, ...]]:
     return [shape for _ in range(num_layers) for shape in (*layer, (WIDTH,), (WIDTH,))]
 
 
-def cut(index: int, shape: tuple[int, ...], world_size: int) -> Scattered:
+def cut(index: int, shape: tuple[int, ...], world_size: int) -> ShardedTensorSpec:
     """A tensor of which every rank has an equal run of rows."""
     num_elements = torch.Size(shape).numel() // world_size
-    return Scattered(
+    return ShardedTensorSpec(
         (TensorSpec(f"t{index:04d}", "float32", shape),),
-        tuple(Piece(rank, num_elements) for rank in range(world_size)),
+        tuple(Shard(rank, num_elements) for rank in range(world_size)),
         partial(whole, shape),
     )
 
@@ -80,7 +80,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def measure(rank: int, world_size: int, num_parameters: float, scratch: Path) -> Timing:
     items = [cut(index, shape, world_size) for index, shape in enumerate(shapes_of(num_parameters))]
-    sizes = [item.pieces[rank].num_elements for item in items]
+    sizes = [item.shards[rank].num_elements for item in items]
     state = {kind: torch.randn(sum(sizes)) for kind in STATE_KINDS}
     views = {kind: flat.split_with_sizes(sizes) for kind, flat in state.items()}
     copies = {kind: torch.ones_like(flat) for kind, flat in state.items()}

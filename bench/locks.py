@@ -1,8 +1,8 @@
 """The lock files below requirements/, and whether pyproject.toml's ranges have a solution at all.
 
-Eats pyproject.toml, requirements/cpu.overrides.txt and a package index; makes requirements/*.txt.  Every set is for
-Linux on x86-64.  Needs `uv` (extra dev) and, but for what pip's own environment says, no settings: an index other than
-the public one is named by uv's variables (UV_DEFAULT_INDEX, UV_FIND_LINKS).
+Input: pyproject.toml, requirements/cpu.overrides.txt and a package index.  Output: requirements/*.txt.  Every set is
+for Linux on x86-64.  Needs `uv` (extra dev) and, but for what pip's own environment says, no settings: an index other
+than the public one is named by uv's variables (UV_DEFAULT_INDEX, UV_FIND_LINKS).
 
     python -m bench.locks write              pins that still fit stay as they are
     python -m bench.locks write --upgrade    everything as new as the ranges allow

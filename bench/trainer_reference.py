@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.types import PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config

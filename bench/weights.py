@@ -26,7 +26,7 @@ import torch
 from rlhpc.config import WeightsConfig
 from rlhpc.types import TensorSpec, WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher, make_receiver
+from rlhpc.weights.factory import make_publisher, make_receiver
 from rlhpc.weights.shadow import HostShadow
 
 TENSOR_BYTES = 8 << 20

@@ -1,8 +1,8 @@
-"""The settings of a run: what is trained, on what, how.  Where it runs stands in a site file, not here.
+"""The settings of a run: what is trained, on what, how.  Where it runs is the site file's subject.
 
-Frozen; unknown keys are refused; defaults are what we would use.  Loads without torch.  Reading files and overrides is
-config_file.py's work; this module holds the schema and the rules that tie one key to another.
-Units stand in names: _s, _bytes, _tokens, _steps, _samples.
+Frozen; unknown keys are refused; defaults are the recommended values.  Loads without torch.  config_file.py reads files
+and overrides; this module holds the schema, config_rules.py the rules between keys. Units are part of names: _s,
+_bytes, _tokens, _steps, _samples.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run; also of its directory unless `directory` says otherwise."""
     directory: LoosePath | None = None
-    """Run directory; default runs/NAME, relative to where the command is given."""
+    """Run directory; default runs/NAME, relative to the current directory."""
     num_steps: Positive
-    """Optimiser steps in all, those before a resume included."""
+    """Total optimiser steps, those before a resume included."""
     seed: NonNegative = 0
-    """Seeds prompt order, sampling and weights that are drawn."""
+    """Seeds prompt order, sampling and random initial weights."""
 
 
 class ModelConfig(Section):
@@ -82,11 +82,11 @@ class GenerationConfig(Section):
     max_completion_tokens: Positive
     """Sampling stops here."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits, in the engine and in the trainer alike."""
+    """Divides the logits, in the engine and in the trainer."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 the sampler renormalises over the nucleus; refused together with an importance ratio."""
+    """Below 1 the sampler renormalises over the nucleus; not allowed with an importance ratio."""
     top_k: NonNegative = 0
-    """0: all tokens; otherwise refused together with an importance ratio."""
+    """0: all tokens; other values are not allowed with an importance ratio."""
     max_num_seqs: Positive = 256
     """Upper bound of sequences decoded at once by one replica."""
     max_num_batched_tokens: Positive | None = None
@@ -97,14 +97,15 @@ class GenerationConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory for the engine; without effect where kv_cache_bytes is given."""
     enforce_eager: bool = False
-    """No CUDA graphs: starts faster, decodes slower.  Always so on CPU."""
+    """No CUDA graphs: starts faster, decodes slower.  Always true on CPU."""
     recompute_kv: bool = False
-    """After a weight update compute the KV cache of running requests anew; False keeps it (PipelineRL)."""
+    """Recompute the KV cache of running requests after a weight update; False keeps it (PipelineRL)."""
     prefix_caching: bool = True
     """Share the KV cache of equal prompts; salted by policy version."""
     seeded_samples: bool = False
-    """Draw a sample that was lost with its generator as it was before, so that losses make rollouts no shorter
-    (docs/algorithms.md).  False: rollouts go on from the prefixes that generators report, which is nearly as good."""
+    """Draw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts to be
+    shorter (docs/algorithms.md).  False: rollouts continue from the prefixes that generators report, which is nearly as
+    good."""
 
 
 class AdmissionConfig(Section):
@@ -120,13 +121,13 @@ class AdmissionConfig(Section):
     """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
     Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
     lease_deadline_s: PositiveFloat = 600.0
-    """A generator that neither delivers nor goes on for so long loses the lease; the rest is granted to another."""
+    """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
-    """Leases lost by one member before its group is dropped as poison."""
+    """Leases lost by one member before its group is dropped."""
     active_sampling: bool = True
-    """Groups without spread in their rewards are replaced at once, so that batches are full; False trains on them."""
+    """Zero-variance groups are replaced at once, so that batches are full; False trains on them."""
     max_groups_without_spread: Positive = 1000
-    """So many in a row end the run with advice instead of burning the allocation."""
+    """Stop with advice after this many consecutive zero-variance groups, instead of wasting the allocation."""
 
     @property
     def window(self) -> int:
@@ -149,9 +150,9 @@ class RewardsConfig(Section):
     num_replicas: Positive = 1
     """Service processes."""
     workers_per_replica: Positive = 1
-    """Worker processes of each, killed one by one when they hang."""
+    """Worker processes of each service; one that hangs is killed."""
     timeout_s: PositiveFloat = 10.0
-    """After this a verifier is killed and its verdict is verifier_error."""
+    """A verifier that takes longer is killed and its verdict is verifier_error."""
     max_attempts: Positive = 2
     """Tries of one completion before its group is dropped."""
     max_error_share: Share = 0.2
@@ -164,14 +165,14 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
     """Group-relative, with or without division by the standard deviation, or leave-one-out."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio counts no further below 1 − clip_low."""
+    """Lower bound of the clipped ratio is 1 − clip_low."""
     clip_high: PositiveFloat = 0.28
-    """Nor above 1 + clip_high (clip-higher, DAPO)."""
+    """Upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
     importance_cap: PositiveFloat | Literal["off"] = 2.0
     """Truncated importance sampling: cap of the weight π_proximal / π_behaviour; "off": no such weight."""
     proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
     """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the step, which
-    with one optimiser step a batch are the current ones ("current"), or those of a forward pass of their own
+    with one optimiser step a batch are the current ones ("current"), or those of a separate forward pass
     ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
 
 
@@ -183,35 +184,35 @@ class TrainerConfig(Section):
     num_ranks: Positive = 1
     """Processes; on CUDA one GPU each."""
     tensor_parallel: Positive = 1
-    """Megatron: ranks that share every matrix."""
+    """Megatron: ranks over which every matrix is sharded."""
     sequence_parallel: bool = False
-    """Megatron: tensor-parallel ranks share norms and residuals too, each a part of the row."""
+    """Megatron: norms and residuals are sharded over tensor-parallel ranks too, each with a part of the row."""
     pipeline_parallel: Positive = 1
-    """Megatron: stages that share the layers."""
+    """Megatron: stages over which the layers are distributed."""
     chunks_per_stage: Positive = 1
-    """Megatron: above 1, stages interleave so many blocks of layers each."""
+    """Megatron: blocks of layers per stage; above 1, stages interleave."""
     context_parallel: Positive = 1
-    """Megatron: ranks that share every packed row."""
+    """Megatron: ranks over which every packed row is split."""
     expert_parallel: Positive = 1
-    """Megatron: ranks that share the experts of a mixture."""
+    """Megatron: ranks over which the experts of a mixture are distributed."""
     distributed_optimizer: bool = True
-    """Megatron: data-parallel ranks share the optimiser's state."""
+    """Megatron: shard the optimiser's state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Megatron: sum gradients over ranks while backward goes on."""
     transformer_engine: bool = False
     """Megatron: attention by TransformerEngine, which must be installed."""
     zero_stage: Literal[1, 2, 3] = 2
-    """DeepSpeed: ranks share optimiser state (1), gradients too (2), parameters too (3)."""
+    """DeepSpeed: shard optimiser state (1), gradients too (2), parameters too (3)."""
     optimizer_offload: bool = False
     """Keep the optimiser's state in host memory and step there."""
     parameter_offload: bool = False
     """DeepSpeed stage 3: keep parameters in host memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto": cuda where there is one."""
+    """"auto": cuda if there is a device."""
     token_budget: Positive
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
     logprob_chunk_tokens: Positive = 1024
-    """Rows of logits that exist at once."""
+    """Rows of logits in memory at once."""
     recompute_activations: Literal["none", "selective", "full"] = "none"
     """Trade time for memory: attention alone (Megatron) or whole layers."""
     learning_rate: PositiveFloat = 1e-6
@@ -233,11 +234,11 @@ class TrainerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Clip the global norm to this."""
     max_skipped_steps: Positive = 5
-    """So many non-finite steps in a row stop the run."""
+    """Stop after this many consecutive non-finite steps."""
 
     @property
     def data_parallel(self) -> int:
-        """Replicas of the model, each of which gets rows of its own."""
+        """Replicas of the model, each with its own rows."""
         return self.num_ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
 
 
@@ -245,14 +246,15 @@ class WeightsConfig(Section):
     """[weights]: how new weights reach the generators."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """"auto": gloo on CPU; on CUDA nccl with a GPU each, ipc where trainer and engines share one."""
+    """"auto": gloo on CPU; on CUDA nccl with separate GPUs, ipc if trainer and engines share one."""
     bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
     """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
     staging: Literal["auto", "shadow", "paused"] = "auto"
-    """Where a version waits until it is whole: "shadow" in host memory, beside decoding; "paused": nowhere, sampling
-    stops while it is loaded as it arrives.  "auto": shadow on CPU and where host memory has room, else paused."""
+    """Where a version is kept until it is complete: "shadow": in host memory, while decoding continues; "paused":
+    nowhere, sampling pauses while buckets are loaded as they arrive.  "auto": shadow on CPU and if host memory has
+    room, else paused."""
     timeout_s: PositiveFloat = 120.0
-    """A broadcast that takes longer is given up and the epoch dissolved."""
+    """A broadcast that takes longer is aborted and the epoch dissolved."""
 
 
 class CheckpointConfig(Section):
@@ -271,7 +273,7 @@ class BufferConfig(Section):
     """[buffer]: rollouts on disk."""
 
     segment_groups: Positive = 256
-    """A segment is sealed after so many groups…"""
+    """A segment is sealed after this many groups…"""
     segment_s: PositiveFloat = 60.0
     """…or this many seconds, whichever is first."""
     compression: Literal["none", "gzip"] = "gzip"
@@ -284,24 +286,24 @@ class TransportConfig(Section):
     kind: Literal["auto", "ipc", "tcp"] = "auto"
     """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
-    """Encrypt and admit only this run's keys.  False leaves the sockets open to everyone on the node."""
+    """Encrypt and admit only this run's keys.  False leaves the sockets open to every user of the node."""
     max_message_bytes: Positive = 1 << 30
     """A longer frame closes the connection."""
     heartbeat_s: PositiveFloat = 1.0
     """Interval of heartbeats."""
     dead_after_s: PositiveFloat = 15.0
-    """A role unheard of for so long is taken for dead."""
+    """A role that is silent for this long is treated as dead."""
 
 
 class MetricsConfig(Section):
     """[metrics]: TensorBoard."""
 
     samples_every_steps: Positive = 10
-    """Every so many steps some completions are written as text."""
+    """Some completions are written as text at this interval, in steps."""
     num_samples: NonNegative = 2
     """How many."""
     histograms_every_steps: Positive = 10
-    """Every so many steps length, reward and staleness are written as histograms."""
+    """Length, reward and staleness are written as histograms at this interval, in steps."""
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
 """Read a run file, apply overrides, and write the result once for every role to read.
 
-Eats TOML and key=value words, makes Config.  Every error is a ConfigError of one line per fault that names the place,
-the value and what is legal.
+Input: TOML and key=value overrides.  Output: Config.  Every error is a ConfigError of one line per fault that names the
+place, the value and what is legal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhpc.run_layout import RunLayout
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run file and apply ``dotted.key=value`` words, the value in TOML syntax or a bare string.
+    """Read a run file and apply ``dotted.key=value`` overrides, the value in TOML syntax or a bare string.
 
     Relative paths in the result are made absolute from the current directory.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
@@ -44,7 +44,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
-    """Apply ``dotted.key=value`` words to settings that were read before.  Raises ConfigError as load_config does."""
+    """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
     document = config.model_dump(mode="json")
     for word in words:
         _apply_override(document, word)
@@ -112,7 +112,7 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key}={value!r}: unknown key; legal: {_legal_keys(location)}"
     if kind == "missing":
         return f"{key}: missing; it has no default"
-    if kind == "value_error":  # raised by a rule over several keys, which names them itself
+    if kind == "value_error":  # raised by a rule over several keys, whose message names them
         return str(detail["ctx"]["error"])
     if kind == "literal_error":
         return f"{key}={value!r}: illegal; legal: {detail['ctx']['expected']}"
@@ -131,7 +131,7 @@ def _legal_keys(location: tuple[str, ...]) -> str:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Roles may run in another directory than the one the command was given in."""
+    """Roles may run in another directory than the command."""
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"directory": config.run_directory}),

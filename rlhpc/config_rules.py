@@ -1,6 +1,6 @@
 """Rules that tie one key of a run file to another.  Each raises ValueError naming keys, values and what is legal.
 
-Eats a whole Config.  A rule is one function; RULES is the list that the schema applies.
+Input: a whole Config.  A rule is one function; RULES is the list that the schema applies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def budget_holds_longest_sample(config: Config) -> None:
-    """A sample is never cut, so it has to fit a micro-batch."""
+    """A sample is never truncated, so it has to fit a micro-batch."""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     if config.trainer.token_budget < longest:
         raise ValueError(
@@ -22,7 +22,7 @@ def budget_holds_longest_sample(config: Config) -> None:
 
 
 def engine_step_holds_every_sequence(config: Config) -> None:
-    """While all decode, each takes a token of the step; vLLM refuses less after minutes of loading."""
+    """When all decode, each needs one token of the step; vLLM refuses less after minutes of loading."""
     tokens, sequences = config.generation.max_num_batched_tokens, config.generation.max_num_seqs
     if tokens is not None and tokens < sequences:
         raise ValueError(
@@ -42,12 +42,12 @@ def window_leaves_slots(config: Config) -> None:
         )
 
 
-def group_has_spread(config: Config) -> None:
+def group_has_reward_variance(config: Config) -> None:
     """Group-relative advantages need a group."""
     if config.admission.group_size == 1:
         raise ValueError(
-            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: a group of one has no "
-            "spread, so every advantage is zero; legal: 2 or more"
+            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: the rewards of a group "
+            "of one have zero variance, so every advantage is zero; legal: 2 or more"
         )
 
 
@@ -72,7 +72,7 @@ def warmup_is_shorter_than_run(config: Config) -> None:
 
 
 def rates_do_not_cross(config: Config) -> None:
-    """A schedule falls, it does not rise."""
+    """A schedule decreases."""
     trainer = config.trainer
     if trainer.min_learning_rate > trainer.learning_rate:
         raise ValueError(
@@ -82,7 +82,7 @@ def rates_do_not_cross(config: Config) -> None:
 
 
 def death_takes_longer_than_a_beat(config: Config) -> None:
-    """One late heartbeat is no death."""
+    """One late heartbeat must not count as a death."""
     transport = config.transport
     if transport.dead_after_s < 3 * transport.heartbeat_s:
         raise ValueError(
@@ -175,7 +175,7 @@ RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
     window_leaves_slots,
-    group_has_spread,
+    group_has_reward_variance,
     ratio_is_unbiased,
     warmup_is_shorter_than_run,
     rates_do_not_cross,

@@ -2,7 +2,7 @@
 
 ABC where we own implementations with a life cycle, Protocol for plain callables.
 Each method says what it raises and what state it leaves.  One suite per contract (tests/contracts/) runs against every
-implementation; whoever writes an engine, a channel or a trainer of their own runs the same suite.
+implementation; authors of an engine, a channel or a trainer run the same suite.
 
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
 """
@@ -137,7 +137,7 @@ class PromptSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return JSON that load_state takes; says where the next draw is."""
+        """Return JSON that load_state takes; holds the position of the next draw."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class PromptSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """How busy an engine is now, and what it has done."""
+    """Load of an engine, and its work so far."""
 
     num_running: int  # requests being decoded
     num_waiting: int  # requests accepted, not yet started
@@ -170,7 +170,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def capacity_samples(self) -> int:
-        """Requests worth holding at once: bounded by KV cache and by max_num_seqs.  May change as lengths are met."""
+        """Requests worth holding at once, by KV cache and max_num_seqs.  May change with the lengths seen."""
 
     @property
     @abstractmethod
@@ -207,7 +207,7 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def join_weights(self, group: WeightGroup, member: str) -> None:
-        """Take part in a membership epoch; leaves the previous one first.  Raises GroupFailed: member of none."""
+        """Join a membership epoch; leaves the previous one first.  Raises GroupFailed, and is then a member of none."""
 
     @abstractmethod
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
@@ -236,7 +236,7 @@ class WeightTiming:
     """How long one weight update took on a generator."""
 
     receive_s: float  # from the call until the pause; decoding goes on meanwhile
-    pause_s: float  # no token could be sampled
+    pause_s: float  # in which no token could be sampled
 
 
 # Index of a bucket and the device it arrives on → contiguous uint8 of the bucket's size.  Raises GroupFailed: no room.
@@ -248,14 +248,14 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def join(self, group: WeightGroup, rank: int) -> None:
-        """Meet the others.  Raises GroupFailed after its timeout, a member of nothing."""
+        """Join the group.  Raises GroupFailed after its timeout, and is then a member of none."""
 
     @abstractmethod
     def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
         """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
 
         Nothing may be served before the iterator has ended by itself: only then does every checksum agree.  Closed
-        early, it takes in the rest and tells the publisher that this member has not got the version.
+        early, it receives the rest and tells the publisher that this member does not have the version.
         Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
         """
 
@@ -265,11 +265,11 @@ class WeightReceiver(ABC):
 
 
 class WeightPublisher(ABC):
-    """The sending end of weight broadcasts, in the trainer's lead rank.  Blocking."""
+    """The sending end of weight broadcasts, on rank 0 of the trainer.  Blocking."""
 
     @abstractmethod
     def open(self, group: WeightGroup) -> WeightGroup:
-        """Open a meeting place for this epoch and return the group with its address.  Dissolves the previous one."""
+        """Open a rendezvous for this epoch and return the group with its address.  Dissolves the previous one."""
 
     @abstractmethod
     def form(self) -> None:
@@ -285,7 +285,7 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def dissolve(self) -> None:
-        """Forget the group and remove its meeting place.  Idempotent."""
+        """Forget the group and remove its rendezvous.  Idempotent."""
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
@@ -293,7 +293,7 @@ class WeightPublisher(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """What a reward function found."""
+    """The result of a reward function."""
 
     reward: float
     is_correct: bool
@@ -302,7 +302,7 @@ class RewardOutcome:
 
 
 class RewardFunction(Protocol):
-    """Judges one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
+    """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
 
     def __call__(self, completion: str, reference: str) -> RewardOutcome:
         """Return the outcome; whatever it raises becomes a verifier error, never a reward of zero."""
@@ -312,7 +312,7 @@ class AdvantageEstimator(Protocol):
     """Turns the rewards of one group into advantages."""
 
     def __call__(self, rewards: Float32) -> Float32:
-        """rewards float32 [G] → advantages float32 [G]; all zero where the group has no spread."""
+        """rewards float32 [G] → advantages float32 [G]; all zero in a zero-variance group."""
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -331,16 +331,16 @@ class PolicyLoss(Protocol):
         loss_mask: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """All float32 [T] (loss_mask bool [T]).  `proximal`: log-probabilities; a loss may ask for something else per
-        token in their place (algorithms.losses.make_policy_loss says which), which backends hand through unread.
+        token in their place (algorithms.losses.make_policy_loss says which), which backends pass through unread.
 
-        Returns the loss *summed* over loss tokens, and metrics likewise summed over loss tokens (detached scalars);
+        Returns the loss *summed* over loss tokens, and metrics summed over loss tokens (detached scalars);
         the caller divides both by the global number of loss tokens.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimiser step did.  The same on every rank."""
+    """Result of one optimiser step.  The same on every rank."""
 
     applied: bool  # False: loss or gradient not finite on some rank; parameters bitwise unchanged on all
     grad_norm: float  # before clipping; nan or inf when not applied
@@ -348,7 +348,7 @@ class StepResult:
 
 
 class TrainerBackend(ABC):
-    """A model, its optimiser, and a layout over ranks.  Knows nothing of ZeroMQ, vLLM or policy versions.
+    """A model, its optimiser, and a layout over ranks.  Independent of ZeroMQ, vLLM and policy versions.
 
     Every method is a collective: all ranks call it in the same order with the same arguments, micro-batches apart.
     It sums over micro-batches and ranks and never averages; the denominator, the learning rate and the weight decay
@@ -377,7 +377,7 @@ class TrainerBackend(ABC):
 
     @property
     @abstractmethod
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on the one rank that weights() yields on and that speaks to the controller."""
 
     @abstractmethod
@@ -402,7 +402,7 @@ class TrainerBackend(ABC):
         """Forward, backward, clip, vote, optimiser step.
 
         `proximal`: float32 [T] per micro-batch, handed to the loss as it is; None: the behaviour log-probabilities.
-        Raises nothing for non-finite numbers: every rank skips and says so in the result.
+        Raises nothing for non-finite numbers: every rank skips the step and reports it in the result.
         """
 
     @abstractmethod
@@ -411,10 +411,10 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (HF name, full tensor) on the lead rank; other ranks take part and yield nothing.
+        """Stream (HF name, full tensor) on rank 0; other ranks take part and yield nothing.
 
         A tensor is valid until the next one is asked for.  Memory: one bucket and the largest tensor, never the model.
-        Every rank runs the iterator to its end; the lead may close it early.
+        Every rank runs the iterator to its end; rank 0 may close it early.
         """
 
     @abstractmethod
@@ -422,7 +422,7 @@ class TrainerBackend(ABC):
         """Write the full state (HF-named fp32 weights, Adam moments, optimiser step count, RNG) into `directory`.
 
         Returns when the state as it is now has been copied; it is written in the background.  The future gives
-        {file name: bytes} on the lead rank and {} elsewhere, or CheckpointError; then files may remain.
+        {file name: bytes} on rank 0 and {} elsewhere, or CheckpointError; then files may remain.
         A second call waits for the first one's end.
         """
 

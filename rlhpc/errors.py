@@ -19,8 +19,8 @@
     ├── LedgerError            a group or lease was used against its life cycle                   (bug)
     ├── SegmentError           a rollout segment is damaged or of a schema not known here         (world)
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
-    ├── TrainingError          too many optimiser steps in a row had to be skipped                (user or bug)
-    ├── StarvedError           active sampling found no group with spread for too long            (user)
+    ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
+    ├── StarvedError           active sampling found only zero-variance groups            (user)
     └── RoleFailed             a process of the run ended when it should not have                 (world)
 
 (user): the message says which key or place to change.  (world): recovered where a role can.  (bug): stops the run.
@@ -115,11 +115,11 @@ class CheckpointError(RlhpcError):
 
 
 class TrainingError(RlhpcError):
-    """Training cannot go on: too many steps in a row were not finite."""
+    """Training cannot go on: too many consecutive steps were not finite."""
 
 
 class StarvedError(RlhpcError):
-    """No group with spread in its rewards turned up for the configured number of groups."""
+    """More consecutive zero-variance groups than configured."""
 
 
 class RoleFailed(RlhpcError):

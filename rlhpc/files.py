@@ -22,7 +22,7 @@ def write_atomically(path: Path, content: bytes | bytearray, *, mode: int = 0o64
 
 
 def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, is_synced: bool = True) -> None:
-    """Write a file in place, to the disk if `is_synced`.  Raises OSError; then the file may be half there."""
+    """Write a file in place, to the disk if `is_synced`.  Raises OSError; then the file may be incomplete."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), mode)  # the umask may have taken bits away or left too many

@@ -1,7 +1,7 @@
 """The address under which other hosts reach this one.
 
-Eats the environment variable RLHPC_INTERFACE and what the kernel knows of the network; makes IPv4 addresses as text.
-Every socket of ours that is meant for other hosts is bound to what host_address() says.
+Input: the environment variable RLHPC_INTERFACE and what the kernel knows of the network.  Output: IPv4 addresses as
+text.  Every socket of ours that is meant for other hosts is bound to what host_address() says.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
 def host_address(environment: Mapping[str, str] = os.environ) -> str:
     """Return the IPv4 address that other hosts reach us under.
 
-    That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; where none is named,
-    that of our name, else of the default route's interface: many a distribution maps the host's own name to 127.0.1.1,
-    which no other host reaches.  It sends nothing.  127.0.0.1 where there is no network at all.
+    That of the first interface named in RLHPC_INTERFACE ("ib0" or "ib0,eth0") that this host has; if none is named,
+    that of the host's name, else of the default route's interface: many distributions map the host's own name to
+    127.0.1.1, which no other host reaches.  Sends nothing.  127.0.0.1 if there is no network at all.
     Raises ConfigError if none of the named interfaces has an address here.
     """
     names = environment.get(VARIABLE, "").strip()

@@ -37,19 +37,19 @@ class StopRole:
     """Finish what must not be lost, then leave."""
 
     reason: str
-    run_is_over: bool = True  # False: another controller follows; who is supervised waits for it
+    run_is_over: bool = True  # False: another controller follows; supervised roles wait for it
 
 
 @dataclass(frozen=True, slots=True)
 class CancelGroup:
-    """Nobody wants this group any more: abort its rollouts."""
+    """The group was dropped: abort its rollouts."""
 
     group_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReturn:
-    """A generator gives members of a lease back, with what it has generated of them."""
+    """A generator hands back members of a lease, with the tokens it has generated."""
 
     group_id: int
     sample_indices: tuple[int, ...]
@@ -59,16 +59,16 @@ class LeaseReturn:
 
 @dataclass(frozen=True, slots=True)
 class LeaseProgress:
-    """A generator goes on with members of a lease; of some it shows what it has by now, in case it dies."""
+    """Progress on members of a lease; for some with the tokens so far, in case the generator dies."""
 
     group_id: int
     sample_indices: tuple[int, ...]
-    prefixes: tuple[Prefix | None, ...]  # one per sample index; None: no news worth sending
+    prefixes: tuple[Prefix | None, ...]  # one per sample index; None: not sent this time
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """Judge one completion.  Idempotent: asking twice gives the same answer."""
+    """Score one completion.  Idempotent: a second request gives the same reply."""
 
     request_id: int
     task: str
@@ -78,7 +78,7 @@ class RewardRequest:
 
 @dataclass(frozen=True, slots=True)
 class RewardReply:
-    """The judgement of one completion."""
+    """The verdict on one completion."""
 
     request_id: int
     reward: float
@@ -89,22 +89,22 @@ class RewardReply:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """Controller → trainer: open the meeting place of a new membership epoch."""
+    """Controller → trainer: open the rendezvous of a new membership epoch."""
 
-    group: WeightGroup  # its address is filled in by the trainer's answer
+    group: WeightGroup  # its address is filled in by the trainer's reply
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOpened:
-    """Trainer → controller: the meeting place is open."""
+    """Trainer → controller: the rendezvous is open."""
 
     group: WeightGroup
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class RollCall:
-    """Controller → generator: say hello again.  That it can be sent shows that the generator's process is alive."""
+class Reregister:
+    """Controller → generator: send Hello again.  That this can be sent shows that the generator's process is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ReceiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLive:
-    """Generator → controller: this version answers new tokens from now on, or it failed."""
+    """Generator → controller: new tokens are sampled with this version from now on, or it failed."""
 
     epoch: int
     policy_version: int
@@ -155,7 +155,7 @@ class TrainerReady:
     """Trainer → controller, once: the model is loaded."""
 
     policy_version: int
-    manifest: WeightManifest  # of what it will broadcast; epoch 0
+    manifest: WeightManifest  # of the coming broadcasts; epoch 0
     device: str  # of the rank that broadcasts: the UUID of its GPU, "" for the CPU
 
 
@@ -171,7 +171,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Controller → trainer: copy your state as it is now, and write it into this directory while you go on."""
+    """Controller → trainer: copy the state as it is now, and write it into this directory while training goes on."""
 
     step: int
     directory: str
@@ -179,10 +179,10 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """Trainer → controller: the state is copied; whatever comes next is not in the checkpoint."""
+    """Trainer → controller: the state is copied; later changes are not in the checkpoint."""
 
     step: int
-    seconds: float  # in which nothing could be trained
+    seconds: float  # in which training was blocked
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,17 @@
-"""Who may write to a run directory: the attempt whose name stands in owner.json, and nobody else.
+"""Who may write to a run directory: only the attempt whose name is in owner.json.
 
-In: a run directory, and the name of an owner, new for every attempt.  Out: whole files, or OwnershipLost.
+Input: a run directory, and the name of an owner, new for every attempt.  Output: complete files, or OwnershipLost.
 
-A process that was stopped, or whose node hung, may wake up when another attempt has long begun.  Three things keep it
+A process that was stopped, or whose node hung, may wake up long after another attempt has begun.  Three things keep it
 from writing into that attempt's timeline:
 
 1. It reads owner.json before each change (Fence.check).
-2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  Who
-   takes over writes its own name first and then deletes the staging directories of all others: from then on their
-   renames fail, however late they come, and what was renamed before is there to be seen and judged.
+2. Segments, checkpoints and status are prepared in a staging directory of their owner and renamed from there.  A new
+owner writes its own name first and then deletes the staging directories of all others: from then on their renames fail,
+however late they come, and what was renamed before is visible and can be checked.
 3. A thread of each role looks at owner.json every second and ends its process (roles/guard.py).
 
-Needs no locks and compares no clocks: owner.json is opened anew for each look, upon which an NFS client asks the
-server.
+Needs no locks and compares no clocks: owner.json is opened again for each check, so that an NFS client asks the server.
 """
 
 from __future__ import annotations
@@ -38,31 +37,32 @@ REMOVE_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What a process of one attempt asks before it changes the run directory."""
+    """The check that a process of one attempt makes before it changes the run directory."""
 
     layout: RunLayout
     owner: str
 
     def check(self) -> None:
-        """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: not to be known."""
+        """Raises OwnershipLost: another attempt has taken over, or the directory is gone.  OSError: it cannot be
+        determined."""
         found = read_owner(self.layout)
         if found != self.owner:
             by = f"by {found}" if found else f"or deleted: there is no {self.layout.owner.name}"
             raise OwnershipLost(
-                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes nothing more"
+                f"{self.layout.root}: was taken over {by}; this process belongs to {self.owner} and writes no more"
             )
 
     def staging(self, directory: Path) -> Path:
-        """The directory below root, rollouts or checkpoints in which files are prepared that shall appear there.
+        """The directory below root, rollouts or checkpoints in which files for that directory are prepared.
 
-        It was made by take_over and is never made again: who has lost the run directory finds it gone.
+        It was made by take_over and is never made again: a process that has lost the run directory finds it gone.
         """
         return directory / f"{_PREFIX}{self.owner}"
 
     def write(self, path: Path, content: bytes, *, is_synced: bool = True) -> None:
         """Replace `path` by `content`: whole, and only while we are the owner.
 
-        is_synced: False for what is written anew every moment, and may be lost with the power.
+        is_synced: False for files that are rewritten often, and may be lost in a power cut.
         Raises OwnershipLost; OSError, in which case the old file, if any, is untouched.
         """
         self.check()
@@ -78,7 +78,7 @@ class Fence:
 
 
 def read_owner(layout: RunLayout) -> str | None:
-    """Name of the owner; None: there is none, or no such directory.  Raises OSError where that cannot be known."""
+    """Name of the owner; None: there is none, or no such directory.  Raises OSError if that cannot be determined."""
     try:
         document = json.loads(layout.owner.read_bytes())
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def read_owner(layout: RunLayout) -> str | None:
 
 
 def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int = 0) -> Fence:
-    """Become the owner: from when this returns nobody of an earlier attempt changes what readers see.
+    """Become the owner: once this returns, no process of an earlier attempt changes what readers see.
 
     attempt: number of the attempt that begins.  job_id, restart: of Slurm, 0 without it.
     Raises RunDirectoryError: another took over at the same moment, or a staging directory cannot be deleted.
@@ -111,10 +111,10 @@ def take_over(layout: RunLayout, attempt: int, *, job_id: int = 0, restart: int 
     for directory in directories:
         for path in (*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_GONE_PREFIX}*")):
             if path != fence.staging(directory):
-                _refuse_if_lost(fence)  # or we would delete our successor's
+                _refuse_if_lost(fence)  # otherwise we would delete our successor's
                 _remove(path)
     _refuse_if_lost(fence)
-    for directory in directories:  # who took over just before us may have deleted them before it saw us
+    for directory in directories:  # an owner just before us may have deleted them before it saw us
         fence.staging(directory).mkdir(exist_ok=True)
     return fence
 
@@ -131,7 +131,7 @@ def _remove(path: Path) -> None:
     gone = path if path.name.startswith(_GONE_PREFIX) else path.with_name(f"{_GONE_PREFIX}{uuid.uuid4().hex[:12]}")
     try:
         if gone != path:
-            path.rename(gone)  # for everybody who asks by name it is gone with this
+            path.rename(gone)  # from here on its name no longer exists
     except FileNotFoundError:
         return
     # Files too: an NFS client may hold on to the directory itself.  On another machine a file that is open there can

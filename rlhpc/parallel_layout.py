@@ -1,10 +1,10 @@
-"""How a model is shared out over the ranks of the trainer: sizes, and which models they fit.
+"""How a model is sharded over the ranks of the trainer: sizes, and which models they fit.
 
-Eats the [trainer] table and a model's config.json, refuses what cannot be shared out.  Loads without torch: the planner
-on a login node and the trainer on its GPUs ask the same questions.
+Input: the [trainer] table and a model's config.json.  Models that cannot be sharded so are refused.  Loads without
+torch: the planner on a login node and the trainer on its GPUs ask the same questions.
 
-Rank order, fastest first: tensor, context, data, pipeline.  Experts are shared over the ranks of one pipeline stage,
-consecutive ones first; every expert lies whole on one rank.
+Rank order, fastest first: tensor, context, data, pipeline.  Experts are distributed over the ranks of one pipeline
+stage, consecutive ones first; each expert is whole on one rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParallelLayout:
 
     @property
     def row_multiple(self) -> int:
-        """A packed row is padded to a multiple of so many tokens."""
+        """A packed row is padded to a multiple of this many tokens."""
         halves = 2 * self.context if self.context > 1 else 1  # each context rank takes an early and a late part
         return halves * (self.tensor if self.is_sequence_parallel else 1)
 
@@ -58,7 +58,7 @@ class ParallelLayout:
         return -(-size // self.tensor) * self.tensor
 
     def refuse_unfit(self, model: Mapping[str, Any]) -> None:
-        """Raise ConfigError naming the key if `model`, the content of config.json, cannot be shared out like this."""
+        """Raise ConfigError naming the key if `model`, the content of config.json, cannot be sharded like this."""
         heads = model["num_attention_heads"]
         key_heads = model.get("num_key_value_heads") or heads
         layers, blocks = model["num_hidden_layers"], self.pipeline * self.chunks

@@ -1,7 +1,8 @@
-"""Every path of a run directory, said once.
+"""Every path of a run directory, defined once.
 
-The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all a resume needs.
-Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing else.
+The directory does not depend on a job id, lives on a POSIX filesystem with atomic rename, and is all that a resume
+needs.  Python 3.9 and the standard library suffice: the supervisor of a Slurm job reads it on nodes that have nothing
+else.
 """
 
 from __future__ import annotations
@@ -78,22 +79,22 @@ class RunLayout:
 
     @property
     def status(self) -> Path:
-        """What the controller last knew of every role, as JSON; rewritten by rename."""
+        """The controller's last status of every role, as JSON; replaced by rename."""
         return self.root / "status.json"
 
     @property
     def weights(self) -> Path:
-        """Meeting places of weight groups, and files of the disk transport."""
+        """Rendezvous of weight groups, and files of the disk transport."""
         return self.root / "weights"
 
     @property
     def summary(self) -> Path:
-        """Figures of the whole run, as JSON, written at its end."""
+        """Metrics of the whole run, as JSON, written at its end."""
         return self.root / "summary.json"
 
     @property
     def strikes(self) -> Path:
-        """Prompts that were being sampled when a generator died: JSON lines, appended; outlives every attempt."""
+        """Prompts that lost leases because a generator died: JSON lines, appended; outlives every attempt."""
         return self.root / "strikes.jsonl"
 
     # ------------------------------------------------------------------------------------------------- of Slurm jobs

@@ -1,4 +1,4 @@
-"""Who may say what to whom: the one table of channels.
+"""The table of channels: who connects to whom, and which messages they may send.
 
 Every channel is a ROUTER/DEALER pair (or its in-memory twin).  The server end binds, publishes its address in the
 rendezvous directory, and accepts from a client only the messages listed here.
@@ -27,7 +27,7 @@ class ChannelSpec:
 CONTROL = ChannelSpec(
     "control", "controller", ("generator", "reward", "trainer"),
     (m.Hello, m.Heartbeat, m.WeightsLive, m.SaveReport),
-    (m.StopRole, m.RollCall, m.JoinGroup, m.ReceiveWeights),
+    (m.StopRole, m.Reregister, m.JoinGroup, m.ReceiveWeights),
     1_000,
 )  # fmt: skip
 LEASES = ChannelSpec(

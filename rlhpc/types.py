@@ -1,4 +1,4 @@
-"""What flows round the ring, in the order in which it flows.
+"""The data that flows round the ring, in the order in which it flows.
 
 Prompt → Lease → Rollout → ScoredRollout → RolloutGroup → TrainingSample → PackedBatch → WeightManifest.
 
@@ -24,7 +24,7 @@ Bool = NDArray[np.bool_]
 class Prompt:
     """One question, tokenised.  Made by data/."""
 
-    prompt_id: int  # position in the seeded order over all epochs; unique for ever, stable across restarts
+    prompt_id: int  # position in the seeded order over all epochs; unique in a run, stable across restarts
     task: str  # name of the reward function that judges answers
     token_ids: Int32  # [Lp]
     reference: str  # the correct answer, as the reward function wants it
@@ -43,7 +43,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The part of a completion that was already generated elsewhere."""
+    """The part of a completion that another generator has already sampled."""
 
     token_ids: Int32  # [Lc so far]
     behaviour_logprobs: Float32  # [Lc so far]
@@ -52,9 +52,9 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Leave to sample some members of one group.  Made by buffer/ledger."""
+    """Permission to sample some members of one group.  Made by buffer/ledger."""
 
-    group_id: int  # admission number; unique for ever
+    group_id: int  # admission number; unique in a run
     attempt: int  # 0 for the first grant of this group, +1 for each later one
     prompt: Prompt
     group_size: int
@@ -67,7 +67,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One member of a lease, as an engine takes it."""
+    """One member of a lease, as a request to an engine."""
 
     group_id: int
     sample_index: int
@@ -99,7 +99,7 @@ class Rollout:
     """One sampled completion.  Made by generation/."""
 
     group_id: int
-    sample_index: int  # (group_id, sample_index) is unique for ever
+    sample_index: int  # (group_id, sample_index) is unique in a run
     prompt: Prompt
     token_ids: Int32  # [Lc], at least one
     behaviour_logprobs: Float32  # [Lc] natural log, of the distribution that was sampled from
@@ -109,16 +109,16 @@ class Rollout:
 
 
 class Verdict(StrEnum):
-    """What a reward function found."""
+    """The result of a reward function."""
 
     CORRECT = "correct"
     WRONG = "wrong"
-    VERIFIER_ERROR = "verifier_error"  # raised, died or ran out of time: says nothing about the answer
+    VERIFIER_ERROR = "verifier_error"  # raised, died or timed out: says nothing about the answer
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout and what it was found worth.  Made by rewards/."""
+    """A rollout and its reward.  Made by rewards/."""
 
     rollout: Rollout
     reward: float  # meaningless when the verdict is VERIFIER_ERROR
@@ -198,7 +198,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Who takes part in broadcasts of one membership epoch, and where they meet."""
+    """The members of one membership epoch, and their rendezvous."""
 
     epoch: int
     transport: str  # "gloo", "nccl", "ipc", "disk"

@@ -1,6 +1,6 @@
 """Make a tiny HF checkpoint with a character tokenizer on disk, without the hub.
 
-Eats a directory, makes config.json, model.safetensors and tokenizer files that transformers and vLLM load.
+Input: a directory.  Output: config.json, model.safetensors and tokenizer files that transformers and vLLM load.
 The vocabulary is <pad>, <bos>, <eos>, <unk>, newline and printable ASCII: 100 tokens, one per character.
 """
 

@@ -1,6 +1,6 @@
 """Figures of a batch that say whether learning is healthy.
 
-Eats RolloutGroup and the summed metrics of a step, makes named numbers and arrays for histograms.  No torch.
+Input: RolloutGroup and the summed metrics of a step.  Output: named numbers and arrays for histograms.  No torch.
 What the figures mean and when to worry: docs/algorithms.md.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
 def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and verdicts; `groups` may be those of a batch or all that were finished since the last one.
+    """Rewards and verdicts; `groups` may be those of a batch or all groups finished since the last one.
 
     Shares of verdicts are over members; mean, std, min, max and parts over members with a reward; group figures over
     groups, zero_spread_share and group_std being about the rewards there are.  Empty without groups.
@@ -30,7 +30,7 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     per_group = [values for values in (rewards([group]) for group in groups) if len(values)]
     if per_group:
         figures["reward/group_std"] = float(np.mean([values.std() for values in per_group]))
-        figures["reward/zero_spread_share"] = _share(not has_spread(values) for values in per_group)
+        figures["reward/zero_spread_share"] = _share(not has_reward_variance(values) for values in per_group)
     figures["reward/solved_group_share"] = _share(
         any(member.verdict is Verdict.CORRECT for member in group.members) for group in groups
     )
@@ -112,7 +112,7 @@ def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def _summary(name: str, values: NDArray[Any]) -> dict[str, float]:
-    """Mean, standard deviation, least and greatest; nothing for no values."""
+    """Mean, standard deviation, minimum and maximum; empty if there are no values."""
     if not len(values):
         return {}
     figures = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}

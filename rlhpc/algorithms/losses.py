@@ -1,6 +1,6 @@
 """The policy loss: PPO's clipped surrogate around a proximal policy, weighted by how far the sampler was from it.
 
-Eats log-probabilities of the sampled tokens, makes a sum over loss tokens and metrics likewise summed.
+Input: log-probabilities of the sampled tokens.  Output: sums over loss tokens, of the loss and of its metrics.
 
     L = − Σ_t  w_t · min(u_t · A_t, clip(u_t, 1 − clip_low, 1 + clip_high) · A_t)
     u_t = π_current / π_proximal      w_t = min(π_proximal / π_behaviour, importance_cap), no gradient through w_t
@@ -15,7 +15,7 @@ Differs from decoupled PPO in AReaL's paper: (1) w_t is truncated; (2) summed ov
 the loss tokens of the whole batch (DAPO's token-level mean), not by each sequence's length first; (3) no KL term and no
 entropy bonus; (4) logarithms of ratios are clamped to ±20 before they are exponentiated, so that one absurd token gives
 a huge number and not infinity; beyond the clamp its gradient is 0.
-Differs from GRPO (arXiv:2402.03300, eq. 3) likewise in (2) and (3).
+Differs from GRPO (arXiv:2402.03300, eq. 3) in (2) and (3).
 
 Not finite: if any log-probability or advantage of a loss token is nan or infinite, loss and gradient are nan on that
 rank.  Nothing is raised: the ranks' vote then skips the step everywhere (contracts.TrainerBackend.step), where an
@@ -33,14 +33,15 @@ from rlhpc.algorithms.proximal import loglinear_proximal
 from rlhpc.config import AlgorithmConfig
 from rlhpc.contracts import PolicyLoss
 
-MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond anything meant, and its square still fits a float32
+MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and its square still fits a float32
 
 
 def make_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     """Return the loss of [algorithm].
 
     With proximal = "behaviour" or "recompute" the loss takes log-probabilities as `proximal`; with "loglinear" it takes
-    the share α of the current policy in the proximal one (proximal.current_share); with "current" it takes no notice.
+    the share α of the current policy in the proximal one (proximal.current_share); with "current" it ignores
+    `proximal`.
     """
     cap = None if config.importance_cap == "off" else config.importance_cap
     loss = DecoupledLoss(config.clip_low, config.clip_high, cap)
@@ -114,7 +115,7 @@ class CurrentLoss:
     def __call__(
         self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As DecoupledLoss; `proximal` is not looked at."""
+        """As DecoupledLoss; `proximal` is ignored."""
         return self.loss(
             current, behaviour=behaviour, proximal=current.detach(), advantages=advantages, loss_mask=loss_mask
         )

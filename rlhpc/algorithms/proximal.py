@@ -6,12 +6,12 @@ log π_proximal ≈ log π_behaviour + α · (log π_current − log π_behaviou
 v_behaviour is the version that sampled the token, v_current the one that is trained, v_proximal = v_current − 1.  So a
 token one version old has α = 0 (its sampler is the proximal policy), one d versions old α = 1 − 1/d.
 A token that the trained version itself sampled has no step in between and the quotient is undefined; α = 1 then: what
-current and behaviour log-probabilities differ by is the engine's arithmetic, which belongs into the importance weight
-and not into the clipped ratio.
+current and behaviour log-probabilities differ by is the engine's arithmetic, which belongs in the importance weight and
+not in the clipped ratio.
 
 α is known before the step, the current log-probabilities only within it.  So the role computes α per token with
 current_share and passes it where other losses take proximal log-probabilities; the loss (losses.py) interpolates.
-Backends hand the tensor through and need know of neither.
+Backends pass the tensor through and need to know about neither.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A finished group into training samples.
 
-Eats RolloutGroup, makes TrainingSample.  Entry t of every array describes token t of prompt and completion together
-(types.py); no shift happens here or later.  Loads without torch.
+Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
+together (types.py); no shift happens here or later.  Loads without torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlhpc.types import FinishReason, Rollout, RolloutGroup, TrainingSample, Ver
 def to_samples(group: RolloutGroup, estimator: AdvantageEstimator) -> list[TrainingSample]:
     """One sample per member, in the order of members; every loss token carries its member's advantage.
 
-    A group without spread gives samples whose advantages are zero: whether to train on them is the caller's choice
-    (advantages.has_spread).
+    A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
+    (advantages.has_reward_variance).
     Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not match,
     an empty prompt.
     """
@@ -54,7 +54,7 @@ def _check(rollout: Rollout) -> None:
     if len(rollout.prompt.token_ids) == 0:
         raise ValueError(f"{_name(rollout)}: prompt {rollout.prompt.prompt_id} has no tokens to start from")
     if rollout.finish_reason is FinishReason.ABORT:
-        raise ValueError(f"{_name(rollout)}: it was cut off, not finished")
+        raise ValueError(f"{_name(rollout)}: it was aborted, not finished")
 
 
 def _name(rollout: Rollout) -> str:

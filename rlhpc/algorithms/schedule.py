@@ -1,6 +1,6 @@
 """The learning rate of every step.
 
-Eats a step and the trainer's settings, makes a number.  Pure, so that a resume needs no scheduler state.
+Input: a step and the trainer's settings.  Output: a number.  Pure, so that a resume needs no scheduler state.
 """
 
 from __future__ import annotations

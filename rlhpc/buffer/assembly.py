@@ -1,6 +1,6 @@
 """Put the members of a group together, each once.
 
-Eats ScoredRollout, makes RolloutGroup.
+Input: ScoredRollout.  Output: RolloutGroup.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class GroupAssembler:
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._members: dict[int, dict[int, ScoredRollout]] = {}
-        self._completed: set[int] = set()  # until forgotten, so that a late copy does not begin the group anew
+        self._completed: set[int] = set()  # until forgotten, so that a late copy does not start the group again
 
     def add(self, scored: ScoredRollout, admitted_version: int) -> RolloutGroup | None:
         """Add a member; return the group when it was the last one.  A second copy is ignored, whatever it holds.

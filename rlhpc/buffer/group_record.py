@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.buffer.strikes import ANY_COMPANY
+from rlhpc.buffer.lost_leases import ANY_COMPANY
 from rlhpc.types import Prefix, Prompt
 
 
@@ -21,12 +21,12 @@ class MemberRecord:
     is_delivered: bool = False
     holder: str | None = None  # generator that samples it now
     lease: int = -1  # number of the lease, within the group, under which it does
-    strikes: int = 0  # leases lost with this member undelivered; a member handed back in good order has none
+    lost_leases: int = 0  # leases lost with this member undelivered; handing a member back does not count
     prefix: Prefix | None = None  # what an earlier holder had sampled
 
     @property
     def is_free(self) -> bool:
-        """Wanted, and nobody is at it."""
+        """Neither delivered nor held."""
         return not self.is_delivered and self.holder is None
 
 
@@ -42,7 +42,7 @@ class GroupRecord:
     num_leases: int = 0
     step: int | None = None  # the step it was taken for
     is_dropped: bool = False
-    company: int = ANY_COMPANY  # groups that a generator may hold beside and with this one
+    company: int = ANY_COMPANY  # groups that a generator may hold at once, this one included
 
     @property
     def is_finished(self) -> bool:
@@ -56,18 +56,18 @@ class GroupRecord:
 
     @property
     def attempts(self) -> int:
-        """1 + the leases lost by the unluckiest member."""
-        return 1 + max(member.strikes for member in self.members)
+        """1 + the most leases lost by a member."""
+        return 1 + max(member.lost_leases for member in self.members)
 
     def is_poisoned(self, max_attempts: int) -> bool:
         """Some free member has used up its attempts."""
-        return any(member.is_free and member.strikes >= max_attempts for member in self.members)
+        return any(member.is_free and member.lost_leases >= max_attempts for member in self.members)
 
-    def remember(self, strikes: int) -> None:
-        """Count strikes of earlier attempts of the run: any member may be the one that they are for."""
+    def remember(self, lost_leases: int) -> None:
+        """Count leases lost in earlier attempts of the run: any member may be the one that lost them."""
         for member in self.members:
             if not member.is_delivered:
-                member.strikes = max(member.strikes, strikes)
+                member.lost_leases = max(member.lost_leases, lost_leases)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that outlives a process: holders, deadlines and prefixes do not."""
@@ -81,7 +81,7 @@ class GroupRecord:
                 "reference": self.prompt.reference,
             },
             "delivered": [index for index, member in enumerate(self.members) if member.is_delivered],
-            "strikes": [member.strikes for member in self.members],
+            "strikes": [member.lost_leases for member in self.members],
             "num_leases": self.num_leases,
         }
 
@@ -101,8 +101,8 @@ class GroupRecord:
             admitted_version=int(state["admitted_version"]),
             admitted_at_s=now_s,
             members=[
-                MemberRecord(is_delivered=index in delivered, strikes=int(strikes))
-                for index, strikes in enumerate(state["strikes"])
+                MemberRecord(is_delivered=index in delivered, lost_leases=int(lost_leases))
+                for index, lost_leases in enumerate(state["strikes"])
             ],
             num_leases=int(state["num_leases"]),
         )

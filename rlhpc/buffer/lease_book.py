@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.quarantine import Quarantine, may_share
-from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
 from rlhpc.types import Prefix
@@ -20,10 +20,10 @@ from rlhpc.types import Prefix
 class LeaseBook:
     """Holders, deadlines and the order of grants."""
 
-    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, strikes: StrikeBook) -> None:
+    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, lost_leases: LostLeases) -> None:
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
-        self._strikes = strikes
+        self._lost_leases = lost_leases
         self._quarantine = Quarantine()
         self.num_lost_members = 0
         self._clock = clock
@@ -31,7 +31,7 @@ class LeaseBook:
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
         self._returned: dict[int, GroupRecord] = {}
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
-        # All leases last equally long, so that they end in the order in which they were granted.
+        # All leases have the same duration, so that they expire in the order in which they were granted.
         self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
 
     def is_quarantining(self) -> bool:
@@ -40,16 +40,16 @@ class LeaseBook:
 
     @property
     def num_held(self) -> int:
-        """Samples that are with some generator."""
+        """Samples that are held by some generator."""
         return sum(map(len, self._held.values()))
 
     def outstanding(self, holder: str) -> int:
-        """Samples that are with this generator."""
+        """Samples that this generator holds."""
         return len(self._held.get(holder, ()))
 
     def add(self, group: GroupRecord) -> None:
         """Queue a group's free members; groups come in order of admission."""
-        if (suspicion := self._strikes.of(group.prompt)) is not None:
+        if (suspicion := self._lost_leases.of(group.prompt)) is not None:
             group.remember(suspicion.strikes)
             self._quarantine.take(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
@@ -60,7 +60,7 @@ class LeaseBook:
     def grantable(self, holder: str) -> GroupRecord | None:
         """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
 
-        None when nothing is free, or when what is free and what it holds should not be together.
+        None when nothing is free, or when quarantine keeps the free groups away from those that it holds.
         """
         if self._quarantine.is_empty:
             return next(self._free_groups(), None)
@@ -71,7 +71,7 @@ class LeaseBook:
         return next((group for group in self._free_groups() if may_share(held, group)), None)
 
     def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
-        """Note that a generator samples these free members from now on; return the number of the lease."""
+        """Record that a generator samples these free members; return the number of the lease."""
         lease, group.num_leases = group.num_leases, group.num_leases + 1
         held = self._held.setdefault(holder, {})
         for index in indices:
@@ -82,16 +82,16 @@ class LeaseBook:
         return lease
 
     def deliver(self, group: GroupRecord, index: int) -> None:
-        """Note that a member has arrived, whoever held it."""
+        """Record that a member has arrived, whoever held it."""
         self._let_go(group, index)
         group.members[index].is_delivered, group.members[index].prefix = True, None
         self._forget_if_not_free(group)
         if group.is_finished:
             self._quarantine.forget(group)
-            self._strikes.forgive(group.prompt)
+            self._lost_leases.clear(group.prompt)
 
     def remove(self, group: GroupRecord) -> None:
-        """Forget a dropped group: nobody holds it, nothing of it is granted."""
+        """Forget a dropped group: its holds end, and it is granted no more."""
         group.is_dropped = True
         for index in range(len(group.members)):
             self._let_go(group, index)
@@ -110,7 +110,7 @@ class LeaseBook:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
     def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
-        """Begin the deadline of the members that the holder has anew, and keep the longest prefix of each."""
+        """Renew the deadline of the members that the holder has, and keep the longest prefix of each."""
         lease, is_held = group.num_leases, False
         for position, index in enumerate(indices):
             member = group.members[index]
@@ -141,7 +141,7 @@ class LeaseBook:
         groups = {group_id: group for (group_id, _), group in held}
         for (_, index), group in held:
             self._give_back(group, index, is_lost=True)
-        struck = self._strikes.strike([(group.prompt, group.attempts - 1) for group in groups.values()])
+        struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
         for group, suspicion in zip(groups.values(), struck, strict=True):
             self._quarantine.take(group, suspicion.company(self.max_attempts))
         self._quarantine.holders.discard(holder)
@@ -152,7 +152,7 @@ class LeaseBook:
         return sorted(i for i, group in self._returned.items() if group.is_poisoned(self.max_attempts))
 
     def check(self, groups: Sequence[GroupRecord]) -> None:
-        """Raise LedgerError unless the book and the records of all live groups say the same."""
+        """Raise LedgerError unless the book and the records of all live groups agree."""
         recorded = {
             (member.holder, group.group_id, index)
             for group in groups
@@ -184,7 +184,7 @@ class LeaseBook:
             self._returned.pop(group.group_id, None)
 
     def _let_go(self, group: GroupRecord, index: int) -> None:
-        """End the hold on a member, if there is one."""
+        """End the hold on a member, if any."""
         member = group.members[index]
         if member.holder is None:
             return
@@ -198,7 +198,7 @@ class LeaseBook:
         self._let_go(group, index)
         self._returned[group.group_id] = group
         if is_lost:
-            group.members[index].strikes += 1
+            group.members[index].lost_leases += 1
             self.num_lost_members += 1
 
 

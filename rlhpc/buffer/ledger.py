@@ -1,10 +1,10 @@
 """Admit prompts and grant them to generators so that no rollout grows stale and none is forgotten.
 
-Eats Prompt, makes Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed in.
-Promises: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was admitted at
-version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the weights of
-their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished, taken, released,
-dropped}.
+Input: Prompt.  Output: Lease.  The only backpressure and the only retry of the system; pure, synchronous, time passed
+in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2) staleness: a group taken for step s was
+admitted at version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the
+weights of their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished,
+taken, released, dropped}.
 
 Why (2) holds: let group g be admitted at version a and taken for step s.  The batches a … s − 1 hold
 (s − a) · groups_per_step groups.  Each of them was either unreleased when g was admitted, which at most num_slots − 1
@@ -19,8 +19,8 @@ from typing import Any
 
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
 from rlhpc.buffer.lease_book import LeaseBook
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.strikes import StrikeBook
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, LedgerError
 from rlhpc.types import Lease, Prefix, Prompt, SamplingParams
@@ -40,9 +40,9 @@ class AdmissionLedger:
         lease_deadline_s: float,
         max_attempts: int,
         clock: Clock,
-        strikes: StrikeBook | None = None,
+        lost_leases: LostLeases | None = None,
     ) -> None:
-        """strikes: what is held against prompts from earlier attempts of the run; changes are noted in it."""
+        """lost_leases: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = num_slots
@@ -52,11 +52,14 @@ class AdmissionLedger:
         self._sampling = sampling
         self._clock = clock
         self._leases = LeaseBook(
-            lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock, strikes=strikes or StrikeBook()
+            lease_deadline_s=lease_deadline_s,
+            max_attempts=max_attempts,
+            clock=clock,
+            lost_leases=lost_leases or LostLeases(),
         )
         self.is_quarantining = (
             self._leases.is_quarantining
-        )  # `grant` may have nothing for one and something for another
+        )  # `grant` may return None for one holder and a lease for another
         self._next_group_id = 0
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
@@ -72,7 +75,7 @@ class AdmissionLedger:
 
     @property
     def staleness_bound(self) -> int:
-        """No group taken is ever staler than this, in steps."""
+        """Upper bound of the staleness of a taken group, in steps."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_step
 
     def admit(self, prompt: Prompt, policy_version: int) -> int:
@@ -95,7 +98,7 @@ class AdmissionLedger:
         """Lease free members of one group to a generator, at most credit_samples of them.
 
         Groups that lost a lease come first, then fresh ones, oldest first within both; groups whose generators died
-        again and again get one to themselves.  None when there is nothing for this holder.
+        repeatedly get one alone.  None when there is nothing for this holder.
         """
         group = self._leases.grantable(holder) if credit_samples > 0 else None
         if group is None:
@@ -119,7 +122,7 @@ class AdmissionLedger:
         return self._leases.outstanding(holder)
 
     def deliver(self, holder: str, group_id: int, sample_index: int) -> bool:
-        """Note that a member arrived; True if it is new and wanted.
+        """Record that a member arrived; True if it is new and wanted.
 
         False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not
         matter who holds the member: a generator that lost the lease may still be the first to deliver.
@@ -140,7 +143,7 @@ class AdmissionLedger:
     ) -> None:
         """Make members grantable again, each with what was sampled of it; is_failure counts it as a lost attempt.
 
-        Members that somebody else holds by now, or that are delivered, are left alone; so is an unknown group.
+        Members that another generator holds, or that are delivered, are unchanged; an unknown group is ignored.
         prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
         nothing changes.
         """
@@ -151,10 +154,10 @@ class AdmissionLedger:
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
-        """The holder goes on with these members: their deadline is as far away again as at the grant.
+        """The holder is still sampling these members: renew their deadline.
 
-        What it shows of them is kept for whoever is granted them next.  Others' members and unknown groups are left
-        alone.  Raises as hand_back does.
+        The prefixes are kept for the next holder.  Members of other holders and unknown groups are ignored.  Raises as
+        hand_back does.
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
@@ -175,7 +178,7 @@ class AdmissionLedger:
     # ------------------------------------------------------------------------------------------------ resolution
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Give up a group in flight or finished; its slot is free at once.
+        """Drop a group in flight or finished; its slot is free at once.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
@@ -239,7 +242,7 @@ class AdmissionLedger:
         return group_id in self._untaken
 
     def group(self, group_id: int) -> GroupRecord:
-        """The record of a live group, to be read only.  Raises LedgerError for one that is gone or unknown."""
+        """The record of a live group, read-only.  Raises LedgerError for one that is gone or unknown."""
         group = self._untaken.get(group_id) or self._taken.get(group_id)
         if group is None:
             raise LedgerError(f"group {group_id} is {self._whereabouts(group_id)}")
@@ -247,7 +250,7 @@ class AdmissionLedger:
 
     @property
     def groups(self) -> list[GroupRecord]:
-        """Records of all live groups, to be read only: those taken, then the others in order of admission."""
+        """Records of all live groups, read-only: those taken, then the others in order of admission."""
         return [*self._taken.values(), *self._untaken.values()]
 
     @property
@@ -331,7 +334,7 @@ class AdmissionLedger:
     def _group_of(
         self, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None]
     ) -> GroupRecord | None:
-        """The open group that a generator speaks of, if it is one.  Raises LedgerError for what makes no sense."""
+        """The open group that a generator's message names, or None.  Raises LedgerError for an inconsistent message."""
         if prefixes and len(prefixes) != len(sample_indices):
             raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
         if not all(0 <= index < self.group_size for index in sample_indices):
@@ -347,4 +350,4 @@ class AdmissionLedger:
             return f"taken for step {self._taken[group_id].step}"
         if group_id in self._untaken:
             return "finished, not taken" if self._untaken[group_id].is_finished else "in flight"
-        return "released or dropped" if 0 <= group_id < self._next_group_id else "not one that was ever admitted"
+        return "released or dropped" if 0 <= group_id < self._next_group_id else "unknown: it was never admitted"

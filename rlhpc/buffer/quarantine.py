@@ -1,8 +1,8 @@
 """Keep groups that may kill their generator away from others, without keeping them from being sampled.
 
 Half of the lease book, which alone uses it.  A suspect group says in whose company it may be (`GroupRecord.company`).
-Generators are full as a rule, so that one would never be free for it by itself: as many are kept free of anything else
-as there are suspects that wait, until these have been granted.
+Generators are full as a rule, so that one would never be free for it by itself: for every suspect that waits, one
+generator is kept free of other work until the suspect has been granted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
-from rlhpc.buffer.strikes import ANY_COMPANY
+from rlhpc.buffer.lost_leases import ANY_COMPANY
 
 
 class Quarantine:
@@ -22,11 +22,11 @@ class Quarantine:
 
     @property
     def is_empty(self) -> bool:
-        """No group in flight minds its company."""
+        """True if no group in flight is a suspect."""
         return not self._suspects
 
     def take(self, group: GroupRecord, company: int) -> None:
-        """This group may be in such company from now on."""
+        """Set which company this group may be in."""
         group.company = company
         if company != ANY_COMPANY and not group.is_finished:
             self._suspects.add(group.group_id)
@@ -38,7 +38,7 @@ class Quarantine:
             self.holders.clear()
 
     def is_kept_free(self, holder: str, held: Mapping[int, GroupRecord], waiting: Sequence[GroupRecord]) -> bool:
-        """Whether this generator, which holds these groups, may get none but the suspects that wait."""
+        """Whether this generator, which holds these groups, may be granted only waiting suspects."""
         if not waiting:
             self.holders.clear()
             return False

@@ -1,6 +1,6 @@
 """What became of a group: the unit of the record on disk.
 
-Eats RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
+Input: RolloutGroup.  A group is resolved once: consumed by an optimiser step, or dropped for a named reason.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from rlhpc.types import RolloutGroup
 
 
 class DropReason(StrEnum):
-    """Why a group was given up.  The values stand in files: none is ever renamed."""
+    """Why a group was dropped.  The values are part of the file format: none is ever renamed."""
 
     NO_SPREAD = "no_spread"  # all rewards equal, so that every advantage is zero
-    VERIFIER_ERROR = "verifier_error"  # a reward could not be had
+    VERIFIER_ERROR = "verifier_error"  # no reward could be computed
     POISON = "poison"  # every lease of one of its members was lost
-    CANCELLED = "cancelled"  # somebody asked for it
+    CANCELLED = "cancelled"  # on request
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGroup:
     """A group and its end; neither step nor reason is set while it is only buffered (in a checkpoint)."""
 
-    group: RolloutGroup  # may lack members when it was dropped, or buffered half-way
+    group: RolloutGroup  # may lack members if it was dropped, or buffered while incomplete
     consumed_step: int = -1  # the optimiser step that used it; -1: none
     drop_reason: DropReason | None = None
-    attempts: int = 1  # 1 + the leases lost by its unluckiest member
+    attempts: int = 1  # 1 + the most leases lost by a member
     trained_version: int = -1  # the version that step trained: staleness is counted against it; -1: none, or not known
     applied: bool | None = None  # False: the step was skipped, the version stayed; None: no step, or not known

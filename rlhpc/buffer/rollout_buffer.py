@@ -1,7 +1,7 @@
 """Hold every group from its first member to its last use: the one object through which the controller sees rollouts.
 
-Eats ScoredRollout, makes RolloutGroup.  The ledger decides, the assembler joins, the segments record.
-Promises: a group is handed out once for training; what is consumed or dropped reaches a segment; a checkpoint carries
+Input: ScoredRollout.  Output: RolloutGroup.  The ledger decides, the assembler joins, the segments record.
+Guarantees: a group is handed out once for training; what is consumed or dropped reaches a segment; a checkpoint carries
 everything else, half-assembled groups included.
 """
 
@@ -26,7 +26,7 @@ BUFFERED_FILE = "buffered.h5"
 
 @dataclass(frozen=True, slots=True)
 class FrozenBuffer:
-    """What a checkpoint says of one moment.  Nothing in it changes any more, so that it may be written by a thread."""
+    """A snapshot of the buffer for a checkpoint.  It does not change any more, so that a thread may write it."""
 
     groups: tuple[ResolvedGroup, ...]  # neither consumed nor dropped at that moment
     ledger: dict[str, Any]
@@ -37,7 +37,7 @@ class FrozenBuffer:
         """Seal what was resolved before that moment and write what was not into `directory`.
 
         Returns the JSON that goes with it: the ledger, and the number of the first segment that a resume undoes.
-        Raises SegmentError when the disk does not take it.
+        Raises SegmentError when it cannot be written.
         """
         next_index = self.segments.seal_to_cut()
         write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, "none"))
@@ -52,9 +52,9 @@ class RolloutBuffer:
         self._groups: dict[int, RolloutGroup] = {}  # complete and neither consumed nor dropped
 
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
-        """Take in a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
+        """Add a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
 
-        Second copies and members that nobody wants any more are ignored.
+        Second copies and members that are no longer wanted are ignored.
         Raises LedgerError for an aborted rollout: those are handed back, never delivered.
         """
         rollout = scored.rollout
@@ -74,11 +74,11 @@ class RolloutBuffer:
         Raises LedgerError if the ledger disagrees; then nothing changes.
         """
         if not self.ledger.group(group.group_id).is_finished:
-            raise LedgerError(f"group {group.group_id} is not finished by the ledger's account")
+            raise LedgerError(f"group {group.group_id} is not finished according to the ledger")
         self._groups[group.group_id] = group
 
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
-        """Hand out the batch of a step, oldest group first; None, without effect, while it is not there."""
+        """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
         group_ids = self.ledger.take(num_groups, step)
         return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
 
@@ -116,7 +116,7 @@ class RolloutBuffer:
             self.assembler.forget(group_id)
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Give a group up and record what there is of it; its slot is free at once.
+        """Drop a group and record its members so far; its slot is free at once.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
@@ -131,7 +131,7 @@ class RolloutBuffer:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def freeze(self, next_step: int) -> FrozenBuffer:
-        """Hold fast what a checkpoint of this moment says; writing it is then any thread's work, while all goes on.
+        """Take a snapshot for a checkpoint; any thread may write it while the run goes on.
 
         next_step: the step that a resume begins with; groups taken for an earlier one and not consumed are an error.
         Raises LedgerError for that.

@@ -1,10 +1,10 @@
 """Lay groups out as flat columns, and read them back: schema 2 of a rollout segment, without the file around it.
 
-Eats ResolvedGroup, makes named numpy arrays, and the reverse.  docs/rollout_format.md is the description for people; it
-changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length types are
-slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL and
-lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of all it says.  Files of schema 1 lack NEW_COLUMNS, whose defaults they are read with.
+Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollout_format.md is the description for
+people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
+types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL
+and lone surrogates in a model's output are no special case.
+Every row carries a CRC32 of its content.  Files of schema 1 lack NEW_COLUMNS and are read with their defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollo
 Columns = dict[str, NDArray[Any]]
 
 SCHEMA = 2
-NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that brought it, what rows of older files have)
+NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that introduced it, value for rows of older files)
     "groups/trained_version": (2, -1),
     "groups/applied": (2, -1),
 }
@@ -135,7 +135,7 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
 
 
 def default_column(name: str, schema: int, num_rows: int) -> NDArray[Any] | None:
-    """What a column that this schema does not have is read as; None if the file must have it."""
+    """The default of a column that this schema does not have; None if the file must have it."""
     since, value = NEW_COLUMNS.get(name, (0, 0))
     return np.full(num_rows, value, _GROUP_SCALARS[name.partition("/")[2]]) if since > schema else None
 
@@ -292,5 +292,5 @@ def _slices(values: NDArray[Any], offsets: NDArray[Any]) -> list[NDArray[Any]]:
     """Cut a ragged column up.  Raises ValueError when the offsets are not a partition of the values."""
     borders = offsets.tolist()
     if borders[:1] != [0] or borders[-1] != len(values) or any(a > b for a, b in pairwise(borders)):
-        raise ValueError("offsets do not cut the values up without gap or overlap")
+        raise ValueError("offsets do not partition the values without gap or overlap")
     return [values[first:last] for first, last in pairwise(borders)]

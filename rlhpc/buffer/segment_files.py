@@ -1,6 +1,6 @@
 """The files of a rollouts directory: made whole, listed in order, set aside when a restart undoes them.
 
-Eats bytes and paths.  Knows nothing of what a segment holds.
+Input: bytes and paths.  Knows nothing of what a segment holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_sealed(path: Path, data: bytes, *, staging: Path | None = None) -> Non
     if path.exists():
         raise SegmentError(f"{path} exists and is never replaced; has the run directory two controllers?")
     partial = (staging or path.parent) / (path.name + ".partial")
-    is_ours = False  # what is at `path`: a file that another has sealed there is none of our leftovers
+    is_ours = False  # a file at `path` that another process has sealed is not ours to remove
     try:
         _write_durably(partial, data)
         partial.rename(path)
@@ -44,7 +44,7 @@ def segment_paths(directory: Path) -> list[Path]:
     indices = [index for index, _ in numbered]
     missing = sorted(set(range(indices[0], indices[-1])) - set(indices)) if indices else []
     if missing:
-        raise SegmentError(f"{directory}: segment {missing[0]} is missing, though segment {indices[-1]} is there")
+        raise SegmentError(f"{directory}: segment {missing[0]} is missing, though segment {indices[-1]} exists")
     return [path for _, path in numbered]
 
 

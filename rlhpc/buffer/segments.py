@@ -1,8 +1,8 @@
 """Seal resolved groups into HDF5 segments: a file is complete and on disk, or absent.
 
-Eats ResolvedGroup, makes rollouts/segment_NNNNNN.h5.  The HDF5 image is built in memory and written with plain calls,
-so that a full disk is an ordinary error: the HDF5 library crashes when it runs out of space and is then closed.
-Promises: what could not be written stays in memory for another try; no sealed file is ever changed or replaced.
+Input: ResolvedGroup.  Output: rollouts/segment_NNNNNN.h5.  The HDF5 image is built in memory and written with plain
+calls, so that a full disk is an ordinary error: the HDF5 library crashes when it runs out of space and is then closed.
+Guarantees: what could not be written stays in memory for another try; no sealed file is ever changed or replaced.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SegmentWriter:
         self._num_before_cut = 0  # of those that wait
         self._index_after_cut = first_index
         self._sealing = threading.Lock()  # held while a segment is written
-        self._counting = threading.Lock()  # held for moments only: what waits, and where the cut lies in it
+        self._counting = threading.Lock()  # held briefly only: pending groups, and the position of the cut
 
     @property
     def next_index(self) -> int:
@@ -84,7 +84,7 @@ class SegmentWriter:
 
     @property
     def is_due(self) -> bool:
-        """Enough groups wait, or one has waited long enough."""
+        """Enough groups are pending, or one has been for long enough."""
         if not self._pending:
             return False
         return len(self._pending) >= self._max_groups or self._clock() - self._pending_since_s >= self._max_s
@@ -97,7 +97,7 @@ class SegmentWriter:
             self._pending.append(resolved)
 
     def cut(self) -> None:
-        """From now on no segment holds both groups that were added before this moment and groups added after it."""
+        """From now on no segment mixes groups added before this call with groups added after it."""
         with self._counting:
             self._num_before_cut = len(self._pending)
             if not self._pending:
@@ -120,8 +120,8 @@ class SegmentWriter:
         """Write the oldest groups that wait, at most max_groups and none from beyond a cut; return the segment.
 
         None if there are none.  Raises SegmentError when it cannot be written; nothing is left on disk and the groups
-        stay pending.  OwnershipLost: the run directory is another's by now, and the groups are part of a timeline that
-        was given up.
+        stay pending.  OwnershipLost: another attempt owns the run directory, and the groups are part of an abandoned
+        timeline.
         """
         with self._sealing:
             with self._counting:

@@ -1,8 +1,8 @@
 """Render the chat template of a checkpoint as its authors' own library does.
 
-Eats a jinja template, makes text.  Templates come with models: they run in jinja's sandbox, which lets them neither
-change an object nor reach Python.  Conventions (trim_blocks, loop controls, raise_exception, strftime_now, tojson
-without HTML escapes, the generation tag) are those of transformers' apply_chat_template.
+Input: a jinja template.  Output: text.  Templates come with models: they run in jinja's sandbox, which lets them
+neither change an object nor reach Python.  Conventions (trim_blocks, loop controls, raise_exception, strftime_now,
+tojson without HTML escapes, the generation tag) are those of transformers' apply_chat_template.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what an assistant said; a prompt has no use for the mark."""
+    """{% generation %} … {% endgeneration %} marks what an assistant said; prompts ignore the mark."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
 

@@ -1,7 +1,7 @@
-"""Draw prompts for ever, in a seeded order that a restart continues.
+"""An endless stream of prompts, in a seeded order that a restart continues.
 
-Eats records, makes Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an epoch
-depends on seed and epoch only, so that a cursor is all there is to save.
+Input: records.  Output: Prompt.  Prompt number n is the (n mod N)-th of epoch n // N over N records; the order of an
+epoch depends on seed and epoch only, so that a cursor is the only state to save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.types import Int32, Prompt
 
 @dataclass(frozen=True, slots=True)
 class DatasetSummary:
-    """What validate_dataset found."""
+    """The result of validate_dataset."""
 
     num_records: int
     longest_prompt_tokens: int
@@ -99,7 +99,7 @@ class SeededPrompts(PromptSource):
         self._cursor = cursor
 
     def validate(self) -> DatasetSummary:
-        """Make every prompt and reference once, without drawing.  Raises DataError for the first that cannot be."""
+        """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
         lengths = []
         for record in self._records:
             record.reference(self._reference_field)
@@ -147,7 +147,7 @@ def validate_dataset(config: Config) -> DatasetSummary:
 def _epoch_order(num_records: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation [N].
 
-    Sorts raw draws of a bit generator, whose stream numpy promises never to change; Generator.permutation may change
+    Sorts raw draws of a bit generator, whose stream numpy guarantees never to change; Generator.permutation may change
     with any release (NEP 19), and a resumed run with it.
     """
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_records)

@@ -1,6 +1,6 @@
 """Read a dataset: JSONL or Parquet, a file or a directory of them.
 
-Eats paths, makes Record.  Whatever is wrong is a DataError that names file and line, so that it can be mended by hand.
+Input: paths.  Output: Record.  Errors are DataErrors that name file and line, so that the user can correct them.
 """
 
 from __future__ import annotations

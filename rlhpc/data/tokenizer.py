@@ -1,7 +1,7 @@
 """Text to tokens and back, with the tokenizer of an HF checkpoint directory and nothing else.
 
-Eats tokenizer.json and the JSON files beside it.  The only door to the tokenizers library; needs neither torch nor
-transformers, so that a login node can check a dataset.
+Input: tokenizer.json and the JSON files beside it.  The only module that imports the tokenizers library; needs neither
+torch nor transformers, so that a login node can check a dataset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` answers templates that write the date; such a prompt is not the same tomorrow.  Raises ConfigError."""
+        """`now` is for templates that write the date; such prompts change from day to day.  Raises ConfigError."""
         self._model_dir = model_dir
         if not model_dir.is_dir():
             raise ConfigError(f"model.path={model_dir} is not a directory; legal: an HF checkpoint directory")
@@ -40,7 +40,7 @@ class PromptTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ConfigError(f"model.path: {file} is not a tokenizer: {error}") from error
-        # A tokenizer is saved as it was last used; a prompt must be neither cut nor padded.
+        # A tokenizer file keeps its last truncation and padding; a prompt must have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._read_json("tokenizer_config.json")

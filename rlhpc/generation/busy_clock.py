@@ -1,4 +1,4 @@
-"""Measure for how long an engine had something to do.
+"""Measure for how long an engine had work.
 
 Pure: time is asked from the clock that is passed in.
 """
@@ -9,10 +9,10 @@ from rlhpc.contracts import Clock
 
 
 class BusyClock:
-    """Seconds with at least one request in hand, pauses excluded."""
+    """Seconds with at least one request in flight, pauses excluded."""
 
     def __init__(self, clock: Clock) -> None:
-        """Nothing in hand, not paused."""
+        """Starts without requests, not paused."""
         self._clock = clock
         self._num_in_hand = 0
         self._is_paused = False
@@ -25,22 +25,22 @@ class BusyClock:
         return self._past_s + (self._clock() - self._since if self._since is not None else 0.0)
 
     def enter(self) -> None:
-        """One request more."""
+        """A request begins."""
         self._num_in_hand += 1
         self._settle()
 
     def leave(self) -> None:
-        """One request less."""
+        """A request ends."""
         self._num_in_hand -= 1
         self._settle()
 
     def pause(self) -> None:
-        """Time does not count from here …"""
+        """Stop counting."""
         self._is_paused = True
         self._settle()
 
     def resume(self) -> None:
-        """… to here."""
+        """Go on counting."""
         self._is_paused = False
         self._settle()
 

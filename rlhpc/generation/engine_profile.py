@@ -1,7 +1,7 @@
-"""Turn a run's configuration into what vLLM wants to be started with.
+"""Turn a run's configuration into vLLM's engine arguments and environment.
 
-Eats Config, makes keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
-Everything that differs between CPU and CUDA on vLLM's side stands here.
+Input: Config.  Output: keyword arguments of AsyncEngineArgs and environment variables.  Pure: reads and sets nothing.
+All differences between CPU and CUDA on vLLM's side are here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rlhpc.config import Config
 
 WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
 CPU_KV_CACHE_BYTES = 256 << 20
-CUDA_BATCHED_TOKENS = 8192  # vLLM's own 2,048 keeps prompts of a batch waiting for each other
-# vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and looks at it for nothing else when
-# the cache's size is given: a trainer on the same GPU may come first, last, or meanwhile.
+CUDA_BATCHED_TOKENS = 8192  # vLLM's default, 2,048, makes prompts of a batch wait for each other
+# vLLM refuses to start where less than gpu_memory_utilization of a GPU is free, and uses it for nothing else when the
+# cache's size is given: a trainer on the same GPU may start before, after, or meanwhile.
 NEXT_TO_NOTHING = 0.01
 
 COMMON_ENVIRONMENT = {
-    # Whoever has asked for CUDA cannot use it in a child that was forked.  vLLM forks unless CUDA is initialised; to
-    # ask whether there is a device does not initialise it.
+    # A process that has queried CUDA cannot use it in a forked child.  vLLM forks unless CUDA is initialised; asking
+    # whether there is a device does not initialise it.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Compute nodes have no network: fail at once instead of after retries.
     "HF_HUB_OFFLINE": "1",
@@ -73,7 +73,7 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "max_num_seqs": generation.max_num_seqs,
         "tensor_parallel_size": generation.tensor_parallel,
         "enable_prefix_caching": generation.prefix_caching,
-        # Tokens in, tokens out: text is the role's business.
+        # Tokens in, tokens out: the role handles text.
         "skip_tokenizer_init": True,
         # The distribution that was sampled from, after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",

@@ -34,7 +34,7 @@ class ExpertStacks:
     """The layers of a model that take whole stacks."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        """device: where stacks are put together, the model's."""
+        """device: where stacks are assembled, the model's."""
         self._device = device
         self._layers = {
             name.removesuffix(".routed_experts"): module
@@ -44,7 +44,7 @@ class ExpertStacks:
         self._filling: dict[tuple[str, str], _Stack] = {}
 
     def taken_from(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is not an expert's, loading the others by the way.
+        """Yield tensors that are not an expert's, loading the others on the way.
 
         Raises GroupFailed if experts of a layer are missing at the end.
         """
@@ -55,7 +55,7 @@ class ExpertStacks:
             else:
                 self._add(match["layer"], match["matrix"], int(match["index"]), tensor)
         for (layer, matrix), stack in self._filling.items():
-            raise GroupFailed(f"{layer}: {matrix} of experts {sorted(stack.missing)} did not come")
+            raise GroupFailed(f"{layer}: {matrix} of experts {sorted(stack.missing)} are missing")
 
     def _add(self, layer: str, matrix: str, index: int, tensor: Tensor) -> None:
         place, shard = PLACES[matrix]

@@ -1,6 +1,6 @@
 """Join what an engine has sampled to the request, and to the prefix it continued.
 
-Eats RolloutRequest and the engine's arrays, makes Rollout.
+Input: RolloutRequest and the engine's arrays.  Output: Rollout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FinishedRequest:
     token_ids: Int32  # [n]
     logprobs: Float32  # [n] natural log
     versions: Int32  # [n]
-    reason: str  # an engine's word: "stop", "length", "abort"
+    reason: str  # as the engine names it: "stop", "length", "abort"
 
     @classmethod
     def of_vllm(cls, completion: Any, versions: Int32) -> FinishedRequest:
@@ -65,7 +65,7 @@ def rollout_of(request: RolloutRequest, finished: FinishedRequest) -> Rollout:
 
 
 def prefix_of(rollout: Rollout) -> Prefix:
-    """The same tokens as the beginning of a rollout that somebody else goes on with."""
+    """The same tokens as a prefix of a rollout that another generator continues."""
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 

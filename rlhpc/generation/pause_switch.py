@@ -1,6 +1,6 @@
-"""Stop vLLM from sampling while anybody wants it stopped.
+"""Keep vLLM paused while at least one holder wants it paused.
 
-Input: holds and releases, each in somebody's name; output: calls of pause_generation and resume_generation.
+Input: holds and releases, each under its holder's name.  Output: calls of pause_generation and resume_generation.
 Requests are kept.  Guarantee: nothing is sampled between a hold that has returned and the release of the same name.
 """
 
@@ -14,7 +14,7 @@ from rlhpc.generation.busy_clock import BusyClock
 
 
 class PauseSwitch:
-    """The names of those who hold an engine."""
+    """The names of the holders that keep an engine paused."""
 
     def __init__(self, llm: Any, call: Callable[[Any], Awaitable[Any]], busy: BusyClock) -> None:
         """call: awaits a call of vLLM and maps its errors."""
@@ -25,11 +25,11 @@ class PauseSwitch:
 
     @property
     def is_paused(self) -> bool:
-        """True if vLLM has been told to pause, and has paused."""
+        """True if vLLM was asked to pause, and has paused."""
         return self._is_paused
 
     async def hold(self, name: str) -> None:
-        """Stop after the present step.  Idempotent."""
+        """Pause after the current step.  Idempotent."""
         async with self._changing:
             self._holders.add(name)
             if not self._is_paused:
@@ -38,7 +38,7 @@ class PauseSwitch:
                 self._busy.pause()
 
     async def release(self, name: str) -> None:
-        """Go on, unless somebody else holds.  Idempotent."""
+        """Resume, unless there is another holder.  Idempotent."""
         async with self._changing:
             self._holders.discard(name)
             if self._is_paused and not self._holders:

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class PreemptionCount:
-    """Listens at a model runner."""
+    """Observes a model runner."""
 
     def __init__(self, model_runner: Any) -> None:
-        """Put itself between the worker and execute_model of its runner."""
+        """Wrap execute_model of the worker's model runner."""
         self.total = 0
         execute = model_runner.execute_model
 

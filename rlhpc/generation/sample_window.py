@@ -1,16 +1,16 @@
 """How many samples a replica should hold at once, from the lengths of those that have finished.
 
-Eats the room of the KV cache and the lengths of finished requests, makes a number of samples.  Pure.
+Input: the size of the KV cache and the lengths of finished requests.  Output: a number of samples.  Pure.
 
 Divided by the greatest length, the cache of a model that answers in a tenth of it stays nine tenths empty.  What one
 request takes is measured in two ways, of which the greater counts:
     when it ends     prompt + completion, on average: of those that begin together all may be that long at once
     while it runs    tokens held, averaged over the steps of all requests, in which long ones weigh more; and two
                      standard deviations of the sum over all that run, so that the cache is rarely over-full
-At first every request is believed to be of the greatest length; as many finished ones as fit then outweigh that
-belief, and the last ones count most, since lengths change while a model learns.  Short requests finish first, so the
-first to finish tell too little: that is what the belief is for.  An engine that runs out of room nevertheless preempts
-a request and computes it again: that costs time and no rollout.
+The prior assumes the greatest length for every request.  Finished requests outweigh it gradually, recent ones most,
+since lengths change while a model learns.  Short requests finish first, so the first ones to finish are biased: that is
+why there is a prior.  An engine that runs out of KV cache nevertheless preempts a request and computes it again, which
+costs time and loses no rollout.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from __future__ import annotations
 import math
 
 DEVIATIONS = 2.0
-MEMORY_WINDOWS = 4  # a finished request is forgotten after about so many times the samples that fit
+MEMORY_WINDOWS = 4  # memory of finished requests, in multiples of the samples that fit
 
 
 class SampleWindow:
-    """Divides the KV cache by what a request takes."""
+    """Divides the KV cache by the space that a request takes."""
 
     def __init__(self, *, kv_tokens: int, longest_tokens: int, max_num_seqs: int, block_tokens: int = 1) -> None:
-        """kv_tokens: room of the cache.  longest_tokens: of a prompt with its completion.
+        """kv_tokens: size of the cache.  longest_tokens: of a prompt with its completion.
 
-        max_num_seqs: never more.  block_tokens: what the cache is dealt out in.
+        max_num_seqs: upper limit.  block_tokens: allocation unit of the cache.
         """
         self._kv_tokens, self._max_num_seqs, self._block = kv_tokens, max_num_seqs, block_tokens
         self._fewest = max(1, min(max_num_seqs, kv_tokens // longest_tokens))
         longest = self._whole_blocks(longest_tokens)
-        self._num_finished = float(self._fewest)  # forgotten bit by bit, as are all sums; at first the belief
+        self._num_finished = float(self._fewest)  # decays like all sums; starts with the prior
         self._final_tokens = self._num_finished * longest
         self._num_steps = self._num_finished * longest_tokens  # of requests that finished
         self._held_tokens = self._num_steps * longest  # summed over these steps
         self._held_squares = self._num_steps * longest**2
 
     def finished(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request ended by itself, having sampled so many tokens after so many (a continued prefix is among them)."""
+        """A request ended by itself; tokens it sampled, and tokens before those (a continued prefix is among them)."""
         keep = 1 - 1 / (MEMORY_WINDOWS * self.num_samples + 1)
         held = num_prompt_tokens + (num_tokens + self._block) / 2  # half of the last block is empty on average
         self._num_finished = keep * self._num_finished + 1

@@ -1,6 +1,6 @@
 """An engine without a model, for tests of everything else.
 
-Eats RolloutRequest, makes Rollout.  Token t of a member is drawn from a categorical distribution that is stated
+Input: RolloutRequest.  Output: Rollout.  Token t of a member is drawn from a categorical distribution that is stated
 (logprob_table) and changes with the policy version, by a generator seeded with (seed, group, sample, t): the same
 whatever runs beside it, and the same again after a prefix.  Temperature and nucleus are ignored.
 """
@@ -23,12 +23,12 @@ from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
 from rlhpc.types import Float32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
-FIRST_ORDINARY_TOKEN = 4  # below lie the special tokens of a character vocabulary
+FIRST_ORDINARY_TOKEN = 4  # below are the special tokens of a character vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a scripted engine does."""
+    """Settings of a scripted engine."""
 
     seed: int = 0
     vocab_size: int = 100
@@ -36,7 +36,7 @@ class Script:
     stop_probability: float = 0.05
     token_s: float = 0.0  # time one token takes; 0: as fast as the event loop turns
     max_num_seqs: int = 256
-    die_after_tokens: int | None = None  # the engine dies when it has generated so many
+    die_after_tokens: int | None = None  # the engine dies after generating this many
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class ScriptedEngine(GenerationEngine):
         make_receiver: Callable[[str], WeightReceiver] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """make_receiver: transport → receiver; None adopts versions without moving a byte."""
+        """make_receiver: transport → receiver; None adopts versions without any transfer."""
         self.script = script
         self._make_receiver = make_receiver
         self._receiver: WeightReceiver | None = None
@@ -86,7 +86,7 @@ class ScriptedEngine(GenerationEngine):
     def of(
         cls, config: Config, *, seed: int, make_receiver: Callable[[str], WeightReceiver] | None = None
     ) -> ScriptedEngine:
-        """With the vocabulary of the run's model, of which only config.json is read, if it is there."""
+        """With the vocabulary of the run's model; only its config.json is read, if present."""
         script = Script(seed=seed, max_num_seqs=config.generation.max_num_seqs)
         path = config.model.path / "config.json"
         if path.exists():
@@ -157,7 +157,7 @@ class ScriptedEngine(GenerationEngine):
         return flight.request.num_done + len(flight.tokens) if flight is not None and flight.tokens else 0
 
     def progress(self, request_id: str) -> Prefix | None:
-        """All tokens that were drawn by now; see GenerationEngine."""
+        """All tokens drawn so far; see GenerationEngine."""
         flight = self._find(request_id)
         return prefix_of(flight.finished("abort")) if flight is not None and flight.tokens else None
 
@@ -191,7 +191,7 @@ class ScriptedEngine(GenerationEngine):
     # -------------------------------------------------------------------------------------------------- weights
 
     async def join_weights(self, group: WeightGroup, member: str) -> None:
-        """Meet the others if there is something to meet them with; see GenerationEngine."""
+        """Join the weight group, if there is a receiver; see GenerationEngine."""
         self._require_life()
         await self.leave_weights()
         rank = group.first_rank(member)
@@ -201,7 +201,7 @@ class ScriptedEngine(GenerationEngine):
             self._receiver = receiver
 
     async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
-        """Receive and throw away, then adopt the version; see GenerationEngine."""
+        """Receive and discard, then adopt the version; see GenerationEngine."""
         self._require_life()
         began = self._clock()
         if self._make_receiver is not None:
@@ -221,7 +221,7 @@ class ScriptedEngine(GenerationEngine):
             receiver.leave()
 
     async def close(self) -> None:
-        """What is in flight returns as aborted; see GenerationEngine."""
+        """Requests in flight return as aborted; see GenerationEngine."""
         await self.leave_weights()
         for flight in self._in_flight.values():
             flight.is_aborted = True
@@ -255,7 +255,7 @@ class ScriptedEngine(GenerationEngine):
         return "length"
 
     async def _step(self, flight: _InFlight) -> None:
-        """Let one token's time pass, and a pause if there is one."""
+        """Wait for the time of one token, and for the end of a pause."""
         await asyncio.sleep(self.script.token_s)
         while not self._may_run and not flight.is_aborted and not self._death:  # noqa: ASYNC110 - any of three ends it
             await asyncio.sleep(0.001)

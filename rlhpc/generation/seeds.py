@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-SEED_BITS = 31  # what every library takes that an engine hands its seed to
+SEED_BITS = 31  # the range that every library behind an engine accepts
 
 
 def engine_seed(run_seed: int, replica: int) -> int:

@@ -18,17 +18,17 @@ UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 where there is no limit
 def choose_staging(setting: str, *, on_cpu: bool, model_bytes: int, num_shadows: int, free_bytes: int) -> str:
     """ "shadow" or "paused".
 
-    setting: weights.staging.  num_shadows: how many workers of this node may each want one.
+    setting: weights.staging.  num_shadows: how many workers of this node may each need one.
     """
     if setting != "auto":
         return setting
     if on_cpu:
-        return "shadow"  # the model lives in host memory anyway
+        return "shadow"  # the model is in host memory anyway
     return "shadow" if model_bytes * num_shadows <= SHADOW_SHARE * free_bytes else "paused"
 
 
 def free_host_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that this process may still take: what the machine has, or what is left of its cgroup's limit."""
+    """Host memory still available to this process: of the machine, or of its cgroup's limit."""
     free = int(psutil.virtual_memory().available)
     for limit, used in _cgroup_limits(proc, groups):
         free = min(free, max(0, limit - used))

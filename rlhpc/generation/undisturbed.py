@@ -1,4 +1,4 @@
-"""Finish what was begun, whoever stops waiting for it."""
+"""Run an awaitable to its end, even if the task that waits for it is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def undisturbed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await to the end even if the caller is cancelled meanwhile: weights must not be half adopted."""
+    """Await to the end even if the caller is cancelled: weights must not be partly adopted."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

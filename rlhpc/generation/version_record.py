@@ -1,6 +1,6 @@
 """Remember which policy version sampled which tokens of a request.
 
-Eats the number of tokens a request had when weights changed, makes one version per token.  Pure.
+Input: the number of tokens a request had when weights changed.  Output: one version per token.  Pure.
 Where vLLM keeps spans of its own the two must agree, but for a delay: new weights and their name reach the engine in
 two messages, and on a busy machine it decodes some tokens between them.  Ours is counted while the weights are loaded.
 """
@@ -34,7 +34,7 @@ class VersionRecord:
     def weights_changed(self, policy_version: int, num_tokens: int | None) -> None:
         """Tokens from `num_tokens` on are of `policy_version`.
 
-        None: the worker did not know the request.  It has either not begun, or ended and is on its way to us.
+        None: the worker did not know the request.  It has either not begun, or has ended and its output is on the way.
         """
         if num_tokens is None:
             self._is_certain = False
@@ -60,7 +60,7 @@ class VersionRecord:
 
 
 def versions_of_spans(spans: Sequence[Span], num_tokens: int) -> Int32:
-    """Version of every token as vLLM tells it, int32 [num_tokens].  Raises ValueError if the spans leave a gap."""
+    """Version of every token as vLLM reports it, int32 [num_tokens].  Raises ValueError if the spans leave a gap."""
     versions = np.empty(num_tokens, np.int32)
     covered = 0
     for span in spans:

@@ -34,15 +34,15 @@ from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, Wei
 if TYPE_CHECKING:
     import psutil
 
-CALLER = "caller"  # in whose name pause() holds
-NO_VERSION = -1  # of the weights an engine starts with: nobody has said what they are
-ABORT_ALL_S = 5.0  # at close; what has not ended by then is failed
-ABORT_AGAIN_S = 0.05  # an abort may overtake the request it is for
+CALLER = "caller"  # holder name of pause()
+NO_VERSION = -1  # of the weights an engine starts with, whose version is unknown
+ABORT_ALL_S = 5.0  # at close; requests that have not ended by then fail
+ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request vLLM has."""
+    """A request that vLLM has."""
 
     request: RolloutRequest
     record: VersionRecord
@@ -64,16 +64,16 @@ class VllmEngine(GenerationEngine):
         self._policy_version = NO_VERSION
         self._num_updates = 0
         self._num_tokens = 0
-        self._death = ""  # why this engine is dead; "" while it lives
+        self._death = ""  # why this engine is dead; "" while it is alive
         self._has_spans = hasattr(llm, "update_weight_version")
         self._switch = PauseSwitch(llm, self._call, self._busy)
         self._weights = WeightUpdates(llm, self._call, self._switch, self._adopt, config=config, clock=clock)
 
     @classmethod
     async def start(cls, config: Config, *, seed: int, clock: Clock = time.monotonic) -> VllmEngine:
-        """Start vLLM on CUDA where there is a device, else on CPU.  Blocks the event loop until it is up.
+        """Start vLLM on CUDA if there is a device, else on CPU.  Blocks the event loop until it is ready.
 
-        Sets environment variables of this process.  Raises EngineError; no process is left then.
+        Sets environment variables of this process.  Raises EngineError and leaves no process behind.
         """
         engine = cls(*start_vllm(engine_profile(config, seed=seed, device=device_here())), config, clock)
         try:
@@ -92,7 +92,7 @@ class VllmEngine(GenerationEngine):
 
     @property
     def capacity_samples(self) -> int:
-        """Requests of such lengths as have been met that fill the KV cache, at most max_num_seqs; 0 while torn."""
+        """Number of requests that fill the KV cache, by the lengths seen so far, at most max_num_seqs; 0 while torn."""
         return 0 if self._weights.is_torn else self._window.num_samples
 
     @property
@@ -103,7 +103,7 @@ class VllmEngine(GenerationEngine):
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Sample one completion; see GenerationEngine.
 
-        Raises ValueError for a prompt that leaves no room, as that is the caller's mistake and hurts no one else.
+        Raises ValueError for a prompt that leaves no room: the caller's mistake, which affects no other request.
         """
         self._require_life()
         if request.prefix is not None and len(request.prefix.token_ids) >= request.sampling.max_tokens:
@@ -113,7 +113,7 @@ class VllmEngine(GenerationEngine):
         self._busy.enter()
         try:
             output = await self._run(request_id, request)
-            # What was sampled after a load may overtake the load's own answer, which says from which token on.
+            # Tokens sampled after a load may overtake the load's reply, which says from which token on they are new.
             await self._weights.adopted.wait()
             return self._finish(flight, output)
         finally:
@@ -122,14 +122,14 @@ class VllmEngine(GenerationEngine):
             flight.ended.set()
 
     def num_sampled(self, request_id: str) -> int:
-        """As far as its tokens have reached us; see GenerationEngine."""
+        """Counts the tokens received so far; see GenerationEngine."""
         for key, flight in self._in_flight.items():
             if flight.request.request_id == request_id and (sampled := num_tokens(self._llm, key)):
                 return flight.request.num_done + sampled
         return 0
 
     def progress(self, request_id: str) -> Prefix | None:
-        """As far as its tokens have reached us and their versions are certain; see GenerationEngine."""
+        """The tokens received so far whose versions are certain; see GenerationEngine."""
         for key, flight in self._in_flight.items():
             if flight.request.request_id == request_id and self._weights.adopted.is_set():
                 partial = partial_completion(self._llm, key)
@@ -139,18 +139,18 @@ class VllmEngine(GenerationEngine):
         return None
 
     async def abort(self, request_id: str) -> None:
-        """End it; returns when it has ended."""
+        """Abort it; returns when it has ended."""
         for key, flight in list(self._in_flight.items()):
             if flight.request.request_id == request_id:
                 await self._abort(key, flight)
 
     async def pause(self) -> None:
-        """Stop after the present step; see GenerationEngine."""
+        """Pause after the current step; see GenerationEngine."""
         self._require_life()
         await self._switch.hold(CALLER)
 
     async def resume(self) -> None:
-        """Go on, unless the weights are torn: then as soon as they are whole; see GenerationEngine."""
+        """Resume, or if the weights are torn as soon as they are whole; see GenerationEngine."""
         self._require_life()
         await self._switch.release(CALLER)
 
@@ -168,7 +168,7 @@ class VllmEngine(GenerationEngine):
     # -------------------------------------------------------------------------------------------------- weights
 
     async def join_weights(self, group: WeightGroup, member: str) -> None:
-        """Meet the others while decoding goes on; see GenerationEngine."""
+        """Join a membership epoch while decoding goes on; see GenerationEngine."""
         self._require_life()
         await self._weights.join(group, member)
 
@@ -194,7 +194,7 @@ class VllmEngine(GenerationEngine):
         if self._llm is not None:
             stop_vllm(self._llm, self._processes)
         self._llm = None
-        gc.collect()  # it is in a cycle: left alone, its finaliser runs when the interpreter has half gone
+        gc.collect()  # it is in a reference cycle: otherwise its finaliser runs while the interpreter shuts down
 
     # --------------------------------------------------------------------------------------------------- within
 
@@ -204,7 +204,7 @@ class VllmEngine(GenerationEngine):
         can_count = all(await self._rpc("rlhpc_counts_tokens"))
         if not can_count and not self._has_spans:
             raise EngineError(
-                "this vLLM tells neither which weights sampled a token nor how many tokens a request has; "
+                "this vLLM reports neither which weights sampled a token nor how many tokens a request has; "
                 "set VLLM_USE_V2_MODEL_RUNNER=0 or install vLLM 0.32"
             )
         # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
@@ -219,8 +219,8 @@ class VllmEngine(GenerationEngine):
         tokens = request.prompt.token_ids.tolist()
         if request.prefix is not None:
             tokens += request.prefix.token_ids.tolist()
-        # New weights must not meet the KV cache of older ones in a new request.  The count, not the version: after a
-        # trainer's restart the same number means other weights.
+        # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
+        # a trainer's restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
@@ -274,7 +274,7 @@ class VllmEngine(GenerationEngine):
         for key, flight in self._in_flight.items():
             num_tokens = None if counts is None else counts.get(key)
             if num_tokens is None and counts is not None and not self._has_spans:
-                num_tokens = 0  # paused and drained: what the worker does not know has not begun
+                num_tokens = 0  # paused and drained: a request that the worker does not know has not begun
             flight.record.weights_changed(policy_version, num_tokens)
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Start and end vLLM with every process that belongs to it.
 
-Eats an EngineProfile, makes an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
+Input: an EngineProfile.  Output: an AsyncLLM and the list of its processes.  Nothing survives stop_processes().
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SHUTDOWN_S = 5.0
 def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     """Start an engine; blocks for seconds (CPU) to minutes (CUDA).  Sets the profile's variables in os.environ.
 
-    Must run on the main thread: the engine's process is told to die with the thread that started it.
-    Raises EngineError if the engine does not come up; its processes are gone then.
+    Must run on the main thread: the engine's process is set to die with the thread that started it.
+    Raises EngineError if the engine does not start; its processes are gone then.
     """
     set_environment(profile.environment)
     before = set(psutil.Process().children(recursive=True))
@@ -35,16 +35,17 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine, for ever.
+        # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
+        # permanently.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)
     except Exception as error:
-        # Any error at all leaves an engine process that nobody holds.
+        # Any error at all leaves an engine process without an owner.
         stop_processes(_started_since(before))
         raise EngineError(f"vLLM did not start: {error}") from error
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Set what an engine needs, whatever a user's shell says, with a word about each variable that is overridden."""
+    """Set what an engine needs, whatever the user's shell has set; each overridden variable is logged."""
     for name, value in environment.items():
         theirs = os.environ.get(name)
         if theirs not in (None, value):
@@ -53,11 +54,11 @@ def set_environment(environment: Mapping[str, str]) -> None:
 
 
 def stop_vllm(llm: Any, processes: list[psutil.Process]) -> None:
-    """End the engine: politely, then by force.  Blocks for at most a few seconds."""
+    """End the engine: by shutdown, then by force.  Blocks for at most a few seconds."""
     try:
         llm.shutdown(timeout=SHUTDOWN_S)
     except Exception:
-        log.warning("vLLM did not shut down in order", exc_info=True)
+        log.warning("vLLM did not shut down cleanly", exc_info=True)
     stop_processes(processes)
 
 
@@ -95,7 +96,7 @@ def window_of(vllm_config: Any, max_num_seqs: int) -> SampleWindow:
 
 
 def _started_since(before: set[psutil.Process]) -> list[psutil.Process]:
-    """Processes below this one that were not there; python's resource tracker serves the whole process and stays."""
+    """New descendants of this process; python's resource tracker serves the whole process and stays."""
     return [child for child in set(psutil.Process().children(recursive=True)) - before if not _is_tracker(child)]
 
 

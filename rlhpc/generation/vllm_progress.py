@@ -1,7 +1,7 @@
-"""Read what vLLM has sampled of a request that has not ended.
+"""Read the tokens that vLLM has sampled so far for a request in flight.
 
-Its front end collects tokens and log-probabilities of every request until the end; this looks at that collection.  It
-is no public interface: whatever is not found as expected reads as "not known", which costs nothing but the knowledge.
+Its front end collects tokens and log-probabilities of every request until the end; this looks at that collection.  This
+is not a public interface: whatever is not found as expected is reported as "not known", and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """As much of a CompletionOutput as there is."""
+    """The fields of a CompletionOutput that are known so far."""
 
     token_ids: list[int]
     logprobs: Any  # flat
@@ -20,13 +20,13 @@ class PartialCompletion:
 
 
 def num_tokens(llm: Any, request_id: str) -> int:
-    """How many tokens there are of this request; 0: none, or this vLLM does not tell."""
+    """Number of tokens sampled for this request; 0: none, or this vLLM does not report it."""
     detokenizer = getattr(_state_of(llm, request_id), "detokenizer", None)
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
 
 def partial_completion(llm: Any, request_id: str) -> PartialCompletion | None:
-    """What there is of this request; None if nothing is, or this vLLM does not tell."""
+    """The tokens sampled for this request; None if there are none, or this vLLM does not report them."""
     state = _state_of(llm, request_id)
     detokenizer = getattr(state, "detokenizer", None)
     logprobs = getattr(getattr(state, "logprobs_processor", None), "logprobs", None)

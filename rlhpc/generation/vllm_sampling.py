@@ -1,6 +1,6 @@
-"""Say to vLLM how a completion is drawn and where it ends.
+"""Sampling parameters of a request, in vLLM's terms.
 
-Eats RolloutRequest, makes vllm.SamplingParams.
+Input: RolloutRequest.  Output: vllm.SamplingParams.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rlhpc.types import RolloutRequest
 
 
 def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int], run_seed: int | None = None) -> Any:
-    """For what is left of the request after its prefix, which vLLM takes for a part of the prompt.
+    """For the rest of the request after its prefix, which vLLM treats as part of the prompt.
 
-    run_seed: to draw the same again when the same is asked for again; None: by the engine's own randomness.
+    run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -35,19 +35,19 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
         flat_logprobs=True,
         detokenize=False,
         seed=None if run_seed is None else sample_seed(run_seed, request),
-        # Cheaper than a stream, and vLLM keeps all that is wanted until the end.
+        # Cheaper than a stream, and vLLM keeps everything until the end.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def sample_seed(run_seed: int, request: RolloutRequest) -> int:
-    """Differs between members, and from prefix to prefix: what goes on must not repeat the numbers of the beginning."""
+    """Differs between members and prefixes: a continuation must not repeat the random numbers of its prefix."""
     entropy = np.random.SeedSequence([run_seed, request.group_id, request.sample_index, request.num_done])
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def end_of_sequence_ids(model: Path) -> frozenset[int]:
-    """Those that the checkpoint itself names; chat models often have several."""
+    """End-of-sequence tokens named by the checkpoint; chat models often have several."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = model / name

@@ -33,9 +33,9 @@ class WeightLink:
     """A WeightReceiver and the thread that waits for it."""
 
     def __init__(self, receiver: WeightReceiver, scope: DeviceScope, shadow: HostShadow, *, permit_s: float) -> None:
-        """The receiver belongs to the link from now on; its thread works on the scope's device and stream.
+        """The link owns the receiver from now on; its thread works on the scope's device and stream.
 
-        shadow: where versions are received whole; its memory outlives the link.
+        shadow: memory in which versions are received whole; it outlives the link.
         permit_s: how long a version that is ready waits for permission.
         """
         self._receiver, self._scope, self._shadow = receiver, scope, shadow
@@ -47,7 +47,7 @@ class WeightLink:
         self._permission = threading.Event()
 
     def begin_join(self, group: WeightGroup, rank: int) -> tuple[str, str]:
-        """Start meeting the others.  Returns what poll() would, or FAILED if a task that was given up still runs."""
+        """Start joining the group.  Returns what poll() would, or FAILED if an abandoned task still runs."""
         return self._start(lambda: self._receiver.join(group, rank))
 
     def begin_shadow(self, manifest: WeightManifest) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class WeightLink:
         return self._start(lambda: self._load_arriving(manifest, load))
 
     def permit(self) -> None:
-        """The engine samples nothing: the version that is ready may be loaded."""
+        """The engine is paused: the version that is ready may be loaded."""
         self._permission.set()
 
     def give_up(self) -> None:
@@ -83,7 +83,7 @@ class WeightLink:
         return self._shadow.take()
 
     def leave(self) -> None:
-        """Leave the group.  A task that runs is given up: it ends within its receiver's time-out, unheard."""
+        """Leave the group.  A running task is abandoned: it ends by its receiver's time-out; its result is ignored."""
         self.give_up()
         self._receiver.leave()
         self._shadow.drop()
@@ -95,7 +95,7 @@ class WeightLink:
             if not self._permission.wait(self._permit_s):
                 raise GroupFailed(f"the engine did not stop sampling within {self._permit_s:g} s")
             if self._is_given_up:
-                raise GroupFailed("given up: nothing was loaded")
+                raise GroupFailed("cancelled: nothing was loaded")
             tensors = named_tensors(manifest, itertools.chain(self._handed_over(first), arriving))
             load(self._unless_given_up(tensors))
             for _ in tensors:  # the end of it, where checksums are compared, must be reached
@@ -103,7 +103,7 @@ class WeightLink:
 
     @staticmethod
     def _handed_over(blocks: list[Tensor]) -> Iterator[Tensor]:
-        """Without keeping them: a block is freed when its tensors are."""
+        """Yield them without keeping them: a block is freed when its tensors are."""
         while blocks:
             yield blocks.pop(0)
 
@@ -130,7 +130,7 @@ class WeightLink:
             self._outcome = (TORN, str(error))
         except RlhpcError as error:
             self._outcome = (FAILED, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach whoever polls, or it waits for ever
+        except Exception as error:  # noqa: BLE001 - whatever ends the thread must reach poll(), or its caller never ends
             self._outcome = (FAILED, repr(error))
         else:
             self._outcome = (DONE, "")

@@ -3,7 +3,7 @@
 Input: a vLLM worker's model and an iterator of tensors, which may still be arriving; vLLM's layerwise reload does the
 rest: a layer is put together from meta tensors when its last tensor has come, and copied to where its kernels look.
 Guarantee: whatever is raised, the model has tensors of the right shapes everywhere afterwards (some new, some old), so
-that a later version can be loaded.  What it would sample until then is nobody's policy: the caller must not let it.
+that a later version can be loaded.  What it would sample until then is not from any policy: the caller must prevent it.
 """
 
 from __future__ import annotations

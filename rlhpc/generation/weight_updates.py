@@ -1,8 +1,8 @@
-"""Bring a new version into a vLLM engine: receive, stop sampling where needed, load, adopt, go on.
+"""Update a vLLM engine to a new version: receive, pause sampling where needed, load, adopt, resume.
 
 Input: WeightGroup and WeightManifest; output: WeightTiming.  States of an engine's weights:
 
-    whole ──── a version is received whole beside decoding and loaded between two steps ("shadow") ────▶ whole
+    whole ──── a version is received whole during decoding and loaded between two steps ("shadow") ────▶ whole
     whole ──── the first buckets are here: sampling stops, buckets are loaded as they arrive ("paused") ▶ arriving
     arriving ─ the last bucket is loaded and every checksum agrees: sampling goes on ─────────────────▶ whole
     arriving ─ anything else ────────────────────────────────────────────────────────────────────────▶ torn
@@ -30,17 +30,17 @@ from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import manifest_bytes
 
-POLL_S = (0.002, 0.05)  # how often a worker is asked whether it has received: at first, and at most
+POLL_S = (0.002, 0.05)  # polling intervals of workers: first, and longest
 POLL_PAUSED_S = (0.001, 0.005)  # while nothing is sampled
 DRAIN_S = 0.02  # outputs that left the engine before a pause reach their requests within this
-UPDATE = "update"  # in whose name sampling is stopped
-BEGUN = [(BUSY, "")]  # what a worker would say that was just told to go on
+UPDATE = "update"  # holder name of the pause
+BEGUN = [(BUSY, "")]  # the state of a worker that was just resumed
 
 Counts = dict[str, int] | None
 
 
 class WeightUpdates:
-    """The weights' side of one engine."""
+    """Weight updates of one engine."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class WeightUpdates:
         self.adopted.set()
 
     async def join(self, group: WeightGroup, member: str) -> None:
-        """Meet the others while decoding goes on.  Raises GroupFailed."""
+        """Join the group while decoding goes on.  Raises GroupFailed."""
         async with self._updating:
             timeout_s = self._config.weights.timeout_s
             begun = await self._rpc("rlhpc_begin_join", msgspec.json.encode(group).decode(), member, timeout_s)
@@ -90,7 +90,7 @@ class WeightUpdates:
             return WeightTiming(receive_s=received - began, pause_s=pause_s)
 
     async def leave(self) -> None:
-        """Leave the group; a version that is arriving is given up."""
+        """Leave the group; a version that is arriving is abandoned."""
         await self._rpc("rlhpc_leave")
 
     async def _load_shadow(self, version: int) -> float:
@@ -101,7 +101,7 @@ class WeightUpdates:
             await asyncio.sleep(DRAIN_S)
         self.adopted.clear()
         try:
-            # Sent together, so that few steps if any lie between them; if one fails the engine is dead.
+            # Sent together, so that few steps, if any, run between them; if one fails the engine is dead.
             loaded, preemptions, *_ = await asyncio.gather(self._rpc("rlhpc_load"), *self._calls_that_follow(version))
             self.num_preemptions = max(preemptions)
             self._become(version, loaded[0][1])
@@ -153,10 +153,10 @@ class WeightUpdates:
         return self._staging
 
     def _with_state(self, error: Exception) -> str:
-        return f"{error}; no token is sampled before a whole version has come" if self.is_torn else str(error)
+        return f"{error}; no token is sampled before a whole version has arrived" if self.is_torn else str(error)
 
     async def _reached(self, wanted: str, states: list[Any], what: str, poll_s: tuple[float, float] = POLL_S) -> None:
-        """Ask the workers until all are where they are wanted.  Raises TornWeights or GroupFailed if one failed."""
+        """Poll the workers until all have reached the state.  Raises TornWeights or GroupFailed if one failed."""
         interval, longest = poll_s
         while any(state == BUSY for state, _ in states):
             await asyncio.sleep(interval)

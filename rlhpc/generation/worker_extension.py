@@ -1,4 +1,4 @@
-"""What vLLM mixes into each of its workers: receive weights beside decoding, load them while nothing is sampled.
+"""The worker extension that vLLM mixes into each worker: receive weights during decoding, load them while paused.
 
 Called by name over collective_rpc, with JSON for arguments (tensors do not survive vLLM's msgpack).  Every name starts
 with rlhpc_, since vLLM refuses an extension whose names collide with the worker's.
@@ -23,7 +23,7 @@ from rlhpc.generation.weight_reload import reload_weights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
-from rlhpc.weights.make import make_receiver
+from rlhpc.weights.factory import make_receiver
 from rlhpc.weights.shadow import HostShadow
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class WeightUpdateExtension:
     _rlhpc_handlers: dict[signal.Signals, Any] | None = None
 
     def rlhpc_follow_parent(self, parent_pid: int) -> None:
-        """Leave notices of the scheduler to the generator, end when it ends, however that happens; begin to count.
+        """Ignore the scheduler's signals, which the generator handles; end when the generator ends; start counting.
 
-        Slurm signals every process of a step: an engine that heeded it would be gone before the generator has handed
-        its partial rollouts back.  Only a direct child dies with its parent: vLLM's executor ends the others itself.
+        Slurm signals every process of a step: an engine that reacted would be gone before the generator has handed back
+        its partial rollouts.  Only a direct child dies with its parent: vLLM's executor ends the others itself.
         """
         self._rlhpc_preemptions = PreemptionCount(self.model_runner)
         if threading.current_thread() is threading.main_thread():
@@ -64,12 +64,12 @@ class WeightUpdateExtension:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def rlhpc_heed_signals(self) -> None:
-        """Undo rlhpc_follow_parent's deafness, so that vLLM can end its processes."""
+        """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""
         for notice, handler in (self._rlhpc_handlers or {}).items():
             signal.signal(notice, handler)
 
     def rlhpc_device_id(self) -> str:
-        """Which GPU this worker has, as no other has it; "" on CPU."""
+        """Unique name of this worker's GPU; "" on CPU."""
         return device_id(self.device)
 
     def rlhpc_num_preemptions(self) -> int:
@@ -138,7 +138,7 @@ class WeightUpdateExtension:
         return {key: len(state.output_token_ids) for key, state in self.model_runner.requests.items()}
 
     def _rlhpc_load_now(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with self._rlhpc_loading:  # a task that was given up may not have ended: the next one waits for it
+        with self._rlhpc_loading:  # an abandoned task may not have ended: the next one waits for it
             reload_weights(self.model_runner.get_model(), self.vllm_config, self.model_config, self.device, weights)
 
     def _rlhpc_finish_kernels(self) -> None:

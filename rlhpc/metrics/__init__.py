@@ -1,1 +1,1 @@
-"""Figures for people."""
+"""Metrics, TensorBoard and the progress line."""

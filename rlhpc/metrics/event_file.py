@@ -1,8 +1,9 @@
 """Append events to one TensorBoard event file, from a thread, without ever stopping the run.
 
-Eats serialised tensorboard Event messages, makes events.out.tfevents.*.  A slow file system does not hold the caller
-up; a full one costs the events of that moment and one warning, and what fits later is written later.  The file is
-whole at every moment: what was written of a record that did not fit is cut off again, since readers stop at it.
+Input: serialised tensorboard Event messages.  Output: events.out.tfevents.*.  A slow file system does not hold the
+caller up; a full one loses the events of that moment and logs one warning; later events are written once there is
+space.  The file is valid at every moment: what was written of a record that did not fit is cut off again, since readers
+stop at it.
 
 Why not tensorboard's EventFileWriter: its thread ends at the first error, which it then raises from every later call,
 and the half-written record stays.
@@ -25,7 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from rlhpc.errors import RunDirectoryError
 
 _logger = logging.getLogger(__name__)
-_MAX_QUEUED = 10_000  # events; some hundred steps' worth, for a file system that hangs
+_MAX_QUEUED = 10_000  # events; a few hundred steps, for a file system that hangs
 _Item = bytes | threading.Event | None  # a serialised event, a flush to be answered, or the end
 
 
@@ -62,7 +63,7 @@ class EventFile:
         return self._num_lost
 
     def append(self, event: Event) -> None:
-        """Stamp and queue an event; returns at once.  After close() nothing happens."""
+        """Stamp and queue an event; returns at once.  No effect after close()."""
         event.wall_time = self._wall_clock()
         if self._is_closed:
             return
@@ -136,7 +137,7 @@ class EventFile:
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
-            # Readers will stop at the torn record; nothing better is left to do.
+            # Readers will stop at the torn record; nothing better can be done.
             _logger.warning("metrics: cannot cut %s back to %d bytes: %s", self.path, end, error)
 
 

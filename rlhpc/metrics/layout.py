@@ -1,6 +1,6 @@
-"""The custom scalars dashboard: what to look at first, several curves to a chart.
+"""The custom scalars dashboard: the most important curves, several per chart.
 
-Eats metric names, makes TensorBoard's Layout message.
+Input: metric names.  Output: TensorBoard's Layout message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
     {
         "Reward": {
             "Reward": ("reward/mean", "reward/correct_share"),
-            "Groups without spread, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
+            "Zero-variance groups, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
             "Completion length": ("length/completion_mean", "length/completion_max"),
             "Truncated": ("length/truncated_share",),
         },

@@ -1,4 +1,4 @@
-"""Small instruments: how fast, how late, how long still.
+"""Small meters: rates, event-loop lag, remaining time.
 
 Pure but for LoopLag; time comes in as an argument or as a clock, always monotonic seconds.  A clock that stands still
 gives zero, never a division by it.
@@ -17,13 +17,13 @@ class Rate:
     """Amount per second over a sliding window."""
 
     def __init__(self, window_s: float, now: float) -> None:
-        """now: when counting begins; until a window has passed, the rate is over the time since then."""
+        """now: start of counting; until a window has passed, the rate is over the time since then."""
         self._window_s, self._began = window_s, now
         self._events: deque[tuple[float, float]] = deque()  # (when, how much)
         self._sum = 0.0
 
     def add(self, now: float, amount: float) -> None:
-        """Note that `amount` was done; `now` never goes back."""
+        """Add `amount`; `now` never decreases."""
         self._events.append((now, amount))
         self._sum += amount
         self._forget(now)
@@ -38,16 +38,16 @@ class Rate:
         while self._events and self._events[0][0] <= now - self._window_s:
             self._sum -= self._events.popleft()[1]
         if not self._events:
-            self._sum = 0.0  # rounding does not add up over weeks
+            self._sum = 0.0  # so that rounding errors do not accumulate over weeks
 
 
 class LoopLag:
-    """How late an event loop comes back to a task that slept: what every message waits besides."""
+    """How late an event loop resumes a task that slept: an extra delay of every message."""
 
     def __init__(
         self, clock: Clock, interval_s: float = 0.1, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """interval_s: between two looks."""
+        """interval_s: between two measurements."""
         self._clock, self._interval_s, self._sleep = clock, interval_s, sleep
         self._max_s = 0.0
         self._sleeps_until: float | None = None
@@ -62,7 +62,7 @@ class LoopLag:
     def take(self) -> float:
         """Return the worst lag in seconds since the last take.
 
-        Sees a lag that still lasts: whoever takes is on the loop too, and may come before the task that slept.
+        Includes a lag that still lasts: the caller runs on the loop too, perhaps before the task that slept.
         """
         self._look()
         worst_s, self._max_s = self._max_s, 0.0
@@ -85,7 +85,7 @@ class Eta:
         self._ends: deque[tuple[int, float]] = deque(maxlen=window_steps + 1)  # (steps done, when)
 
     def step_done(self, num_done: int, now: float) -> None:
-        """Note that `num_done` steps of the run are done."""
+        """Record that `num_done` steps of the run are done."""
         self._ends.append((num_done, now))
 
     def remaining_s(self) -> float | None:

@@ -3,7 +3,7 @@
 A frozen table.  A name is never reused for something else.  docs/metrics.md holds table_markdown(); a test compares.
 A name that ends in "/*" stands for a family whose last part a user chooses.
 Shares are 0–1.  "Batch" is the batch of the optimiser step at which the value is written; "finished lately" is since
-the step before, groups without spread included: what the policy can do now, not what it is trained on.
+the previous step, zero-variance groups included: what the policy can do now, not what it is trained on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         # Groups.
         "group/all_correct_share": Metric("share", "groups finished lately, all rewarded alike and above 0: too easy"),
         "group/all_wrong_share": Metric("share", "groups finished lately, all rewarded alike, not above 0: too hard"),
-        "group/dropped_total": Metric("groups", "given up since the start, for whatever reason"),
-        "group/replaced_total": Metric("groups", "replaced since the start because they had no spread"),
-        "group/regranted_total": Metric("groups", "granted again since the start: a lease of theirs was lost or late"),
+        "group/dropped_total": Metric("groups", "dropped since the start, for any reason"),
+        "group/replaced_total": Metric("groups", "replaced since the start because their rewards had zero variance"),
+        "group/regranted_total": Metric("groups", "granted again since the start: a lease was lost or expired"),
         # Lengths.
         "length/prompt_mean": Metric("tokens", "mean over the rollouts finished lately"),
         "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately", on_every_axis=True),
@@ -45,7 +45,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         # Staleness.
         "staleness/mean": Metric("versions", "version trained minus version at admission, mean over rollouts"),
         "staleness/max": Metric("versions", "largest of the batch; never above staleness/bound"),
-        "staleness/bound": Metric("versions", "largest that slots and window can lead to, whatever happens"),
+        "staleness/bound": Metric("versions", "upper bound that slots and window guarantee"),
         "staleness/token_mean": Metric("versions", "version trained minus version that sampled the token, mean"),
         "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
         "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),
@@ -76,17 +76,17 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
         "generator/kv_usage": Metric("share", "KV cache in use, mean over generators; 0: not known"),
         "generator/preemptions": Metric("rollouts", "thrown out of the KV cache and computed again, since the start"),
-        "generator/live": Metric("generators", "heard of lately"),
+        "generator/live": Metric("generators", "with a recent heartbeat"),
         # Weight updates.
         "weights/publish_s": Metric("s", "trainer: export and broadcast"),
-        "weights/receive_s": Metric("s", "slowest generator: call to last verified byte; it decodes meanwhile"),
+        "weights/receive_s": Metric("s", "slowest generator: from request to last verified byte; decoding continues"),
         "weights/pause_s": Metric("s", "slowest generator: no token could be sampled"),
         "weights/version": Metric("version", "policy version live on all members"),
         "weights/epoch": Metric("epoch", "membership epoch"),
         "weights/members": Metric("generators", "that take part in broadcasts"),
         # Packing.
         "packing/fill": Metric("ratio", "tokens over token budget, mean over micro-batches"),
-        "packing/lockstep_slowdown": Metric("ratio", "slowest rank's work over the mean rank's; 1 is perfect"),
+        "packing/lockstep_slowdown": Metric("ratio", "work of the slowest rank over the mean; 1 is perfect"),
         "packing/num_microbatches": Metric("micro-batches", "of one rank"),
         # Queues.
         "queue/slots_free": Metric("groups", "that may be admitted now"),
@@ -99,9 +99,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "time/wait_for_weights_s": Metric("s", "from step report until the new version was live everywhere"),
         "time/wait_for_groups_s": Metric("s", "controller waited for enough finished groups"),
         "time/pack_s": Metric("s", "advantages and packing"),
-        "time/checkpoint_s": Metric("s", "training was held up by the last checkpoint"),
+        "time/checkpoint_s": Metric("s", "training was blocked by the last checkpoint"),
         "time/checkpoint_write_s": Metric("s", "last complete checkpoint: written while training went on"),
-        "checkpoint/failed_total": Metric("checkpoints", "left out since the start: the disk did not take them"),
+        "checkpoint/failed_total": Metric("checkpoints", "skipped since the start: they could not be written"),
         "event_loop/lag_s": Metric("s", "worst lag of the controller's event loop since the last step"),
         # Axes.
         "tokens/generated_total": Metric("tokens", "completion tokens that reached the controller since the start"),

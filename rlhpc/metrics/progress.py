@@ -1,7 +1,7 @@
-"""One line that says how the run is doing.
+"""The live progress line of a run.
 
-Eats figures of a step, writes to a text stream.  On a terminal the line is rewritten in place; in a log file a whole
-line comes now and then, so that a week's log can be read.
+Input: metrics of a step.  Output: text, written to a stream.  On a terminal the line is rewritten in place; in a log
+file a whole line comes now and then, so that a week's log can be read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TextIO
 from rlhpc.contracts import Clock
 
 _CLEAR_LINE = "\r\x1b[K"
-_QUIET_S = 30.0  # in a log no two lines come within this time, the first and the last step's apart
+_QUIET_S = 30.0  # least time between two lines in a log, except for the first and the last step
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Figures of one finished step."""
+    """Metrics of one finished step."""
 
     step: int  # steps done
     num_steps: int
@@ -31,7 +31,7 @@ class Progress:
 
 
 class ProgressLine:
-    """Writes the line.  A stream that is closed or full is left alone: progress is not worth a run."""
+    """Writes the line.  Errors of the stream are ignored: they must not end a run."""
 
     def __init__(self, stream: TextIO, is_terminal: bool, num_steps: int, clock: Clock = time.monotonic) -> None:
         """is_terminal: whether the stream understands a carriage return (stream.isatty())."""
@@ -47,7 +47,7 @@ class ProgressLine:
         staleness: float,
         eta_s: float | None,
     ) -> None:
-        """Show the figures of a finished step, where it is time to."""
+        """Show the metrics of a finished step, if it is time to."""
         progress = Progress(
             step, self._num_steps, reward, trainer_tokens_per_s, generator_tokens_per_s, staleness, eta_s
         )
@@ -59,7 +59,7 @@ class ProgressLine:
             self._write(format_progress(progress) + "\n")
 
     def finish(self) -> None:
-        """Leave the last line standing, so that what follows begins on its own."""
+        """Finish the last line, so that later output starts on a new one."""
         if self._is_terminal:
             self._write("\n")
 

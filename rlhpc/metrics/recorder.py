@@ -1,6 +1,6 @@
 """Write a step's metrics under their stable names, over three axes.
 
-Eats named numbers and sampled texts, makes calls of TensorBoardWriter.  Unknown names are our own mistake and refused.
+Input: named numbers and sampled texts.  Output: calls of TensorBoardWriter.  An unknown name is a bug and is refused.
 The key metrics appear three times: NAME over optimiser steps, by_tokens/NAME over trained tokens and by_seconds/NAME
 over seconds, so that runs with other batch sizes or on other machines can be laid side by side.  Each axis has a
 directory of its own, so that a resume can undo it (tensorboard_writer.py).
@@ -23,7 +23,7 @@ _LONGEST_TEXT = 4_000  # characters of a sample that are shown
 
 
 class Sample(NamedTuple):
-    """One completion to look at; a plain tuple of the same four does as well."""
+    """One completion to show; a plain tuple of the same four works as well."""
 
     prompt: str
     completion: str
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """Where an attempt goes on, on every axis."""
+    """Where an attempt continues, on every axis."""
 
     step: int
     tokens: int  # trained so far
@@ -40,7 +40,7 @@ class Seam(NamedTuple):
 
 
 class Recorder:
-    """Knows the names; the writers know the format."""
+    """Checks metric names; the writers handle the format."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Recorder:
         self._writer.text("run/config", 0, _verbatim(text))
 
     def resumed(self, step: int, attempt: int) -> None:
-        """Mark the seam where this attempt goes on."""
+        """Mark where this attempt continues."""
         self._writer.mark_resume(step, attempt)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
@@ -111,7 +111,7 @@ class Recorder:
 
 
 def sample_markdown(sample: Sample) -> str:
-    """Lay a sample out so that nothing in it is taken for Markdown."""
+    """Format a sample so that nothing in it is read as Markdown."""
     blocks = [f"**reward {sample.reward:g}**"]
     for title in ("reference", "prompt", "completion"):
         blocks += [title, _verbatim(getattr(sample, title))]

@@ -1,6 +1,6 @@
 """Write scalars, histograms, texts and a dashboard layout that TensorBoard shows.
 
-Eats plain numbers and text, makes events.  Uses tensorboard's own message builders, which need numpy only: neither
+Input: plain numbers and text.  Output: events.  Uses tensorboard's own message builders, which need numpy only: neither
 TensorFlow nor torch is imported.  Nothing here stops a run; see event_file.py.
 
 A resumed run repeats the steps since its last checkpoint in a new file.  TensorBoard's data server lets a later point
@@ -54,7 +54,7 @@ class TensorBoardWriter:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point of many curves as one event.  Not-finite values are written as they are.
 
-        In the older form of a scalar, a plain number: it is the one that other readers of event files know, too.
+        In the older form of a scalar, a plain number: other readers of event files know this one, too.
         """
         with np.errstate(over="ignore"):  # beyond float32 numpy warns of overflow; inf is what TensorBoard shows then
             points = [Summary.Value(tag=name, simple_value=np.float32(value)) for name, value in values.items()]
@@ -93,7 +93,7 @@ class TensorBoardWriter:
             self._file.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def mark_resume(self, step: int, attempt: int) -> None:
-        """Note that this attempt begins at `step`, for the reader who wonders about a kink."""
+        """Record that this attempt begins at `step`, as an explanation of jumps in the curves."""
         self.text("run/resume", step, f"Attempt {attempt} goes on from step {step}.")
 
     def flush(self, timeout_s: float = 10.0) -> bool:

@@ -1,6 +1,6 @@
 """What a sequence costs a trainer, in floating-point operations of one forward pass.
 
-Eats lengths, makes costs.  Only ratios matter: the planner compares rows, and a backward pass doubles all of them.
+Input: lengths.  Output: costs.  Only ratios matter: the planner compares rows, and a backward pass doubles all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FlopCost:
     def from_hf_config(cls, config: Mapping[str, Any]) -> FlopCost:
         """Cost of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, and their mixtures of experts).
 
-        linear = 2 · (weights of the matrices that one token meets): per layer the four attention projections and the
+        linear = 2 · (weights of the matrices that one token passes): per layer the four attention projections and the
         gated MLP's three matrices, or those of the active and shared experts and the router's; and the output layer
         once.  quadratic = 2 · layers · heads · head_dim: QKᵀ and the sum over V take 2·L²·heads·head_dim each, and the
         causal half of both is computed.  Counting as in Narayanan et al. 2021, appendix (arXiv:2104.04473), with the
@@ -55,7 +55,7 @@ class FlopCost:
 
 
 def _mlp_weights(config: Mapping[str, Any], layer: int, hidden: int) -> int:
-    """Weights of one layer's MLP that one token meets."""
+    """Weights of one layer's MLP that one token passes."""
     num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
     # Qwen's mixtures keep some layers dense: each that is listed, and all but every decoder_sparse_step-th.
     is_dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1) != 0

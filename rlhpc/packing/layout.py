@@ -1,6 +1,6 @@
 """Lay samples end to end as a plan says.
 
-Eats TrainingSample and Plan, makes PackedBatch.  Pure; no token is dropped, doubled or padded.
+Input: TrainingSample and Plan.  Output: PackedBatch.  Pure; no token is dropped, doubled or padded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def packing_fill(batch: PackedBatch, token_budget: int) -> float:
 
 
 def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> float:
-    """Time of a batch whose ranks wait for each other at every micro-batch, over that of a perfectly even one; ≥ 1.
+    """Time of a batch whose ranks wait for each other at every micro-batch, over that of a perfectly balanced one; ≥ 1.
 
     Σ_m max_r cost(r, m) · num_ranks / Σ cost, lengths [N] being those that were planned.
     """

@@ -1,7 +1,7 @@
 """Samples into the batch of one optimiser step.
 
-Eats TrainingSample, makes PackedBatch.  A pure function of its arguments: no clock, no randomness, no state, so that
-the same samples in the same order give the same batch after a restart.
+Input: TrainingSample.  Output: PackedBatch.  A pure function of its arguments: no clock, no randomness, no state, so
+that the same samples in the same order give the same batch after a restart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decide which sample goes into which micro-batch of which rank.
 
-Eats lengths, makes a Plan.  Promises: no row above the token budget; the same number of micro-batches on every rank;
-every sample in exactly one row; the same plan for the same arguments on every machine.
+Input: lengths.  Output: a Plan.  Guarantees: no row above the token budget; the same number of micro-batches on every
+rank; every sample in exactly one row; the same plan for the same arguments on every machine.
 
 What is minimised.  Ranks run their m-th micro-batch together (every layer of FSDP is a collective; so is every pipeline
 flush), so micro-step m lasts as long as its costliest row and a batch lasts Σ_m max_r cost(r, m).  For given rows that
@@ -37,7 +37,7 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 MAX_PEELED = 8  # micro-steps
-MAX_BALANCED_SAMPLES = 16_384  # samples × depths tried; bounds time by a count, since a clock does not repeat itself
+MAX_BALANCED_SAMPLES = 16_384  # samples × depths tried; bounds time by a count, since a clock is not reproducible
 
 
 @dataclass(frozen=True, slots=True, eq=False)

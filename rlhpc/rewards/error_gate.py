@@ -1,7 +1,7 @@
 """Stop a run whose verifier fails too often: otherwise a broken verifier looks like a policy that got worse.
 
-Eats verdicts, makes nothing.  Looks at the last `window` verdicts; the limit is a share of the whole window, so that a
-first unlucky verdict does not stop a run, while a verifier that always fails is found after max_share · window.
+Input: verdicts.  Raises RoleFailed.  Looks at the last `window` verdicts; the limit is a share of the whole window, so
+that one early error does not stop a run, while a verifier that always fails is found after max_share · window.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class ErrorGate:
     """Counts verifier errors among the last verdicts."""
 
     def __init__(self, max_share: float, window: int = 200) -> None:
-        """max_share: highest share of verifier errors that is let pass, 0–1 (rewards.max_error_share)."""
+        """max_share: highest share of verifier errors that is tolerated, 0–1 (rewards.max_error_share)."""
         self._max_share, self._window = max_share, window
         self._is_error: deque[bool] = deque(maxlen=window)
         self._num_errors = 0
         self._details: deque[str] = deque(maxlen=_SHOWN_DETAILS)
 
     def count(self, verdict: Verdict, detail: str = "") -> None:
-        """Note one verdict; `detail` is shown should the gate close."""
+        """Record one verdict; `detail` is shown if the gate closes."""
         if len(self._is_error) == self._window:
             self._num_errors -= self._is_error[0]
         is_error = verdict is Verdict.VERIFIER_ERROR

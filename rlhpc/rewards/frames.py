@@ -13,7 +13,7 @@ MAX_FRAME_BYTES = 64 << 20  # a longer one is a damaged header
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """The worker has imported what it was asked to, or could not and leaves."""
+    """The worker has imported its reward functions, or has failed to and exits."""
 
     error: str
 
@@ -27,7 +27,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The outcome; where `error` is not empty the rest says nothing."""
+    """The outcome; if `error` is not empty the rest has no meaning."""
 
     reward: float
     is_correct: bool

@@ -1,6 +1,7 @@
 """Task "integer_arithmetic": is the last thing written the right integer?
 
-Eats a completion such as "12+34;2+4=6;10+30=40;46" and a reference such as "46"; makes a RewardOutcome of 1.0 or 0.0.
+Input: a completion such as "12+34;2+4=6;10+30=40;46" and a reference such as "46".  Output: a RewardOutcome of 1.0 or
+0.0.
 
 The answer is what stands after the last of the marks "####", ";" and "=", or the whole completion where there is
 none.  It must be one integer in its only spelling: ASCII digits, a minus sign where it is negative, no leading zero,

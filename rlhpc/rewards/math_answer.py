@@ -1,6 +1,6 @@
 r"""Task "math_answer": does the final answer equal the reference, as mathematics?
 
-Eats a completion and a reference; makes a RewardOutcome of 1.0 or 0.0.
+Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
 
 Which text is the answer is decided here, strictly: the last marked answer of the completion, where a mark is \boxed{…}
 or "#### …" up to the end of its line.  Earlier ones do not count, and a completion without a mark is wrong however
@@ -8,7 +8,7 @@ right its prose is.  What the text means is decided by plain_numbers.py for plai
 by math-verify for everything else.
 
 math-verify's own time limits are off: they are alarms, which work in a main thread only and do not interrupt C code.
-A comparison may therefore run for ever; the pool kills it.
+A comparison may therefore never end; the pool kills it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Read a number as people write it in an answer: "1,234", "$18", "-0.50", "3/4", "40%", "12 eggs", "7\text{ m}".
 
-Exact (fractions, not floats) and all or nothing: a text that holds anything besides one number, its currency sign, its
+Exact (fractions, not floats) and strict: a text that holds anything besides one number, its currency sign, its
 percent sign and its unit is not a plain number.  Pure.
 """
 
@@ -41,7 +41,7 @@ _LATEX_SPELLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class PlainNumber:
-    """One number; `value` is what stands there, not divided by 100 where a percent sign follows."""
+    """One number; `value` is the number as written, not divided by 100 if a percent sign follows."""
 
     value: Fraction
     is_percent: bool = False

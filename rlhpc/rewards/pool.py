@@ -1,8 +1,8 @@
-"""Judge completions in processes that may hang or die without taking anything else along.
+"""Score completions in processes that may hang or die without affecting anything else.
 
-Eats (task, completion, reference), makes Judgement.  Each worker has one completion in hand at a time, so that a
-verdict of verifier_error always falls on the one that earned it.  A hung worker is killed, a dead one is replaced;
-the others go on meanwhile.  A verifier's failure is never a reward of zero.
+Input: (task, completion, reference).  Output: Judgement.  Each worker has one completion at a time, so that
+verifier_error is always assigned to the completion that caused it.  A hung worker is killed, a dead one is replaced;
+the others continue.  A verifier's failure is never a reward of zero.
 
     judge() ── takes an idle worker ── asks ── gives it back
                                         └ lost: killed, replaced in the background, verdict verifier_error
@@ -21,13 +21,13 @@ from rlhpc.rewards.frames import Reply, Request, encode_frame
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
 from rlhpc.types import Verdict
 
-_MAX_FAILED_STARTS = 5  # in a row, after which something is wrong with the node
+_MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What one completion was found worth; becomes part of a ScoredRollout."""
+    """Verdict and reward of one completion; becomes part of a ScoredRollout."""
 
     reward: float  # 0.0 and meaningless when the verdict is VERIFIER_ERROR
     verdict: Verdict
@@ -59,7 +59,7 @@ class RewardPool:
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: the pool has ended, pass it on
         self._replacements: set[asyncio.Task[None]] = set()
-        self._end = ""  # why the pool takes no more work
+        self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -93,7 +93,7 @@ class RewardPool:
             raise RoleFailed(f"reward pool: {failures[0]}") from failures[0]
 
     async def judge(self, task: str, completion: str, reference: str) -> Judgement:
-        """Judge one completion.  Pure: may be asked again.
+        """Score one completion.  Pure: may be repeated.
 
         Returns verdict VERIFIER_ERROR if the function raised, returned no finite float, ran out of time or killed its
         process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
@@ -112,7 +112,7 @@ class RewardPool:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
         finally:
-            # Also when this call was cancelled: a worker that may still answer the old question is of no use.
+            # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
                 self._idle.put_nowait(worker)
             else:

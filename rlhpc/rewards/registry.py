@@ -1,7 +1,7 @@
 """Find a reward function by the name of its task.
 
-Eats a task name, makes a RewardFunction.  A name is one of the table below, or "package.module:function" of the user's
-own.  Functions are named as text, so that the table can be read without importing what the functions need.
+Input: a task name.  Output: a RewardFunction.  A name is one of the table below, or "package.module:function" of the
+user's own.  Functions are named as text, so that the table can be read without importing what the functions need.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Judge completions one after the other, in a process of its own that may be killed at any moment.
+"""Score completions one after the other, in a separate process that may be killed at any moment.
 
-Eats Request frames from its standard input, makes Reply frames on what was its standard output.  Started by
+Input: Request frames from its standard input.  Output: Reply frames on what was its standard output.  Started by
 worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when the pipe closes
 or its parent dies.  Whatever a reward function raises becomes a Reply with an error; whatever it prints goes to
 standard error.
@@ -92,7 +92,7 @@ def _die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; Linux only, elsewhere the pipe closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we could ask
+    if os.getppid() != parent_pid:  # it died before prctl was called
         os._exit(1)
 
 

@@ -1,7 +1,7 @@
 """One worker process as its pool sees it: started, asked, killed.
 
-Eats Request, makes Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only kill()
-may be called.  One question at a time.
+Input: Request.  Output: Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only
+kill() may be called.  One question at a time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LAST_MOMENT_S = 0.5
 
 
 class WorkerLost(Exception):
-    """The process died, did not answer in time or answered nonsense; never leaves this package."""
+    """The process died, did not reply in time or sent an invalid reply; never leaves this package."""
 
 
 class WorkerProcess:
-    """A process that judges one completion at a time."""
+    """A process that scores one completion at a time."""
 
     def __init__(self, process: Process) -> None:
-        """Take over a process that spawn() started."""
+        """Wrap a process that spawn() started."""
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._requests, self._replies = process, process.stdin, process.stdout
@@ -42,8 +42,8 @@ class WorkerProcess:
     async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int) -> WorkerProcess:
         """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
 
-        It leads a process group of its own, so that what a reward function starts dies with it.  It is told to die
-        with the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
+        It leads a process group of its own, so that what a reward function starts dies with it.  It is set to die with
+        the thread that starts it (PR_SET_PDEATHSIG counts threads, not processes).
         Raises OSError if no process can be started.
         """
         # The parent's import path, so that a reward function found when the configuration was checked is found there.
@@ -84,7 +84,7 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerLost(f"worker died: {await self._how_it_ended()}") from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise WorkerLost(f"worker answered nonsense: {error}") from error
+            raise WorkerLost(f"worker sent an invalid reply: {error}") from error
 
     async def kill(self) -> None:
         """End the process, and its whole group, now; wait until it is gone.  Idempotent."""

@@ -1,1 +1,1 @@
-"""The processes of a run: the only places where the parts meet."""
+"""The processes of a run: the only places where the other packages are combined."""

@@ -1,8 +1,8 @@
-"""Seconds in which this process was awake: what others are given time by.
+"""Seconds in which this process was awake: the clock by which deadlines of others are measured.
 
-A process that was stopped, suspended with its machine or held up by a filesystem has heard nobody meanwhile, though
-everybody may have spoken: what they said waits in its queues.  Time in which nobody could be heard is nobody's silence,
-and no lease runs out in it.
+A process that was stopped, suspended with its machine or blocked by a filesystem has received nothing meanwhile, though
+everybody may have sent: the messages wait in its queues.  Such time counts neither as silence of others nor towards the
+deadline of a lease.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ LOOKS_PER_STRETCH = 5  # so that an event loop that is only busy loses none of i
 
 
 class AwakeClock:
-    """A monotonic clock that stands still while the event loop does, but for one stretch."""
+    """A monotonic clock that stops while the event loop is blocked, except for `longest_s`."""
 
     def __init__(
         self, clock: Clock, longest_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """longest_s: what the time between two looks counts for at most; a small part of everybody's patience."""
+        """longest_s: the most that the time between two looks counts for; small compared with every time-out."""
         self._clock, self._longest_s, self._sleep = clock, longest_s, sleep
         self._counted_s = self._looked_at_s = clock()
 
     def __call__(self) -> float:
-        """Seconds since some moment, pauses left out."""
+        """Seconds since an arbitrary moment, without pauses."""
         return self._counted_s + min(self._clock() - self._looked_at_s, self._longest_s)
 
     async def run(self) -> None:
-        """Look again and again until cancelled: without looks the clock stands still."""
+        """Look periodically until cancelled: without looks the clock stops."""
         while True:
             self.look()
             await self._sleep(self._longest_s / LOOKS_PER_STRETCH)
@@ -42,5 +42,5 @@ class AwakeClock:
         now_s = self._clock()
         elapsed_s = now_s - self._looked_at_s
         if elapsed_s > 2 * self._longest_s:
-            log.warning("stood still for %.1f s: nobody's silence counts meanwhile", elapsed_s)
+            log.warning("this process was paused for %.1f s: that time is not counted as silence of others", elapsed_s)
         self._counted_s, self._looked_at_s = self(), now_s

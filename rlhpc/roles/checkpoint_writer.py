@@ -3,10 +3,10 @@
     write ──▶ controller's part, trainer's snapshot ──▶ next step …        training waits for this much
                               └──▶ SaveReport ──▶ complete ──▶ prune        in the background
 
-Promises: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
-complete, for a run that is killed in between goes on from the older one; a checkpoint that the disk does not take is
-left out and followed by another soon, and only when that has gone on for long is it an error.
-All input and output is done by threads: the event loop has rollouts and heartbeats to take in, however slow the disk.
+Guarantees: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
+complete, for a run that is killed in between goes on from the older one; a checkpoint that cannot be written to disk is
+skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done by
+threads: the event loop must receive rollouts and heartbeats, however slow the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
-from rlhpc.roles.books import Books
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.disk_patience import DiskPatience
 from rlhpc.roles.run_state import RunState, write_run_state
 from rlhpc.roles.trainer_link import TrainerLink
@@ -39,12 +39,12 @@ class CheckpointWriter:
         layout: RunLayout,
         keep: int,
         trainer: TrainerLink,
-        books: Books,
+        state: ControllerState,
         *,
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._layout, self._keep, self._trainer, self._books = layout, keep, trainer, books
+        self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
         self._report: asyncio.Future[SaveReport] | None = None
@@ -56,12 +56,12 @@ class CheckpointWriter:
 
     @property
     def awaits_trainer(self) -> bool:
-        """True while the trainer is writing: until its SaveReport is heard."""
+        """True while the trainer is writing: until its SaveReport has arrived."""
         return self._report is not None and not self._report.done()
 
     @property
     def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known by now."""
+        """True if the last one could not be written, as far as is known."""
         return self._failure is not None
 
     @property
@@ -72,7 +72,7 @@ class CheckpointWriter:
     async def write(self, step: int, policy_version: int) -> None:
         """Begin one; called between two steps, when nothing is being trained.
 
-        Waits for the end of the one before.  If this one's beginning fails it is left out; older ones stay usable.
+        Waits for the end of the one before.  If this one cannot be started it is skipped; older ones stay usable.
         Raises CheckpointError if saving has failed for too long.
         """
         await self._ended()
@@ -87,7 +87,7 @@ class CheckpointWriter:
             self.raise_failure()
             return
         self._step, self._report = step, asyncio.get_running_loop().create_future()
-        manifest = {"step": step, "policy_version": policy_version, "attempt": self._books.attempt}
+        manifest = {"step": step, "policy_version": policy_version, "attempt": self._state.attempt}
         self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
@@ -111,20 +111,20 @@ class CheckpointWriter:
     # ------------------------------------------------------------------------------------------------------- internals
 
     def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Path]:
-        """Take the controller's part in one go, before anything can be delivered; return what writes it to disk.
+        """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
 
         That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
         raises CheckpointError, leaving nothing behind.
         """
-        books, fence = self._books, self._fence
-        frozen = books.buffer.freeze(step)
-        prompts, membership, totals = books.prompts.state(), books.membership.state(), books.totals.to_json()
+        state, fence = self._state, self._fence
+        frozen = state.buffer.freeze(step)
+        prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
 
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
-                write_run_state(temporary, state)
+                run_state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                write_run_state(temporary, run_state)
             except (SegmentError, OSError) as error:
                 discard(temporary)
                 raise CheckpointError(f"{final}: the controller could not save: {error}") from error
@@ -138,7 +138,7 @@ class CheckpointWriter:
             await self._completing
 
     def _check_ownership(self) -> None:
-        """Raises OwnershipLost: checkpoints here are another attempt's to make and to delete."""
+        """Raises OwnershipLost: only the owner makes and deletes checkpoints here."""
         if self._fence is not None:
             self._fence.check()
 
@@ -169,10 +169,10 @@ class CheckpointWriter:
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)
 
     def _leave_out(self, error: CheckpointError) -> None:
-        """This one is not to be had; what older ones need is still there."""
+        """Skip this checkpoint; what older ones need is kept."""
         self._failure = error
         self._patience.failed()
-        self._books.totals.checkpoints_failed += 1
+        self._state.totals.checkpoints_failed += 1
         log.error("left out: %s; %s", error, self._patience.prospect)
 
 

@@ -1,6 +1,6 @@
 """One ordered stream of commands for all ranks of the trainer.
 
-The lead rank receives from the controller; the others receive from the lead, over the trainer's own process group.  So
+Rank 0 receives from the controller; the others receive from rank 0, over the trainer's own process group.  So
 every rank sees the same commands in the same order, which is what collectives need.
 """
 
@@ -27,14 +27,14 @@ class CommandStream:
     """Yields each command on every rank."""
 
     def __init__(self, channel: BlockingClientChannel | None, num_ranks: int) -> None:
-        """`channel` is given on the lead, which is rank 0, and only there.  Collective over all ranks."""
+        """`channel` is given on rank 0 only.  Collective over all ranks."""
         self._channel = channel
         self._codec = Codec(BATCHES.to_client)
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if num_ranks > 1 else None
         self._sequence = 0
 
     def next(self, interrupted: Callable[[], bool]) -> Any:
-        """Return the next command.  Raises ProtocolError; RoleFailed when the lead is gone."""
+        """Return the next command.  Raises ProtocolError; RoleFailed when rank 0 is gone."""
         command = self._channel.receive() if self._channel is not None else None
         if self._group is None:
             return command
@@ -46,7 +46,7 @@ class CommandStream:
             raise RoleFailed(f"the trainer's ranks lost each other while waiting for a command: {error}") from error
 
     def _share(self, command: object) -> Any:
-        """Send the lead's command to all ranks; measured at the speed of gloo, small beside a step."""
+        """Send rank 0's command to all ranks; as fast as gloo when measured, little compared with a step."""
         self._sequence += 1
         frames = [] if self._channel is None else self._codec.encode(command, self._sequence)
         lengths = torch.tensor([len(memoryview(f).cast("B")) for f in frames], dtype=torch.int64)

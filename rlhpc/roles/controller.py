@@ -1,8 +1,8 @@
-"""The controller: admits prompts, deals leases, gathers groups, feeds the trainer, brings weights round.
+"""The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
-    hear control ─▶ fleet, publication          who is there, who samples with which version
-    take leases  ─▶ intake ─▶ buffer            waits for rollouts; unblocks the train loop
-    granting     ─▶ leases out                  waits for slots and credit
+    hear control ─▶ registry, weight sync       who is there, who samples with which version
+    take leases  ─▶ sink ─▶ buffer              waits for rollouts; unblocks the train loop
+    dispatcher   ─▶ leases out                  waits for slots and credit
     train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
     watch                                       what is overdue, silent, poisoned, due on disk
 
@@ -26,7 +26,7 @@ from rlhpc.messages import (
     Hello,
     LeaseProgress,
     LeaseReturn,
-    RollCall,
+    Reregister,
     SaveReport,
     StopRole,
     WeightsLive,
@@ -36,32 +36,32 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.awake_clock import AwakeClock
-from rlhpc.roles.books import open_books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.controller_state import open_controller_state
 from rlhpc.roles.deaths import Deaths
-from rlhpc.roles.fleet import Fleet
-from rlhpc.roles.granting import Granting
-from rlhpc.roles.intake import Intake
+from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.patient_sealing import PatientSealing
-from rlhpc.roles.publication import Publication, PublicationLimits
+from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import RunRecorder
 from rlhpc.roles.run_summary import summarise
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.train_loop import TrainLoop
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
 from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
-PAUSE_COUNTS_FOR = 8  # a pause of ours counts for this part of the silence that others are allowed, at most
-FAREWELL_S = 2.0  # for the others to hear that they should stop
+PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+FAREWELL_S = 2.0  # for StopRole to reach the others
 
 
 def run(context: RoleContext) -> None:
-    """Run to the last step, or until told to stop; then tell everybody else."""
+    """Run to the last step, or until asked to stop; then stop all other roles."""
     asyncio.run(_control(context))
 
 
@@ -88,7 +88,7 @@ async def _control(context: RoleContext) -> None:
 
 
 class Controller:
-    """Wires the parts together and lets them run."""
+    """Wires the parts together and runs them."""
 
     def __init__(
         self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
@@ -96,63 +96,63 @@ class Controller:
         self._context, self._control, self._leases = context, control, leases
         config, clock = context.config, asyncio.get_running_loop().time
         self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
-        self._books = open_books(context, self._awake)
-        self._fleet = Fleet(context.config_hash, config.transport.dead_after_s, self._awake)
+        self._state = open_controller_state(context, self._awake)
+        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake)
         self._trainer = TrainerLink(batches)
-        self._publication = Publication(
+        self._weight_sync = WeightSync(
             control,
             self._trainer,
-            self._books.membership,
+            self._state.membership,
             transport=config.weights.transport,
-            limits=PublicationLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
-        self._intake = Intake(self._books.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
-        self._granting = Granting(
+        self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._dispatcher = LeaseDispatcher(
             leases,
-            self._books.ledger,
-            self._books.prompts,
-            generators=lambda: self._publication.ready_members,
-            capacity=self._fleet.capacity,
-            version=lambda: self._publication.live_version,
+            self._state.ledger,
+            self._state.prompts,
+            generators=lambda: self._weight_sync.ready_members,
+            capacity=self._registry.capacity,
+            version=lambda: self._weight_sync.live_version,
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
-            context.layout, config.checkpoint.keep, self._trainer, self._books, fence=context.fence
+            context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
         )
-        self._board = StatusBoard(context.layout, config, self._fleet, self._books.ledger, context.fence)
+        self._board = StatusBoard(context.layout, config, self._registry, self._state.ledger, context.fence)
         self._lag = LoopLag(clock)
-        self._sealing = PatientSealing(self._books.segments, self._awake)
-        self._deaths = Deaths(context, control, self._fleet, self._books)
-        watched = self._board.figures, self._fleet, self._publication, self._intake, self._lag
-        self._recorder = RunRecorder(context, self._books, *watched, clock=clock)
+        self._sealing = PatientSealing(self._state.segments, self._awake)
+        self._deaths = Deaths(context, control, self._registry, self._state)
+        watched = self._board.figures, self._registry, self._weight_sync, self._sink, self._lag
+        self._recorder = RunRecorder(context, self._state, *watched, clock=clock)
 
     def _make_loop(self) -> TrainLoop:
         config = self._context.config
         return TrainLoop(
             config,
-            self._books.buffer,
+            self._state.buffer,
             self._trainer,
-            self._publication,
+            self._weight_sync,
             make_estimator(config.algorithm.advantage),
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
-            step=self._books.step,
-            version=self._books.policy_version,
-            wake=self._granting.wake,
+            step=self._state.step,
+            version=self._state.policy_version,
+            wake=self._dispatcher.wake,
         )
 
     # ---------------------------------------------------------------------------------------------------------- running
 
     async def run(self, stop: StopRequest) -> None:
-        """Do everything until the last step or `stop`; then close the books."""
+        """Run until the last step or `stop`; then finish the records."""
         try:
             await self._run_loops(stop)
         except BaseExceptionGroup:
             await self._outlast_save(stop.event)
             raise
-        self._close_books()
+        self._close_run()
         if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
-            raise RoleFailed("no generator is left, and nobody starts another; see logs/generator-*/")
+            raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
@@ -161,7 +161,7 @@ class Controller:
                 for loop in (
                     self._hear(),
                     self._take_in(),
-                    self._granting.run(),
+                    self._dispatcher.run(),
                     self._watch(),
                     self._lag.run(),
                     self._awake.run(),
@@ -171,12 +171,12 @@ class Controller:
             stopped = group.create_task(stop.event.wait())
             deserted = group.create_task(self._deaths.nobody_is_left.wait())
             await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
-            self._granting.is_open = False
+            self._dispatcher.is_open = False
             if deserted.done():
                 stop.event.set()
             elif stopped.done():
                 await self._deaths.find()
-            await self._publication.stop_waiting()
+            await self._weight_sync.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
             for task in (*loops, stopped, deserted, training):
@@ -190,7 +190,7 @@ class Controller:
                 f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
                 "they restored different checkpoints"
             )
-        self._publication.describe(ready.manifest, ready.device)
+        self._weight_sync.describe(ready.manifest, ready.device)
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
@@ -198,152 +198,152 @@ class Controller:
 
     def _missing_trainers(self) -> list[str]:
         ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
-        return [name for name in ranks if self._fleet.member(name) is None]
+        return [name for name in ranks if self._registry.member(name) is None]
 
     async def _hear(self) -> None:
-        """Take what roles say about themselves."""
+        """Receive control messages of all roles."""
         while True:
             name, message = await self._control.receive()
             if isinstance(message, Hello):
                 await self._greet(name, message)
             elif isinstance(message, Heartbeat):
-                if not self._fleet.hear(name, message):
+                if not self._registry.record(name, message):
                     await self._ask_who_it_is(name)
-                self._granting.wake()  # its credit may have grown
+                self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
-                await self._publication.acknowledge(name, message)
+                await self._weight_sync.acknowledge(name, message)
             elif isinstance(message, SaveReport):
                 self._checkpoints.hear(message)
 
     async def _ask_who_it_is(self, name: str) -> None:
-        """Somebody beats who was struck off as silent: a generator that stood still may take part again."""
+        """Heartbeat from a process that was declared dead: a generator that was paused may register again."""
         if name.startswith("generator-"):
             with suppress(ChannelError):  # it is gone already
-                await self._control.send(name, RollCall())
+                await self._control.send(name, Reregister())
 
     async def _greet(self, name: str, message: Hello) -> None:
-        if self._fleet.is_outlived(name, message):
-            self._fleet.greet(name, message)  # which refuses it; told to stop would be who has taken its place
+        if self._registry.is_superseded(name, message):
+            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
             return
-        known = self._fleet.member(name)
+        known = self._registry.member(name)
         if known is not None and known.hello.incarnation != message.incarnation:
-            await self._lose(name, "was started again")  # what it held is lost
-        if not self._fleet.greet(name, message):
+            await self._lose(name, "was started again")  # its leases are lost
+        if not self._registry.register(name, message):
             with suppress(ChannelError):  # it is gone already
                 await self._control.send(name, StopRole("other settings than the run's"))
         elif message.role == "generator":
-            if misplaced := self._publication.misplaced(name, message.weight_devices):
+            if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
                 log.error("%s is not admitted: %s", name, misplaced)
-                self._fleet.forget(name)
+                self._registry.forget(name)
                 with suppress(ChannelError):  # it is gone already
                     await self._control.send(name, StopRole(misplaced))
                 return
             self._deaths.is_back(name)
-            await self._publication.joined(name, message.weight_devices, message.incarnation)
-            self._loop.groups_changed()  # perhaps it is the only one now: nothing else would make the loop publish
+            await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
+            self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
 
     async def _take_in(self) -> None:
-        """Take what generators bring."""
+        """Receive rollouts and progress from generators."""
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, ScoredRollout):
-                if not self._intake.take(name, message):
+                if not self._sink.take(name, message):
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
-                self._books.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
             elif isinstance(message, LeaseProgress):
-                self._books.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
-            self._granting.wake()
+            self._dispatcher.wake()
 
     async def _cancel_dropped(self) -> None:
-        """Spare generators the work on groups that nobody wants any more."""
-        while self._intake.cancelled:
-            group_id = self._intake.cancelled.pop()
-            for name in self._publication.ready_members:
-                with suppress(ChannelError):  # it is gone, or too busy to hear: then it works in vain
+        """Cancel sampling of groups that were dropped."""
+        while self._sink.cancelled:
+            group_id = self._sink.cancelled.pop()
+            for name in self._weight_sync.ready_members:
+                with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
                     await self._leases.send(name, CancelGroup(group_id))
 
     async def _watch(self) -> None:
-        """Look for what does not announce itself: silence, lateness, poison, full segments."""
+        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            for name in self._fleet.silent():
+            for name in self._registry.silent():
                 await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
-            self._books.totals.leases_regranted += len(self._books.ledger.expire())
-            for group_id in self._books.ledger.poisoned():
+            self._state.totals.leases_regranted += len(self._state.ledger.expire())
+            for group_id in self._state.ledger.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
-                self._intake.drop(group_id, DropReason.POISON)
+                self._sink.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
             await self._deaths.write()
-            self._granting.wake()
+            self._dispatcher.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
 
     async def _lose(self, name: str, why: str) -> None:
-        """A process is gone.  Generators are expendable; the others are not."""
-        member = self._fleet.member(name)
-        self._fleet.forget(name)
+        """A process is gone.  The run survives the loss of generators, not of other roles."""
+        member = self._registry.member(name)
+        self._registry.forget(name)
         log.warning("%s %s", name, why)
         if member is not None and member.hello.role == "trainer":
             raise RoleFailed(f"{name} {why}")
         if member is not None and member.hello.role == "generator":
             await self._deaths.of(name)
-            await self._publication.lost(name)
-            self._loop.groups_changed()  # perhaps only those are left who wait for their first weights
-            self._granting.wake()
+            await self._weight_sync.lost(name)
+            self._loop.groups_changed()  # perhaps only generators without weights are left
+            self._dispatcher.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
     async def _outlast_save(self, stop: asyncio.Event) -> None:
-        """The run has failed: let the checkpoint that is being written become complete, while its writer lives."""
+        """The run has failed: let a checkpoint in progress become complete, as long as its writer is alive."""
         if self._checkpoints.awaits_trainer:
-            log.warning("the run has failed; the trainer is writing a checkpoint, which is waited for")
+            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
         while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
             self._awake.look()
             with suppress(ChannelTimeout):
                 name, message = await self._control.receive(WATCH_INTERVAL_S)
                 if isinstance(message, Heartbeat):
-                    self._fleet.hear(name, message)
+                    self._registry.record(name, message)
                 elif isinstance(message, SaveReport):
                     self._checkpoints.hear(message)
         if not self._checkpoints.awaits_trainer:
             try:
                 await self._checkpoints.finish()
             except CheckpointError:
-                log.exception("nor was the last checkpoint completed")
+                log.exception("the last checkpoint was not completed either")
 
     def _is_trainer_alive(self) -> bool:
-        return self._fleet.member(LEAD) is not None and LEAD not in self._fleet.silent()
+        return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()
 
-    def _close_books(self) -> None:
-        """Give up what is in flight, seal, and sum up a finished run; a stopped one has saved it for the resume."""
+    def _close_run(self) -> None:
+        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
-            for group in self._books.ledger.groups:
-                self._intake.drop(group.group_id, DropReason.CANCELLED)
-            self._books.segments.seal_all()
+            for group in self._state.ledger.groups:
+                self._sink.drop(group.group_id, DropReason.CANCELLED)
+            self._state.segments.seal_all()
             self._recorder.close_totals()
-            bound, group_size = self._books.ledger.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._books.totals, bound, group_size, self._context.fence)
+            bound, group_size = self._state.ledger.staleness_bound, self._context.config.admission.group_size
+            summarise(self._context.layout, self._state.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:
-        """Tell every process that it may go, and whether another controller will follow."""
+        """Send StopRole to every process, and whether another controller will follow."""
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
-        for name in self._fleet.names():
+        for name in self._registry.names():
             with suppress(ChannelError):  # it is gone already
-                if name == LEAD:
+                if name == RANK_0:
                     await self._trainer.tell(farewell)
                 else:
                     await self._control.send(name, farewell, timeout_s=FAREWELL_S)
         self._board.write(self._board.document())
 
     def close(self) -> None:
-        """Put on disk what is only in memory: metrics, and rollouts that a failed run still holds."""
+        """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
         self._recorder.close()
         try:
-            self._books.segments.seal_all()
+            self._state.segments.seal_all()
         except (SegmentError, OwnershipLost):
-            log.exception("%d groups could not be sealed", self._books.segments.num_pending)
+            log.exception("%d groups could not be sealed", self._state.segments.num_pending)

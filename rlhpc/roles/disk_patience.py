@@ -1,6 +1,6 @@
-"""How long to put up with a disk that takes nothing, and when to try it again.
+"""How long to tolerate failing writes, and when to try again.
 
-A full disk is seldom full for ever: somebody notices, a quota is raised, another job ends.
+A full disk is seldom permanent: somebody notices, a quota is raised, another job ends.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
 
 
 class DiskPatience:
-    """Of one kind of file, from its first failed write until one succeeds."""
+    """Tolerance for failing writes of one kind of file, from the first failure until a write succeeds."""
 
     def __init__(self, clock: Clock, limit_s: float = DISK_PATIENCE_S) -> None:
         self._clock, self._limit_s = clock, limit_s
         self._failing_since: float | None = None
-        self._pause_s = 0.0  # after the last failure: twice that after the one before
+        self._pause_s = 0.0  # after the last failure: doubles with every failure
         self._failed_at = 0.0
 
     @property
     def may_try(self) -> bool:
-        """True unless a write has failed a moment ago."""
+        """True unless a write has failed very recently."""
         return self._failing_since is None or self._clock() - self._failed_at >= self._pause_s
 
     @property
     def is_exhausted(self) -> bool:
-        """True if the last write failed and none has succeeded since long before."""
+        """True if the last write failed and none has succeeded for too long."""
         return self._failing_since is not None and self._failed_at - self._failing_since > self._limit_s
 
     @property

@@ -1,10 +1,12 @@
-"""A generator: samples what it holds leases for, has it judged, hands it over, and takes new weights while it does.
+"""A generator: samples the prompts it holds leases for, has rollouts scored, delivers them, and receives new weights
+meanwhile.
 
-Eats Lease, makes ScoredRollout.  It holds nothing that matters: whatever it loses is granted again to another.
-It says how many samples it is willing to hold; the controller never gives it more.
+Input: Lease.  Output: ScoredRollout.  It has no state that must survive: whatever it loses is granted again to another.
+It states how many samples it is willing to hold; the controller never grants it more.
 
-Its engine takes minutes to start, so a supervised generator keeps it while controllers come and go (visits.py).  The
-weights it has are no version of the next controller's: that one gives it no lease before it has received its own.
+Its engine takes minutes to start, so a supervised generator keeps its engine when the controller is replaced
+(controller_session.py).  Its weights do not count as a version of the next controller, which grants it no lease before
+it has received new ones.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
+from rlhpc.generation.factory import start_engine
 from rlhpc.generation.finished_request import prefix_of
-from rlhpc.generation.make import start_engine
 from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,
@@ -26,28 +28,28 @@ from rlhpc.messages import (
     JoinGroup,
     LeaseReturn,
     ReceiveWeights,
+    Reregister,
     RewardRequest,
-    RollCall,
     StopRole,
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
+from rlhpc.roles.controller_session import ControllerSession, follow_services, serve_controllers
+from rlhpc.roles.heartbeat import beat, hello
 from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
-from rlhpc.roles.presence import beat, hello
-from rlhpc.roles.visits import Visit, follow_services, visit_controllers
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
-JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue is no reason to ask twice
-DRAIN_S = 5.0  # for verdicts that are under way when we are told to leave
+JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue does not justify a second request
+DRAIN_S = 5.0  # for verdicts in flight when asked to stop
 
 
 def run(context: RoleContext) -> None:
-    """Generate until told to stop."""
+    """Generate until asked to stop."""
     asyncio.run(_generate(context))
 
 
@@ -61,18 +63,18 @@ async def _generate(context: RoleContext) -> None:
     if engine is None:
         return
     try:
-        await visit_controllers(context, stop, partial(_serve, engine))
+        await serve_controllers(context, stop, partial(_serve, engine))
     finally:
         await engine.close()
 
 
-async def _serve(engine: GenerationEngine, visit: Visit) -> None:
+async def _serve(engine: GenerationEngine, session: ControllerSession) -> None:
     """Sample for one controller."""
-    context = visit.context
-    await engine.leave_weights()  # the group of the visit before, whose trainer is gone
+    context = session.context
+    await engine.leave_weights()  # the group of the previous session, whose trainer is gone
     async with AsyncExitStack() as stack:
-        connecting = asyncio.create_task(_connect(visit, stack))
-        channels = await unless_stopped(visit.stop, connecting)
+        connecting = asyncio.create_task(_connect(session, stack))
+        channels = await unless_stopped(session.stop, connecting)
         if channels is None:
             return
         leases, services, control = channels
@@ -80,32 +82,34 @@ async def _serve(engine: GenerationEngine, visit: Visit) -> None:
         await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges)
         loops = [
-            generator.obey(control, visit),
+            generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
         ]
         if context.is_supervised:
-            loops.append(follow_services(visit, REWARDS, services, judges.replace))
+            loops.append(follow_services(session, REWARDS, services, judges.replace))
         async with asyncio.TaskGroup() as sampling:
-            await visit.until_over(generator.take_leases(sampling), *loops)
-            await generator.leave(control, hands_back=visit.stop.is_set())
+            await session.until_over(generator.take_leases(sampling), *loops)
+            await generator.leave(control, hands_back=session.stop.is_set())
 
 
-async def _connect(visit: Visit, stack: AsyncExitStack) -> tuple[FoundClient, list[FoundClient], FoundClient]:
+async def _connect(
+    session: ControllerSession, stack: AsyncExitStack
+) -> tuple[FoundClient, list[FoundClient], FoundClient]:
     """Return the channels for leases, rewards (one a replica) and control; `stack` closes them."""
-    leases = await visit.meet(LEASES)
+    leases = await session.connect(LEASES)
     stack.push_async_callback(leases.close)
     services: list[FoundClient] = []
-    for replica in range(visit.context.config.rewards.num_replicas):
-        services.append(await visit.meet(REWARDS, replica))
+    for replica in range(session.context.config.rewards.num_replicas):
+        services.append(await session.connect(REWARDS, replica))
         stack.push_async_callback(services[-1].close)
-    control = await visit.meet(CONTROL)
+    control = await session.connect(CONTROL)
     stack.push_async_callback(control.close)
     return leases, services, control
 
 
 class Generator:
-    """What a generator does, between an engine and its channels."""
+    """The work of a generator, between an engine and its channels."""
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------------- leases in
 
     async def take_leases(self, sampling: asyncio.TaskGroup) -> None:
-        """Start a task of `sampling` for every sample that is granted, for ever."""
+        """Start a `sampling` task for every sample that is granted, endlessly."""
         while True:
             message = await self._leases.receive()
             if isinstance(message, CancelGroup):
@@ -140,7 +144,7 @@ class Generator:
         for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
             request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
             if request.request_id in self._sampling:
-                continue  # the lease ran out and came back to us: what we already sample is what is wanted
+                continue  # the lease expired and was granted to this generator again: it is already sampling that
             task = sampling.create_task(self._sample(request))
             self._sampling[request.request_id], self._requests[request.request_id] = task, request
             task.add_done_callback(partial(self._forget, request.request_id))
@@ -150,7 +154,7 @@ class Generator:
         self._requests.pop(request_id, None)
 
     async def report_progress(self) -> None:
-        """Say how far long rollouts have come, now and then, for ever."""
+        """Report the progress of long rollouts periodically, endlessly."""
         interval_s = report_interval_s(self._context.config.admission.lease_deadline_s)
         while True:
             await asyncio.sleep(interval_s)
@@ -203,18 +207,18 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------- weights and control
 
-    async def obey(self, control: ClientChannel, visit: Visit) -> None:
-        """Do what the controller says, one thing after the other."""
+    async def obey(self, control: ClientChannel, session: ControllerSession) -> None:
+        """Execute the controller's commands, one after the other."""
         while True:
             message = await control.receive()
             if isinstance(message, JoinGroup):
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
-            elif isinstance(message, RollCall):
+            elif isinstance(message, Reregister):
                 await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
-                visit.told_to_stop(message)
+                session.asked_to_stop(message)
 
     async def _join(self, control: ClientChannel, message: JoinGroup) -> None:
         group = message.group
@@ -233,7 +237,7 @@ class Generator:
         return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s)
 
     def heartbeat(self) -> Heartbeat:
-        """How much is being sampled, and how much more would be welcome."""
+        """How much is being sampled, and how much more could be."""
         figures = self._engine.statistics()
         return Heartbeat(
             state="draining" if self._is_draining else "running",
@@ -254,7 +258,7 @@ class Generator:
     def _capacity(self) -> int:
         """One group more than fits, so that a finished sequence is replaced within the same decoding step.
 
-        Nothing while the engine has no whole weights.
+        0 while the engine has no complete weights.
         """
         fits = self._engine.capacity_samples
         return fits + self._context.config.admission.group_size if fits else 0
@@ -262,12 +266,12 @@ class Generator:
     async def leave(self, control: ClientChannel, *, hands_back: bool) -> None:
         """Stop sampling.
 
-        While the run goes on without us, each task gives its unfinished rollout back, as a prefix for another;
-        a controller that is gone, or stops, wants none.
+        While the run continues without this generator, each task hands back its unfinished rollout as a prefix for
+        another generator; a controller that is gone, or stops, gets none.
         """
         self._is_draining = True
         if hands_back:
-            await control.send(self.heartbeat())  # no credit any more: what is granted from now on would be lost
+            await control.send(self.heartbeat())  # no credit from now on: what would be granted would be lost
             for request_id in list(self._sampling):
                 await self._engine.abort(request_id)
             if self._sampling:

@@ -1,18 +1,18 @@
-"""How busy the generators were between two looks, from what their heartbeats count.
+"""How busy the generators were between two readings of the counters in their heartbeats.
 
-Counters start anew with every incarnation; a look at an incarnation for the first time counts nothing.
+Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What all generators did between two looks."""
+    """The work of all generators between two readings."""
 
     seconds: float = 0.0  # summed over generators
     idle_s: float = 0.0
@@ -28,17 +28,17 @@ class _Reading:
 
 
 class GeneratorMeter:
-    """Compares heartbeats with those of the last look."""
+    """Compares heartbeats with those of the previous reading."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, registry: ProcessRegistry) -> None:
+        self._registry = registry
         self._last: dict[str, _Reading] = {}
 
     def look(self) -> Activity:
-        """Return what was done since the last look."""
+        """Return the work since the previous reading."""
         seconds = idle_s = tokens = 0.0
-        for name in self._fleet.names("generator"):
-            member = self._fleet.member(name)
+        for name in self._registry.names("generator"):
+            member = self._registry.member(name)
             if member is None:
                 continue
             metrics = member.beat.metrics

@@ -1,8 +1,9 @@
-"""Ends this process when it has no business any more: who started it is gone, or another attempt owns the run.
+"""Ends this process when it is orphaned: its parent is gone, or another attempt owns the run.
 
-In: the parent's pid and the fence.  A thread looks every LOOK_S and, when it is so, ends the process however deep in a
-library the others are.  Signals and the checks before each write come first (lifecycle.py, ownership.py); this is for a
-process that heeds neither: one that stood still, that imports, that waits in a collective.
+Input: the parent's pid and the fence.  A thread checks every LOOK_S and, if either holds, ends the process, whatever
+library call the other threads are in.  Signals and the checks before each write come first (lifecycle.py,
+ownership.py); this is for a process that reacts to neither: one that was stopped, that imports, that waits in a
+collective.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ from rlhpc.ownership import Fence
 log = logging.getLogger("rlhpc.guard")
 LOOK_S = 0.5
 FENCE_LOOK_S = 1.0
-ORPHAN_GRACE_S = 3.0  # for what the signal of the parent's death sets going: leaving in order
-NUM_DOUBTS = (
-    3  # looks in a row that find no owner at all: a directory that is being replaced, or NFS, shows none for once
-)
+ORPHAN_GRACE_S = 3.0  # for the orderly exit that the signal of the parent's death starts
+NUM_DOUBTS = 3  # consecutive looks without any owner: NFS, or a directory being replaced, may show none once
 
 
 class Guard(threading.Thread):
     """Start it once; it ends with the process."""
 
     def __init__(self, fence: Fence | None) -> None:
-        """fence: None for a process that outlasts attempts."""
+        """fence: None for a process that outlives attempts."""
         super().__init__(name="guard", daemon=True)
         self._fence, self._parent = fence, os.getppid()
 
@@ -40,7 +39,7 @@ class Guard(threading.Thread):
         while True:
             time.sleep(LOOK_S)
             if os.getppid() != self._parent:
-                log.warning("who started this process is gone: %g s are left", ORPHAN_GRACE_S)
+                log.warning("the parent of this process is gone: ending in %g s", ORPHAN_GRACE_S)
                 time.sleep(ORPHAN_GRACE_S)
                 end_now()
             if self._fence is not None and time.monotonic() - fence_looked_at >= FENCE_LOOK_S:
@@ -55,13 +54,13 @@ class Guard(threading.Thread):
         except OwnershipLost as error:
             log.error("%s", error)  # noqa: TRY400  there is nothing to trace
             return True
-        except OSError as error:  # the filesystem does not say: then neither can this process write there
+        except OSError as error:  # the filesystem does not answer: then this process cannot write there either
             log.warning("%s: %s", fence.layout.owner, error)
         return False
 
 
 def end_now() -> None:
-    """SIGKILL for this process, and for what it has started, where it leads a group of its own."""
+    """SIGKILL for this process, and for its children if it leads a process group."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,10 @@
-"""Tell the controller how far long rollouts have come, so that neither a deadline nor a death begins them anew.
+"""Report the progress of long rollouts to the controller, so that neither a deadline nor a death restarts them from the
+beginning.
 
-Whatever begins anew is likely to be shorter than what was lost, since long rollouts are lost more often: the policy
-would learn from rollouts that are shorter than its own (docs/algorithms.md).
-Sent are a few bytes a rollout and interval, which renew its lease; and its tokens each time when there are half as many
-again as at the last time, so that in all three times a rollout's tokens are sent at most.
+A rollout that is started again is likely to be shorter than the one that was lost, since long rollouts are lost more
+often: the policy would learn from rollouts that are shorter than its own (docs/algorithms.md).
+Every interval a few bytes per rollout renew its lease.  Its tokens are sent each time they have grown by half, so that
+in total at most three times the tokens of a rollout are sent.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from rlhpc.contracts import GenerationEngine
 from rlhpc.messages import LeaseProgress
 from rlhpc.types import Prefix, RolloutRequest
 
-REPORTS_PER_DEADLINE = 4  # so that two may be lost
+REPORTS_PER_DEADLINE = 4  # two reports may be lost
 LONGEST_INTERVAL_S = 30.0
-FIRST_TOKENS = 64  # what is shorter is quickly sampled again
+FIRST_TOKENS = 64  # shorter rollouts are quickly sampled again
 GROWTH = 1.5
 MOST_TOKENS = 1 << 20  # of one round of reports
 
@@ -28,7 +29,7 @@ def report_interval_s(lease_deadline_s: float) -> float:
 
 
 class ProgressReporter:
-    """Compares rollouts in flight with what was last said of them."""
+    """Compares rollouts in flight with what was last reported of them."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine

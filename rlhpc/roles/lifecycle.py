@@ -1,8 +1,8 @@
-"""How every process of a run starts, hears that it should stop, and ends.
+"""How every process of a run starts, learns that it should stop, and ends.
 
-Eats the command line of one role, makes a RoleContext.  A role ends with exit status 0 when it was told to or
-its work is done, 2 when the settings are at fault, 3 when the world failed it, 4 when another attempt has taken the run
-over, 5 when another role did not turn up in time, 70 when we are at fault.
+Input: the command line of one role.  Output: a RoleContext.  Exit status of a role: 0 stopped on request or finished, 2
+wrong settings, 3 failure of the environment, 4 another attempt has taken the run over, 5 another role did not appear in
+time, 70 internal error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
 EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, EXIT_ALONE, EXIT_BUG = 2, 3, 4, 5, 70
-MEET_TIMEOUT_S = 120.0  # where no supervisor says how long: all processes are started together
+MEET_TIMEOUT_S = 120.0  # without a supervisor's limit: all processes are started together
 _PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
-LOOK_S = 0.2  # for a signal that shortens the patience
+LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
 
 
 class Caller(TypedDict):
@@ -63,16 +63,16 @@ class RoleContext:
     config: Config
     config_hash: str
     meet_timeout_s: float = (
-        MEET_TIMEOUT_S  # so long this process waits for another to turn up; then it says who is missing
+        MEET_TIMEOUT_S  # how long this process waits for another to appear; then it fails and names the missing one
     )
     owner: str = (
-        ""  # of the run directory, in whose name this process writes; "": it outlasts attempts and writes nothing
+        ""  # of the run directory, under which this process writes; "": it outlives attempts and writes nothing
     )
-    is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlasts the controller's restarts
+    is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlives restarts of the controller
 
     @property
     def caller(self) -> Caller:
-        """How this process introduces itself when it connects."""
+        """The identity with which this process connects."""
         return Caller(
             layout=self.layout,
             config=self.config.transport,
@@ -83,7 +83,7 @@ class RoleContext:
 
     @property
     def fence(self) -> Fence | None:
-        """What is asked before each change of the run directory."""
+        """The ownership check before each change of the run directory."""
         return Fence(self.layout, self.owner) if self.owner else None
 
     @property
@@ -126,9 +126,9 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
-    # All die at once: nobody is left to finish the step that SIGTERM would let the controller wait for.
+    # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
     _die_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
-    faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack: who waits where
+    faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {context.name} %(name)s %(levelname)s %(message)s"
     )
@@ -185,7 +185,7 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The launcher shows the last line of a log; a message of several lines must not lose its head there."""
+    """The launcher shows the last line of a log, so a message of several lines is joined to one."""
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
@@ -199,7 +199,7 @@ def stop_event(*notices: signal.Signals) -> asyncio.Event:
 
 
 class StopRequest:
-    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to be gone within seconds.
+    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to end within seconds.
 
     Under a supervisor SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
     """
@@ -214,7 +214,7 @@ class StopRequest:
         self._loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
 
     async def wait_for(self, work: asyncio.Task[None]) -> None:
-        """Wait for the end of `work` for as long as the signals allow; one that comes meanwhile may shorten it."""
+        """Wait for the end of `work` for as long as the signals allow; a signal meanwhile may shorten it."""
         while not work.done() and (left_s := self._deadline - self._loop.time()) > 0:
             await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
 
@@ -246,5 +246,5 @@ async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Res
 
 def _die_with_parent(number: signal.Signals) -> None:
     """Ask the kernel to end this process with its launcher, so that a killed launcher leaves nothing behind."""
-    with suppress(OSError, AttributeError):  # not Linux: the launcher's own clean-up is all there is
+    with suppress(OSError, AttributeError):  # not Linux: only the launcher's own clean-up remains
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

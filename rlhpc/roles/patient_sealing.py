@@ -1,4 +1,4 @@
-"""Seal segments when they are due, on a disk that may be full for a while: groups wait in memory, and none is lost."""
+"""Seal segments when they are due, and retry while the disk is full: groups wait in memory, and none is lost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = logging.getLogger("rlhpc.segments")
 
 
 class PatientSealing:
-    """Tries again what the disk refuses, after pauses that grow, for as long as `DiskPatience` lasts."""
+    """Retries failed writes with growing pauses, for as long as `DiskPatience` allows."""
 
     def __init__(self, segments: SegmentWriter, clock: Clock) -> None:
         self._segments, self._patience = segments, DiskPatience(clock)
 
     def tick(self) -> None:
-        """Seal a segment if one is due.  Any one thread at a time.  Raises SegmentError when patience is exhausted."""
+        """Seal a segment if one is due.  One thread at a time.  Raises SegmentError if writes fail for too long."""
         if not self._patience.may_try:
             return
         try:

@@ -1,7 +1,7 @@
-"""The reward service: judges completions in processes of its own.
+"""The reward service: scores completions in separate processes.
 
-Eats RewardRequest from generators, makes RewardReply.  Calls are idempotent; nothing is kept between them.
-A supervised one keeps its processes while controllers come and go (visits.py).
+Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
+supervised service keeps its processes when the controller is replaced (controller_session.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.heartbeat import beat, hello
 from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
-from rlhpc.roles.presence import beat, hello
-from rlhpc.roles.visits import Visit, visit_controllers
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 
 
 def run(context: RoleContext) -> None:
-    """Serve until told to stop."""
+    """Serve until asked to stop."""
     asyncio.run(_serve(context))
 
 
@@ -32,15 +32,15 @@ async def _serve(context: RoleContext) -> None:
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
     await pool.start()
     try:
-        await visit_controllers(context, stop, partial(_serve_one, pool))
+        await serve_controllers(context, stop, partial(_serve_one, pool))
     finally:
         await pool.close()
 
 
-async def _serve_one(pool: RewardPool, visit: Visit) -> None:
-    """Serve the generators of one controller.  Each begins with new keys, so the server is opened after meeting it."""
-    context = visit.context
-    control = await unless_stopped(visit.stop, asyncio.create_task(visit.meet(CONTROL)))
+async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
+    """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
+    context = session.context
+    control = await unless_stopped(session.stop, asyncio.create_task(session.connect(CONTROL)))
     if control is None:
         return
     async with AsyncExitStack() as stack:
@@ -56,15 +56,15 @@ async def _serve_one(pool: RewardPool, visit: Visit) -> None:
         await control.send(hello(context))
         service = RewardService(server, pool)
         interval_s = context.config.transport.heartbeat_s
-        await visit.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, visit))
+        await session.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, session))
 
 
-async def _hear(control: ClientChannel, visit: Visit) -> None:
-    visit.told_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
+async def _hear(control: ClientChannel, session: ControllerSession) -> None:
+    session.asked_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
 
 
 class RewardService:
-    """Answers each request as soon as its verdict is there, in any order."""
+    """Replies to each request as soon as it is scored, in any order."""
 
     def __init__(self, server: ServerChannel, pool: RewardPool) -> None:
         self._server, self._pool = server, pool
@@ -72,14 +72,14 @@ class RewardService:
         self._num_judged = 0
 
     async def serve(self) -> None:
-        """Take requests for ever."""
+        """Receive requests, endlessly."""
         async with asyncio.TaskGroup() as judging:
             while True:
                 peer, request = await self._server.receive()
                 judging.create_task(self._answer(peer, request))
 
     def heartbeat(self) -> Heartbeat:
-        """How much is being judged."""
+        """How many requests are being scored."""
         return Heartbeat(
             state="running",
             waits_for="" if self._num_waiting else "completions",
@@ -104,4 +104,4 @@ class RewardService:
         try:
             await self._server.send(peer, reply)
         except PeerUnreachable:
-            return  # the generator died; its rollout is sampled again elsewhere
+            return  # the generator died; its rollout is sampled again by another

@@ -1,6 +1,6 @@
-"""Turns each step into totals, TensorBoard and the live line.
+"""Records each step: totals, TensorBoard and the progress line.
 
-Eats StepRecord.  Called between steps; what it measures it never decides on.
+Input: StepRecord.  Called between steps; nothing is decided from what it measures.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.books import Books
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.generator_meter import GeneratorMeter
-from rlhpc.roles.intake import Harvest, Intake
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.publication import Publication
+from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.status_board import LiveFigures
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0
-NUM_RECENT_STEPS = 10  # of which the longest is told: long ones come seldom, and a plan must hold for them
+NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
 
 
 class RunRecorder:
-    """Keeps the totals of a run and writes what people look at."""
+    """Keeps the totals of a run and writes metrics for people."""
 
     def __init__(
         self,
         context: RoleContext,
-        books: Books,
+        state: ControllerState,
         live: LiveFigures,
-        fleet: Fleet,
-        publication: Publication,
-        intake: Intake,
+        registry: ProcessRegistry,
+        weight_sync: WeightSync,
+        sink: RolloutSink,
         lag: LoopLag,
         *,
         clock: Clock,
     ) -> None:
-        self._config, self._totals, self._live = context.config, books.totals, live
-        self._ledger, self._tokenizer = books.ledger, books.tokenizer
-        self._fleet, self._publication, self._intake, self._lag = fleet, publication, intake, lag
+        self._config, self._totals, self._live = context.config, state.totals, live
+        self._ledger, self._tokenizer = state.ledger, state.tokenizer
+        self._registry, self._weight_sync, self._sink, self._lag = registry, weight_sync, sink, lag
         self._clock = clock
         is_again = context.attempt > 0
-        seam = Seam(books.step, books.totals.tokens_trained, books.totals.wall_s) if is_again else None
+        seam = Seam(state.step, state.totals.tokens_trained, state.totals.wall_s) if is_again else None
         self._recorder = Recorder(context.layout.tensorboard, seam=seam)
         self._recorder.config(context.layout.config.read_text())
         if context.resume_step is not None:
             self._recorder.resumed(context.resume_step, context.attempt)
-        self._generators = GeneratorMeter(fleet)
+        self._generators = GeneratorMeter(registry)
         self._eta = Eta(context.config.run.num_steps)
         now = self._clock()
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
-        self._wall_from = now - books.totals.wall_s
+        self._wall_from = now - state.totals.wall_s
         self._last_step_at: float | None = None
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
         live.attempt, live.resume_step = context.attempt, context.resume_step
-        live.step, live.version = books.step, books.policy_version
+        live.step, live.version = state.step, state.policy_version
 
     def training_begins(self) -> None:
-        """The first weights are live: from now on time counts as training time."""
+        """Call when the first weights are live: training time is counted from here."""
         now = self._clock()
         self._last_step_at = now
         self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
@@ -72,13 +72,13 @@ class RunRecorder:
         self._live.phase = "training"
 
     def record(self, record: StepRecord) -> None:
-        """Account for one step and write it."""
-        now, harvest = self._clock(), self._intake.reap()
+        """Record one step."""
+        now, stats = self._clock(), self._sink.drain()
         step_s = now - (self._last_step_at if self._last_step_at is not None else now)
         self._last_step_at = now
         self._recent_s.append(step_s)
-        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(harvest)
-        figures |= self._account(record, harvest, step_s) | self._situation()
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= self._account(record, stats, step_s) | self._situation()
         step, totals = record.report.step, self._totals
         self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
         metrics = self._config.metrics
@@ -90,7 +90,7 @@ class RunRecorder:
         self._show(record, figures, now)
 
     def close_totals(self) -> None:
-        """Bring the clock of the totals up to now."""
+        """Update the seconds in the totals."""
         self._totals.wall_s = self._clock() - self._wall_from
 
     def close(self) -> None:
@@ -99,24 +99,24 @@ class RunRecorder:
 
     # ------------------------------------------------------------------------------------------------------- internals
 
-    def _account(self, record: StepRecord, harvest: Harvest, step_s: float) -> dict[str, float]:
-        """Add one step to the totals; return the figures that come of it."""
+    def _account(self, record: StepRecord, stats: IntakeStats, step_s: float) -> dict[str, float]:
+        """Add one step to the totals; return the metrics derived from them."""
         totals, now = self._totals, self._clock()
         rollouts = [member.rollout for group in record.groups for member in group.members]
         num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
         idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
         activity = self._generators.look()
         self._trained.add(now, num_tokens)
-        self._generated.add(now, harvest.num_tokens)
+        self._generated.add(now, stats.num_tokens)
         totals.steps += 1
         totals.skipped_steps += not record.report.applied
         totals.rollouts_trained += len(rollouts)
         totals.rollouts_spanning_update += sum(int(r.versions[0] != r.versions[-1]) for r in rollouts)
         totals.staleness_max = max(totals.staleness_max, int(staleness(record.groups, record.trained_version).max()))
-        totals.tokens_generated += harvest.num_tokens
+        totals.tokens_generated += stats.num_tokens
         totals.tokens_trained += num_tokens
-        totals.groups_dropped += sum(harvest.num_dropped.values())
-        totals.groups_without_spread += harvest.num_without_spread
+        totals.groups_dropped += sum(stats.num_dropped.values())
+        totals.groups_without_spread += stats.num_zero_variance
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += activity.idle_s
@@ -140,28 +140,28 @@ class RunRecorder:
         }
 
     def _situation(self) -> dict[str, float]:
-        """What things stand at now: queues, weights, engines."""
+        """Current state: queues, weights, engines."""
         counts = self._ledger.counts()
-        acks = [ack for ack in self._publication.last_acks.values() if not ack.error]
-        num_generators = max(1, len(self._fleet.names("generator")))
+        acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
+        num_generators = max(1, len(self._registry.names("generator")))
         return {
             "staleness/bound": float(self._ledger.staleness_bound),
             "queue/slots_free": float(counts["free_slots"]),
             "queue/in_flight": float(counts["in_flight"]),
             "queue/finished": float(counts["finished"]),
             "queue/taken": float(counts["taken"]),
-            "weights/publish_s": self._publication.publish_s,
+            "weights/publish_s": self._weight_sync.publish_s,
             "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
             "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
-            "weights/version": float(self._publication.live_version),
-            "weights/epoch": float(self._publication.epoch),
-            "weights/members": float(len(self._publication.ready_members)),
-            "generator/live": float(len(self._fleet.names("generator"))),
-            "generator/running": self._fleet.total("running", "generator"),
-            "generator/waiting": self._fleet.total("waiting", "generator"),
-            "generator/preemptions": self._fleet.total("preemptions", "generator"),
-            "generator/kv_usage": self._fleet.total("kv_usage", "generator") / num_generators,
-            "reward/verifier_error_share": self._intake.verifier_error_share,
+            "weights/version": float(self._weight_sync.live_version),
+            "weights/epoch": float(self._weight_sync.epoch),
+            "weights/members": float(len(self._weight_sync.ready_members)),
+            "generator/live": float(len(self._registry.names("generator"))),
+            "generator/running": self._registry.total("running", "generator"),
+            "generator/waiting": self._registry.total("waiting", "generator"),
+            "generator/preemptions": self._registry.total("preemptions", "generator"),
+            "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
+            "reward/verifier_error_share": self._sink.verifier_error_share,
             "event_loop/lag_s": self._lag.take(),
         }
 

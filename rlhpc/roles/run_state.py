@@ -1,7 +1,7 @@
 """The controller's part of a checkpoint: ledger, prompt cursor, counters, and what a resume undoes.
 
 What was in flight is granted again after a resume, under the same group ids; what was finished and not used is in the
-checkpoint; segments sealed later are set aside, for they belong to steps that are done again.
+checkpoint; segments sealed later are set aside, since their steps are repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_run_state(layout: RunLayout, step: int) -> RunState:
 
 
 def set_aside_later_segments(layout: RunLayout, state: RunState | None, attempt: int) -> int:
-    """Put away what a resume undoes and return the number of the first segment to write."""
+    """Set aside what a resume undoes and return the number of the first segment to write."""
     first = int(state.buffer["next_segment_index"]) if state is not None else 0
     lost = set_aside_lost_segments(layout.rollouts, first, attempt)
     if lost:

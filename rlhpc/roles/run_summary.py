@@ -1,7 +1,7 @@
-"""The figures of a whole run, written once at its end.
+"""The metrics of a whole run, written once at its end.
 
-Eats the counters and the sealed segments, makes summary.json.  The reward curve is read from the segments and nowhere
-else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
+Input: the counters and the sealed segments.  Output: summary.json.  The reward curve is read from the segments and
+nowhere else: a rollout counts for the version under which its group was admitted, whether or not it was trained on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rlhpc.types import Verdict
 
 
 def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float, int]]:
-    """Return {admitted version: (mean reward, number of rollouts)} over all groups whose every member was judged.
+    """Return {admitted version: (mean reward, number of rollouts)} over all groups of which every member was scored.
 
-    Whatever became of them: without the groups that had no spread, or that the end of the run left over, the curve
-    would show which groups are trained on and not what the policy can.
+    Dropped and leftover groups count as well: without zero-variance groups the curve would show which groups are
+    trained on and not what the policy can do.
     """
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
@@ -47,7 +47,7 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
 
 
 def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[float | None, float | None]:
-    """Mean reward over the rollouts of the first and of the last tenth of versions; None where there are none."""
+    """Mean reward over the rollouts of the first and of the last tenth of versions; None if there are none."""
     tenth = max(1, num_steps // 10)
     return _mean(curve, 0, tenth), _mean(curve, num_steps - tenth, num_steps)
 
@@ -55,7 +55,7 @@ def tenth_means(curve: dict[int, tuple[float, int]], num_steps: int) -> tuple[fl
 def summarise(
     layout: RunLayout, totals: Totals, staleness_bound: int, group_size: int, fence: Fence | None = None
 ) -> dict[str, Any]:
-    """Write summary.json and return what it says.  Raises OwnershipLost: only the owner may say that a run is over."""
+    """Write summary.json and return its content.  Raises OwnershipLost: only the owner may declare a run complete."""
     curve = reward_by_version(layout.rollouts, group_size)
     first, last = tenth_means(curve, totals.steps)
     seconds = totals.training_s or 1.0

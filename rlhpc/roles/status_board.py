@@ -1,4 +1,4 @@
-"""What the run is doing now, in one file for people and the launcher: status.json, replaced about once a second."""
+"""The current status of the run, for people and the launcher: status.json, replaced about once a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.status")
@@ -19,7 +19,7 @@ log = logging.getLogger("rlhpc.status")
 
 @dataclass(slots=True)
 class LiveFigures:
-    """The figures of the live line, and those that a supervisor plans by."""
+    """The numbers of the progress line, and those that a supervisor plans with."""
 
     phase: str = "starting"
     step: int = 0
@@ -32,27 +32,27 @@ class LiveFigures:
     step_s: float = 0.0  # longest of the last steps of this attempt, from the end of the one before; 0: none yet
     save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
     attempt: int = 0
-    resume_step: int | None = None  # the attempt went on from this checkpoint
-    checkpoints_failed: int = 0  # left out since the start because the disk did not take them
+    resume_step: int | None = None  # the checkpoint that the attempt resumed from
+    checkpoints_failed: int = 0  # skipped since the start because they could not be written
 
 
 class StatusBoard:
-    """Writes the file; a disk that does not take it costs a warning, not the run."""
+    """Writes the file; a failed write is a warning and does not end the run."""
 
     def __init__(
         self,
         layout: RunLayout,
         config: Config,
-        fleet: Fleet,
+        registry: ProcessRegistry,
         ledger: AdmissionLedger,
         fence: Fence | None = None,
     ) -> None:
-        self._path, self._config, self._fleet, self._ledger = layout.status, config, fleet, ledger
+        self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger
         self._fence = fence
         self.figures = LiveFigures()
 
     def document(self) -> bytes:
-        """What the file shall say."""
+        """The content of the file."""
         figures = self.figures
         document = {
             "name": self._config.run.name,
@@ -60,13 +60,13 @@ class StatusBoard:
             "num_steps": self._config.run.num_steps,
             "staleness_bound": self._ledger.staleness_bound,
             "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
-            "roles": self._fleet.report(),
+            "roles": self._registry.report(),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file.  Touches nothing else, so that a slow disk may hold up a thread instead of the loop.
+        """Replace the file.  Uses nothing else, so that it can run in a thread and a slow disk does not block the loop.
 
         Raises OwnershipLost.
         """

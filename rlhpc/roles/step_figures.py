@@ -1,6 +1,6 @@
-"""Everything a step is measured by, under the stable names of docs/metrics.md.
+"""The metrics of a step, under the stable names of docs/metrics.md.
 
-Eats StepRecord and what came in meanwhile, makes scalars.  No decisions are made from these.
+Input: StepRecord and the rollouts since the previous step.  Output: scalars.  No decisions are made from these.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.algorithms.diagnostics import (
     completion_lengths,
     effective_sample_share,
@@ -19,7 +19,7 @@ from rlhpc.algorithms.diagnostics import (
     staleness_figures,
 )
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.intake import Harvest
+from rlhpc.roles.rollout_sink import IntakeStats
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
@@ -40,7 +40,7 @@ _REWARD = ("reward/mean", "reward/std", "reward/correct_share", "reward/zero_spr
 
 
 def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
-    """Figures of the batch and of the optimiser step."""
+    """Metrics of the batch and of the optimiser step."""
     report, groups = record.report.metrics, record.groups
     figures = _renamed(report, _TRAINER) | _renamed(report, _POLICY)
     if "importance_weight_squared" in report:  # the report holds means: n of each cancels in the ratio
@@ -54,15 +54,15 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
         "packing/lockstep_slowdown": record.lockstep_slowdown,
         "time/wait_for_groups_s": record.wait_for_groups_s,
         "time/pack_s": record.pack_s,
-        "time/wait_for_weights_s": record.settle_s,
+        "time/wait_for_weights_s": record.until_live_s,
         "time/checkpoint_s": record.checkpoint_s,
         "time/checkpoint_write_s": record.checkpoint_write_s,
     }
 
 
-def sampling_figures(harvest: Harvest) -> dict[str, float]:
-    """Figures of all groups finished since the last step, those without spread included: what the policy can now."""
-    groups = harvest.groups
+def sampling_figures(stats: IntakeStats) -> dict[str, float]:
+    """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
+    groups = stats.groups
     if not groups:
         return {}
     found = reward_figures(groups)
@@ -82,7 +82,7 @@ def histograms(record: StepRecord) -> dict[str, np.ndarray]:
 
 
 def _group_shares(groups: list[RolloutGroup]) -> dict[str, float]:
-    flat = [values for values in (rewards([group]) for group in groups) if not has_spread(values)]
+    flat = [values for values in (rewards([group]) for group in groups) if not has_reward_variance(values)]
     return {
         "group/all_correct_share": sum(float(values.max()) > 0 for values in flat) / len(groups),
         "group/all_wrong_share": sum(float(values.max()) <= 0 for values in flat) / len(groups),

@@ -24,9 +24,9 @@ class Totals:
     trainer_idle_s: float = 0.0
     generator_idle_s: float = 0.0  # summed over generators
     generator_s: float = 0.0  # summed over generators
-    training_s: float = 0.0  # from the first version live to the last step
+    training_s: float = 0.0  # from the first live version to the last step
     wall_s: float = 0.0  # of the controllers, start-up included
-    checkpoints_failed: int = 0  # left out because the disk did not take them
+    checkpoints_failed: int = 0  # skipped because they could not be written
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""

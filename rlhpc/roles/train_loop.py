@@ -1,10 +1,10 @@
 """The step: a full batch, an optimiser step, new weights, slots released.
 
     full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
-                                       └──▶ settle ──▶ release  slots come free: new prompts start on the new weights
+                                       └──▶ live ───▶ release   slots come free: new prompts start on the new weights
 
-Eats RolloutGroup, makes PackedBatch.  Slots are released only after the weights are live: releasing them earlier would
-let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
+Input: RolloutGroup.  Output: PackedBatch.  Slots are released only after the weights are live: releasing them earlier
+would let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown
 from rlhpc.packing.pack import pack
-from rlhpc.roles.publication import Publication
 from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.roles.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 
 log = logging.getLogger("rlhpc.train_loop")
@@ -34,30 +34,30 @@ log = logging.getLogger("rlhpc.train_loop")
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """All there is to say about one step, for the recorder."""
+    """Everything the recorder needs about one step."""
 
     report: StepReport
     batch: PackedBatch
     groups: tuple[RolloutGroup, ...]
     trained_version: int  # the version that was trained: staleness is counted against it
-    lockstep_slowdown: float  # slowest rank's work over the mean rank's
+    lockstep_slowdown: float  # work of the slowest rank over the mean
     wait_for_groups_s: float
     pack_s: float
-    settle_s: float  # of the version before this step
-    checkpoint_s: float  # of the last checkpoint: training was held up
+    until_live_s: float  # of the version before this step
+    checkpoint_s: float  # of the last checkpoint: training was blocked
     checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
 
 
 class Checkpoints(Protocol):
-    """What the loop knows of saving (roles/checkpoint_writer.py)."""
+    """The loop's view of checkpointing (roles/checkpoint_writer.py)."""
 
     write_s: float
     longest_s: float
 
     @property
     def has_failed(self) -> bool:
-        """True if the last one could not be written, as far as is known by now."""
+        """True if the last one could not be written, as far as is known."""
 
     @property
     def is_overdue(self) -> bool:
@@ -74,14 +74,14 @@ class Checkpoints(Protocol):
 
 
 class TrainLoop:
-    """Steps until the run is long enough or somebody says stop."""
+    """Runs steps until the last one or until `stop`."""
 
     def __init__(
         self,
         config: Config,
         buffer: RolloutBuffer,
         trainer: TrainerLink,
-        publication: Publication,
+        weight_sync: WeightSync,
         estimator: AdvantageEstimator,
         cost: FlopCost,
         *,
@@ -89,28 +89,28 @@ class TrainLoop:
         version: int,
         wake: Callable[[], None],
     ) -> None:
-        """`step` and `version` are where to go on from; `wake` says that slots or groups have changed."""
-        self._config, self._buffer, self._trainer, self._publication = config, buffer, trainer, publication
+        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed."""
+        self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._estimator, self._cost, self._wake = estimator, cost, wake
         self.step, self.version = step, version
         self._ready = asyncio.Event()
-        self._settling: asyncio.Task[None] | None = None
+        self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
-        self._nobody_is_live = False
+        self._none_is_live = False
         self._stop = asyncio.Event()
         self._num_skipped_in_a_row = 0
-        self.settle_s = 0.0  # of the last version: from its broadcast until it was live
-        self.checkpoint_s = 0.0  # of the last one: the loop did nothing else
+        self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
+        self.checkpoint_s = 0.0  # of the last one: the loop was blocked
 
     def groups_changed(self) -> None:
-        """A group is finished or gone: perhaps a batch is full."""
+        """Call when a group is finished or dropped: a batch may be full."""
         self._ready.set()
 
     async def begin(self) -> None:
-        """Bring the version to start from to the generators, and wait until one samples with it."""
-        while self._publication.live_version != self.version:
+        """Publish the version to start from, and wait until a generator samples with it."""
+        while self._weight_sync.live_version != self.version:
             await self._publish()
-            await self._settled()
+            await self._wait_until_released()
 
     async def run(
         self,
@@ -120,9 +120,9 @@ class TrainLoop:
     ) -> None:
         """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
 
-        After `stop` nothing is published and nobody is waited for: generators may be gone already, and a resume
-        publishes before anything else.  A checkpoint that fails on the way is followed by another soon.  Returns when
-        the last one is complete.  Raises CheckpointError if that fails, or if none succeeds for long.
+        After `stop` nothing is published and no generator is waited for: they may be gone already, and a resume
+        publishes before anything else.  A checkpoint that fails is tried again soon.  Returns when the last one is
+        complete.  Raises CheckpointError if that fails, or if none succeeds for long.
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved, self._stop = self.step, stop
@@ -136,13 +136,13 @@ class TrainLoop:
             if is_due and self.step < last:
                 await self._save(checkpoints)
                 saved = self.step
-        await self._settled()
+        await self._wait_until_released()
         if self.step > saved or checkpoints.has_failed:
             await self._save(checkpoints)
         await checkpoints.finish()
 
     async def _save(self, checkpoints: Checkpoints) -> None:
-        await self._settled()
+        await self._wait_until_released()
         began = time.monotonic()
         await checkpoints.write(self.step, self.version)
         self.checkpoint_s = time.monotonic() - began
@@ -150,7 +150,7 @@ class TrainLoop:
     # ------------------------------------------------------------------------------------------------------ one step
 
     async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
-        """Wait for the groups of one batch; None when told to stop first."""
+        """Wait for the groups of one batch; None if `stop` is set first."""
         began = time.monotonic()
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -160,7 +160,7 @@ class TrainLoop:
                 if groups is not None:
                     self._check_staleness(groups)
                     return groups, time.monotonic() - began
-                await self._reach_somebody()
+                await self._republish_if_deserted()
                 ready = asyncio.ensure_future(self._ready.wait())
                 await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
                 ready.cancel()
@@ -178,8 +178,8 @@ class TrainLoop:
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
         self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
-        # The version before may still be settling, and would release everything that is listed: list these after it.
-        await self._settled()
+        # The previous version may not be live yet, and would release everything that is listed: list these after it.
+        await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
         if not self._stop.is_set():
             await self._publish()
@@ -192,14 +192,14 @@ class TrainLoop:
             lockstep_slowdown=batch_slowdown(batch, self._cost),
             wait_for_groups_s=waited_s,
             pack_s=packed_s,
-            settle_s=self.settle_s,
+            until_live_s=self.until_live_s,
             checkpoint_s=self.checkpoint_s,
             checkpoint_write_s=checkpoints.write_s,
             longest_save_s=checkpoints.longest_s,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
-        """The bound holds by construction; should it not, the construction is broken and nothing may be trained."""
+        """The bound holds by construction; if it does not, there is a bug and nothing may be trained."""
         bound = self._buffer.ledger.staleness_bound
         for group in groups:
             if self.version - group.admitted_version > bound:
@@ -234,39 +234,39 @@ class TrainLoop:
     # ------------------------------------------------------------------------------------------------- after the step
 
     async def _publish(self) -> None:
-        """Send the current version out, and go on while the generators load it."""
-        if await self._publication.publish(self.version):
-            self._nobody_is_live = False
-            self._settling = asyncio.create_task(self._settle(self.version))
+        """Publish the current version, and go on while the generators load it."""
+        if await self._weight_sync.publish(self.version):
+            self._none_is_live = False
+            self._going_live = asyncio.create_task(self._release_when_live(self.version))
 
-    async def _reach_somebody(self) -> None:
-        """Publish again where nobody can be given a lease: without rollouts no step comes that would publish."""
-        if self._nobody_is_live or self._publication.is_deserted:
-            await self._settled()  # perhaps the version is on its way already
-            if self._nobody_is_live or self._publication.is_deserted:
+    async def _republish_if_deserted(self) -> None:
+        """Publish again if no generator can get a lease: without rollouts there is no step that would publish."""
+        if self._none_is_live or self._weight_sync.is_deserted:
+            await self._wait_until_released()  # the version may be on its way already
+            if self._none_is_live or self._weight_sync.is_deserted:
                 await self._publish()
 
-    async def _settle(self, version: int) -> None:
+    async def _release_when_live(self, version: int) -> None:
         began = time.monotonic()
-        is_live = await self._publication.settle(version)
-        self.settle_s = time.monotonic() - began
+        is_live = await self._weight_sync.wait_until_live(version)
+        self.until_live_s = time.monotonic() - began
         if is_live:
             self._buffer.release(self._unreleased)
             self._unreleased.clear()
             self._wake()
-        else:  # every generator failed while it loaded: the loop publishes again, to whoever comes back
-            self._nobody_is_live = True
+        else:  # every generator failed while loading: the loop publishes again, to those that come back
+            self._none_is_live = True
             self._ready.set()
 
-    async def _settled(self) -> None:
-        """Wait until the version before is live and its slots are released; not after `stop`."""
-        if self._settling is None:
+    async def _wait_until_released(self) -> None:
+        """Wait until the previous version is live and its slots are released; not after `stop`."""
+        if self._going_live is None:
             return
         stopped = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((self._settling, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self._going_live, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if self._settling.done():
-            self._settling.result()
+        if self._going_live.done():
+            self._going_live.result()
         else:
-            self._settling.cancel()
-        self._settling = None
+            self._going_live.cancel()
+        self._going_live = None

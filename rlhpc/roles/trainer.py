@@ -1,8 +1,8 @@
-"""The trainer: one process per rank, doing what the controller's stream of commands says, in order.
+"""The trainer: one process per rank, executing the controller's commands in order.
 
-Eats PackedBatch, makes StepReport; on command forms weight groups, publishes weights, saves.  It never decides
-anything: which batch, when to publish and when to save is the controller's.  A checkpoint is written in the background:
-only its end is reported out of turn.
+Input: PackedBatch.  Output: StepReport; on command it also forms weight groups, publishes weights and saves.  It
+decides nothing itself: the controller chooses the batch, and when to publish and save.  A checkpoint is written in the
+background: only its completion is reported out of order.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from rlhpc.messages import (
 from rlhpc.roles.command_stream import CommandStream
 from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer_end import EndRequest
-from rlhpc.roles.trainer_presence import TrainerPresence
+from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_id import device_id
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 
 log = logging.getLogger("rlhpc.trainer")
 TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 
 def run(context: RoleContext) -> None:
-    """Obey until told to stop."""
+    """Execute commands until asked to stop."""
     end = EndRequest(is_supervised=context.is_supervised)
     with ExitStack() as stack:
-        presence = stack.enter_context(TrainerPresence(context))  # before the model: loading may hang, too
+        heartbeat = stack.enter_context(TrainerHeartbeat(context))  # before the model: loading may hang as well
         backend = _open_backend(context)
         stack.callback(backend.close)
         channel = None
-        if backend.is_lead:
+        if backend.is_rank_zero:
             channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
-        trainer = Trainer(context, backend, channel, presence)
+        trainer = Trainer(context, backend, channel, heartbeat)
         stack.callback(lambda: trainer.close(in_haste=end.is_requested))
         trainer.begin()
         while trainer.obey(commands.next(lambda: end.is_requested)):
@@ -78,35 +78,35 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
         context.config,
         rank=context.replica,
         world_size=context.num_ranks,
-        # Not a name that ends like an endpoint's: who looks for those is not to take it for one.
-        store_address=f"meet://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
+        # Not a name that ends like an endpoint's, or a search for endpoints would find it.
+        store_address=f"rendezvous://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
         host=_host(context.config) or LOOPBACK,
         meet_timeout_s=context.meet_timeout_s,
     )
 
 
 class Trainer:
-    """What one rank does.  The channel and the publisher exist on the lead only."""
+    """The work of one rank.  The channel and the publisher exist on rank 0 only."""
 
     def __init__(
         self,
         context: RoleContext,
         backend: TrainerBackend,
         channel: BlockingClientChannel | None,
-        presence: TrainerPresence,
+        heartbeat: TrainerHeartbeat,
     ) -> None:
         self._context, self._config = context, context.config
-        self._backend, self._channel, self._presence = backend, channel, presence
+        self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
         self._loss = make_policy_loss(self._config.algorithm)
         self._version = 0  # optimiser steps applied
         self._publisher: WeightPublisher | None = None
         self._transport = ""  # of the publisher
-        self._manifest: WeightManifest | None = None  # of what is broadcast; version and epoch filled in each time
+        self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
         self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
         self._waiting_since = time.monotonic()
 
     def begin(self) -> None:
-        """Load the checkpoint to resume from, if any, and tell the controller what will be broadcast."""
+        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
         step = self._context.resume_step
         if step is not None:
             self._backend.load(self._context.layout.checkpoint(step) / TRAINER_DIRECTORY)
@@ -116,10 +116,10 @@ class Trainer:
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
         self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
         self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device)))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     def obey(self, command: object) -> bool:
-        """Do one thing.  Returns False when that was to stop."""
+        """Execute one command.  Returns False for StopRole."""
         match command:
             case PackedBatch():
                 self._train(command)
@@ -130,7 +130,7 @@ class Trainer:
             case SaveCheckpoint():
                 self._save(command)
             case StopRole():
-                log.info("told to stop")
+                log.info("asked to stop")
                 return False
             case _:
                 raise ProtocolError("controller", type(command).__name__, "not a command")
@@ -138,7 +138,7 @@ class Trainer:
         return True
 
     def close(self, *, in_haste: bool) -> None:
-        """Leave the weight group; in haste, give up the checkpoint that is being written: nobody will complete it."""
+        """Leave the weight group; in haste, abandon the checkpoint in progress: nobody will complete it."""
         if in_haste and self._saving is not None:
             self._saving.cancel()
         if self._publisher is not None:
@@ -148,7 +148,7 @@ class Trainer:
 
     def _train(self, batch: PackedBatch) -> None:
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
-        self._presence.now("training", "", self._version)
+        self._heartbeat.now("training", "", self._version)
         microbatches = batch.ranks[self._backend.dp_rank]
         rate = learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
         result = self._backend.step(
@@ -161,14 +161,14 @@ class Trainer:
             max_grad_norm=self._config.trainer.max_grad_norm,
         )
         self._version += result.applied
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = _figures(result, batch.num_loss_tokens)
             figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
             self._channel.send(StepReport(batch.step, self._version, result.applied, figures))
 
     def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
-        """What the loss takes as the policy that the clipped ratio starts from (algorithm.proximal)."""
+        """Log-probabilities of the proximal policy, by algorithm.proximal."""
         match self._config.algorithm.proximal:
             case "behaviour" | "current":
                 return None
@@ -193,7 +193,7 @@ class Trainer:
             publisher.dissolve()
 
     def _publisher_by(self, transport: str) -> WeightPublisher:
-        """The publisher of the epochs before, or another where the controller has chosen another transport."""
+        """The publisher of earlier epochs, or a new one if the controller has chosen another transport."""
         if self._publisher is None or transport != self._transport:
             if self._publisher is not None:
                 self._publisher.dissolve()
@@ -209,11 +209,11 @@ class Trainer:
     def _publish(self, command: PublishWeights) -> None:
         """Broadcast; on failure the epoch is dissolved and the controller forms another."""
         began, error = time.monotonic(), ""
-        self._presence.now("publishing", "generators", self._version)
+        self._heartbeat.now("publishing", "generators", self._version)
         weights = self._backend.weights()
         if self._publisher is None or self._channel is None or self._manifest is None:
             for _ in weights:
-                pass  # ranks besides the lead take part in the export, and all of them where nobody takes it
+                pass  # all other ranks take part in the export, and every rank does if there is no receiver
             if self._channel is not None:
                 error = f"epoch {command.epoch} is not formed"
                 self._channel.send(PublishReport(command.epoch, command.policy_version, 0.0, error))
@@ -227,29 +227,29 @@ class Trainer:
             self._publisher.dissolve()
         seconds = time.monotonic() - began
         self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, command: SaveCheckpoint) -> None:
-        """Copy the state and go on; the end of writing is told from the thread that writes."""
+        """Copy the state and go on; the writing thread reports completion."""
         began = time.monotonic()
-        self._presence.now("saving", "", self._version)
+        self._heartbeat.now("saving", "", self._version)
         self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
         self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
             self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))
-        self._presence.now("running", "batch", self._version)
+        self._heartbeat.now("running", "batch", self._version)
 
     def _saved(self, step: int, began: float, saving: Future[dict[str, int]]) -> None:
         if saving.cancelled():
-            log.warning("the checkpoint of step %d is given up", step)
+            log.warning("the checkpoint of step %d is abandoned", step)
             return
         failure = saving.exception()
         if failure is not None:
             log.error("the checkpoint of step %d could not be written: %s", step, failure)
         if self._channel is not None:
-            self._presence.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
+            self._heartbeat.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
 
 
 def _host(config: Config) -> str:

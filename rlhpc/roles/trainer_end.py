@@ -1,8 +1,8 @@
-"""How signals end a trainer, or do not.
+"""Which signals end a trainer, and which do not.
 
 Alone, a trainer that gets SIGTERM leaves at once.  Under a supervisor it stays: Slurm's signals reach every process of
-a step, and only the controller knows which step to finish and what to save.  A trainer that outlives whoever started it
-leaves in any case.
+a step, and only the controller knows which step to finish and what to save.  A trainer whose parent is gone leaves in
+any case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STDERR = 2
 
 
 class EndRequest:
-    """Listens for signals; made in the main thread, which is the one that KeyboardInterrupt is raised in."""
+    """Listens for signals; created in the main thread, where KeyboardInterrupt is raised."""
 
     def __init__(self, *, is_supervised: bool) -> None:
         """Listen from now on."""
@@ -27,21 +27,21 @@ class EndRequest:
         if is_supervised:
             for number in FROM_SLURM:
                 signal.signal(number, self._stay)
-                signal.siginterrupt(number, False)  # libraries that do not expect a signal shall not notice one
+                signal.siginterrupt(number, False)  # a signal must not interrupt system calls of libraries
         else:
             signal.signal(signal.SIGTERM, self._leave)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True
-        raise KeyboardInterrupt  # every blocking call here is left with the state it had
+        raise KeyboardInterrupt  # an interrupted blocking call keeps its state
 
     def _stay(self, number: int, frame: FrameType | None) -> None:
-        if os.getppid() != self._parent_pid:  # so it is the kernel, telling that our parent is dead (lifecycle.py)
+        if os.getppid() != self._parent_pid:  # so the kernel sends it because the parent is dead (lifecycle.py)
             self._leave(number, frame)
         if not self._was_told:
             self._was_told = True
             # Not through logging: the line that the signal has interrupted may hold its stream.
             name = signal.Signals(number).name
-            line = f"{time.strftime('%F %T')} trainer {name}: Slurm asks for an end: the controller decides\n"
+            line = f"{time.strftime('%F %T')} trainer {name}: signal from Slurm: the controller decides when to stop\n"
             os.write(_STDERR, line.encode())

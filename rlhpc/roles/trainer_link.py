@@ -1,7 +1,7 @@
-"""The controller's conversation with the trainer: a question, then its answer, one at a time.
+"""The controller's requests to the trainer and its replies, one at a time.
 
 Only the train loop asks.  The trainer answers in order, so that an answer of another kind than expected is a bug.
-What comes out of turn, the end of a checkpoint's writing, comes over the control channel.
+The one message out of order, the completion of a checkpoint, comes over the control channel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.messages import TrainerReady
 
 Answer = TypeVar("Answer")
-LEAD = "trainer-0"
+RANK_0 = "trainer-0"
 
 
 class TrainerLink:
-    """Asks the lead rank and waits for its answers."""
+    """Sends requests to rank 0 and waits for its replies."""
 
     def __init__(self, batches: ServerChannel) -> None:
         self._batches = batches
 
     async def ready(self, meet_timeout_s: float, missing: Callable[[], Collection[str]]) -> TrainerReady:
-        """Wait until the trainer has loaded its model, which may take as long as it takes.
+        """Wait, without a limit, until the trainer has loaded its model.
 
         Raises ChannelTimeout if some ranks are still `missing` after meet_timeout_s, and names them.
         """
@@ -40,7 +40,7 @@ class TrainerLink:
 
     async def tell(self, command: object) -> None:
         """Queue a command that has no answer, or whose answer is awaited later."""
-        await self._batches.send(LEAD, command, timeout_s=60.0)
+        await self._batches.send(RANK_0, command, timeout_s=60.0)
 
     async def ask(self, command: object, kind: type[Answer]) -> Answer:
         """Queue a command and wait for its answer.  Raises ProtocolError for an answer of another kind."""
@@ -48,7 +48,7 @@ class TrainerLink:
         return await self.answer(kind)
 
     async def answer(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
-        """Wait for the next answer.  As a rule without a limit: a dead trainer is the fleet's to notice.
+        """Wait for the next answer.  As a rule without a limit: the registry of processes notices a dead trainer.
 
         Raises ChannelTimeout where there is one, ProtocolError for an answer of another kind.
         """

@@ -1,8 +1,8 @@
 """Write a checkpoint while training goes on: copy the state to the host, then stream it to disk from a thread.
 
-Eats the live pieces of masters and moments of every rank, makes the files of rlhpc.training.checkpoint on the lead.
-Promises: what is written is the state at the call of save(), bit for bit; training waits for one copy to the host and
-no more; a write that fails is known on every rank and leaves none of them waiting.
+Input: the live shards of masters and moments of every rank.  Output: the files of rlhpc.training.checkpoint, written by
+rank 0.  Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the
+host only; a failed write is known on every rank and leaves none of them waiting.
 Costs 12 bytes of host memory for every parameter that a rank owns.
 
 The thread is not a daemon: torch must not be torn down under it.  A process that wants to leave sooner than the disk
@@ -25,9 +25,9 @@ from torch import Tensor
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Scattered, gather_stream
+from rlhpc.training.sharded_tensors import ShardedTensorSpec, gather_stream
 
-# Ranks that have sent their pieces wait for the lead's disk.  One that dies is noticed by its closed connection.
+# Ranks that have sent their shards wait for the disk of rank 0.  A rank that dies is noticed by its closed connection.
 WRITE_TIMEOUT = timedelta(days=1)
 
 
@@ -44,7 +44,7 @@ def open_save_group() -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One save, as the thread needs to know it."""
+    """One save, as the thread needs it."""
 
     directory: Path
     num_steps_applied: int
@@ -57,25 +57,25 @@ class BackgroundSaver:
 
     def __init__(
         self,
-        items: Sequence[Scattered],
+        items: Sequence[ShardedTensorSpec],
         own: Callable[[str, int], Sequence[Tensor]],
         *,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         lead_rank: int = 0,
     ) -> None:
-        """Allocate the host buffers and touch every page of them, so that the first save is as quick as the others.
+        """Allocate the host buffers and touch every page of them, so that the first save is as fast as the others.
 
-        own(kind, index): this rank's live float32 pieces of items[index], for a kind of STATE_KINDS, in the order of
-        its pieces; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
-        device: where the pieces live; on CUDA the buffers are pinned.  group: of open_save_group.
+        own(kind, index): this rank's live float32 shards of items[index], for a kind of STATE_KINDS, in the order of
+        its shards; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
+        device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
         """
         self._items, self._own, self._group, self._lead_rank = items, own, group, lead_rank
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = [
-            (index, [piece.num_elements for piece in item.pieces if piece.rank == self._rank])
+            (index, [shard.num_elements for shard in item.shards if shard.rank == self._rank])
             for index, item in enumerate(items)
-            if any(piece.rank == self._rank for piece in item.pieces)
+            if any(shard.rank == self._rank for shard in item.shards)
         ]
         num_elements = sum(sum(sizes) for _, sizes in self._mine)
         self._is_pinned = device.type == "cuda" and num_elements > 0
@@ -85,11 +85,11 @@ class BackgroundSaver:
         self._running: Future[dict[str, int]] | None = None
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
-        """Copy this rank's pieces, begin to write into `directory`, and return.  Every rank calls it.
+        """Copy this rank's shards, start writing into `directory`, and return.  Every rank calls it.
 
-        Waits for the save before.  The future gives {file name: bytes} on the lead and {} elsewhere, or
-        CheckpointError; then files may remain, the manifest not among them.  Cancelling the lead's future gives the
-        write up at the next tensor: a CheckpointError elsewhere.
+        Waits for the previous save.  The future gives {file name: bytes} on rank 0 and {} elsewhere, or
+        CheckpointError; then files may remain, but not the manifest.  Cancelling rank 0's future ends the write at the
+        next tensor: a CheckpointError elsewhere.
         """
         self.wait()
         self._copy()
@@ -100,7 +100,7 @@ class BackgroundSaver:
         return promised
 
     def wait(self) -> None:
-        """Wait until nothing is being written, whatever came of it."""
+        """Wait until nothing is being written; its outcome is ignored."""
         if self._running is not None:
             wait((self._running,))
 
@@ -114,27 +114,27 @@ class BackgroundSaver:
     # ------------------------------------------------------------------------------------------------ in the caller
 
     def _buffer(self, num_elements: int) -> dict[int, list[Tensor]]:
-        """Views of one new buffer: the pieces of each item that this rank has pieces of."""
+        """Views of one new buffer: the shards of each item that this rank has shards of."""
         buffer = torch.empty(num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
         if self._is_pinned:
             self._pinned.append(_pin(buffer))
-        pieces = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
-        return {index: [next(pieces) for _ in sizes] for index, sizes in self._mine}
+        shards = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
+        return {index: [next(shards) for _ in sizes] for index, sizes in self._mine}
 
     @torch.no_grad()
     def _copy(self) -> None:
         for kind, copies in self._copies.items():
             for index, targets in copies.items():
-                for target, piece in zip(targets, self._own(kind, index), strict=True):
-                    assert (piece.dtype, piece.numel()) == (torch.float32, target.numel()), self._items[index].specs
-                    target.copy_(piece.reshape(-1), non_blocking=self._is_pinned)
+                for target, shard in zip(targets, self._own(kind, index), strict=True):
+                    assert (shard.dtype, shard.numel()) == (torch.float32, target.numel()), self._items[index].specs
+                    target.copy_(shard.reshape(-1), non_blocking=self._is_pinned)
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()
 
     # ------------------------------------------------------------------------------------------------ in the thread
 
     def _write(self, write: _Write) -> dict[str, int]:
-        """Stream the copies to the lead, which writes them.  Raises CheckpointError."""
+        """Stream the copies to rank 0, which writes them.  Raises CheckpointError."""
         files: dict[str, int] = {}
         error: CheckpointError | None = None
         try:
@@ -148,11 +148,11 @@ class BackgroundSaver:
                     pass
             has_succeeded = self._hear_lead(error is None)
         except RuntimeError as failure:  # gloo's, when a rank is gone
-            raise CheckpointError(f"{write.directory}: the state could not be brought together: {failure}") from failure
+            raise CheckpointError(f"{write.directory}: the state could not be gathered: {failure}") from failure
         if error is not None:
             raise error
         if not has_succeeded:
-            raise CheckpointError(f"{write.directory}: the lead rank could not write it; its log says why")
+            raise CheckpointError(f"{write.directory}: rank 0 could not write it; see its log")
         return files
 
     def _write_files(self, write: _Write) -> dict[str, int]:
@@ -167,11 +167,11 @@ class BackgroundSaver:
                 rng=write.rng,
             )
         finally:
-            for _ in tensors:  # after an error: the others go on sending, and somebody must take it
+            for _ in tensors:  # after an error: the others go on sending, and rank 0 must receive it
                 pass
 
     def _stream(self) -> Iterator[Tensor]:
-        """Yield every tensor of every kind on the lead, in the order of STATE_KINDS and items; nothing elsewhere."""
+        """Yield every tensor of every kind on rank 0, in the order of STATE_KINDS and items; nothing elsewhere."""
         for kind in STATE_KINDS:
             for _, tensor in gather_stream(
                 self._items,
@@ -184,7 +184,7 @@ class BackgroundSaver:
                 yield tensor
 
     def _hear_lead(self, has_succeeded: bool) -> bool:
-        """Return the lead's answer on every rank."""
+        """Return rank 0's answer on every rank."""
         if self._group is None:
             return has_succeeded
         answer = torch.tensor(int(has_succeeded), dtype=torch.int32)
@@ -193,7 +193,7 @@ class BackgroundSaver:
 
 
 def _pin(buffer: Tensor) -> int:
-    """Make a buffer one that the GPU copies into by itself; return its address.
+    """Pin a buffer, so that the GPU copies into it directly; return its address.
 
     Not torch's own pinned memory: that comes in powers of two, up to twice what was asked for.
     """
@@ -205,12 +205,12 @@ def _pin(buffer: Tensor) -> int:
 def _unless_given_up(tensors: Iterator[Tensor], write: _Write) -> Iterator[Tensor]:
     for tensor in tensors:
         if write.is_given_up():
-            raise CheckpointError(f"{write.directory}: given up while it was written")
+            raise CheckpointError(f"{write.directory}: cancelled while it was written")
         yield tensor
 
 
 def _hand_on(promised: Future[dict[str, int]], ended: Future[dict[str, int]]) -> None:
-    """Give the outcome to who waits for it, unless nobody does any more."""
+    """Set the outcome, unless the future was cancelled."""
     if not promised.set_running_or_notify_cancel():
         return
     error = ended.exception()

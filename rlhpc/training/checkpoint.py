@@ -1,7 +1,8 @@
 """The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
 
-Eats float32 master weights and Adam moments tensor by tensor under their HF names, makes safetensors shards and the
-manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out anything.
+Input: float32 master weights and Adam moments tensor by tensor under their HF names.  Output: safetensors shards and
+the manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out
+anything.
 
     weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
 """
@@ -30,7 +31,7 @@ from rlhpc.types import TensorSpec
 
 Found = TypeVar("Found")
 STATE_FILE = "trainer.json"
-MEGATRON_STATE_FILE = "megatron.json"  # its place in rlhpc.training.megatron.distributed_checkpoint's format
+MEGATRON_STATE_FILE = "megatron.json"  # its equivalent in rlhpc.training.megatron.distributed_checkpoint's format
 FORMAT_VERSION = 1
 SHARD_BYTES = 2 << 30
 
@@ -41,14 +42,14 @@ class TrainerCheckpoint:
 
     directory: Path
     num_steps_applied: int
-    rng: dict[str, str]  # rng.read_rng of the lead rank
+    rng: dict[str, str]  # rng.read_rng of rank 0
     specs: tuple[TensorSpec, ...]  # all float32
     shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
 
     def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
         """Stream (kind, HF name, float32 tensor on CPU), of these kinds or of all.
 
-        Raises CheckpointError if a file that was sound a moment ago cannot be read any more.
+        Raises CheckpointError if a verified file cannot be read any more.
         """
         for kind in kinds or STATE_KINDS:
             with self.source(kind) as source:
@@ -56,7 +57,7 @@ class TrainerCheckpoint:
                     yield kind, name, source.read(name)
 
     def source(self, kind: str) -> TensorSource:
-        """The tensors of one kind by HF name, float32, to read parts of; it raises CheckpointError."""
+        """The tensors of one kind by HF name, float32, for partial reads; it raises CheckpointError."""
         files = {
             name: self.directory / file_name
             for file_name, (kind_there, names) in self.shards.items()
@@ -78,13 +79,13 @@ def write_checkpoint(
     """Write everything into `directory`, which is made; return {file name: bytes}.
 
     specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of STATE_KINDS.
-    Every file appears whole or not at all, the manifest last.  Raises CheckpointError; files may remain.
+    Every file appears complete or not at all, the manifest last.  Raises CheckpointError; files may remain.
     """
     masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
     files: dict[str, dict[str, Any]] = {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / STATE_FILE).unlink(missing_ok=True)  # from here on an older state in this place counts no more
+        (directory / STATE_FILE).unlink(missing_ok=True)  # from here on an older state in this place is invalid
         for kind in STATE_KINDS:
             tensors = tensors_of(kind)
             for number, shard in enumerate(plan_shards(masters, shard_bytes), start=1):
@@ -141,7 +142,7 @@ def on_all_ranks(read: Callable[[], Found], directory: Path, device: torch.devic
     if error is not None:
         raise error
     if not everyone_succeeded:
-        raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; its log says why")
+        raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; see its log")
     return found
 
 
@@ -152,12 +153,12 @@ def fingerprint(specs: Sequence[TensorSpec]) -> str:
 
 
 def manifest_content(manifest: dict[str, Any]) -> bytes:
-    """What a manifest's file holds: JSON with its own checksum."""
+    """Content of a manifest file: JSON with its own checksum."""
     return json.dumps({"crc32": _checksum(manifest), "manifest": manifest}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what manifest_content was made of.  Raises CheckpointError if it is damaged or of another version."""
+    """Undo manifest_content. Raises CheckpointError if it is damaged or of another version."""
     try:
         outer = json.loads(path.read_bytes())
         manifest, checksum = outer["manifest"], outer["crc32"]

@@ -1,8 +1,8 @@
 """Whole checkpoints as directories that appear complete or not at all.
 
-Eats a directory that all roles have written into, makes a checkpoint: `begin` gives a place to write, `complete` makes
-it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.  One that
-does not count is never deleted but set aside under another name.  Loads without torch.
+Input: a directory that all roles have written into.  Output: a checkpoint: `begin` gives a place to write, `complete`
+makes it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
+One that does not count is never deleted but set aside under another name.  Loads without torch.
 
     checkpoints/step_000120/{trainer/…, controller.json, COMPLETE}     COMPLETE: {"files": {name: [bytes, crc32]}, …}
     checkpoints/.step_000120.tmp/…, .step_000120.removed/…             being written, being deleted
@@ -40,12 +40,12 @@ MANY_BYTES, NUM_READERS = 256 << 20, 8
 
 
 class Fate(enum.Enum):
-    """Whether a run may go on from a checkpoint."""
+    """Whether a run may resume from a checkpoint."""
 
     SOUND = "sound"
     DAMAGED = "damaged"  # a file is missing or is not what was written
     UNDONE = "undone"  # of steps that a later attempt began before
-    UNREADABLE = "unreadable"  # no permission, an error of the disk: it may be sound
+    UNREADABLE = "unreadable"  # no permission, an error of the disk: it may be intact
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +54,43 @@ class CheckpointState:
 
     step: int
     path: Path
-    problem: str  # "" if sound, else what is wrong: the file, what was expected and what is there
+    problem: str  # "" if intact, else what is wrong: the file, what was expected and what was found
     fate: Fate
 
 
 class KnownCheckpoints:
-    """Judges checkpoints; remembers which were read to the last byte and are untouched since."""
+    """Verifies checkpoints; remembers which were read completely and are unchanged since."""
 
     def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
-        """Of a checkpoint with more than read_up_to_bytes sizes alone are compared."""
+        """For a checkpoint of more than read_up_to_bytes only sizes are compared."""
         self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
         self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
 
     def newest_first(self, is_wanted: Callable[[int], bool] = lambda step: True) -> Iterator[CheckpointState]:
-        """Judge those of wanted steps one after the other; who has seen enough stops, and older ones are not read.
+        """Verify those of wanted steps one after the other; a caller that stops iterating leaves older ones unread.
 
         Raises OSError if attempts.jsonl or the directory cannot be read.
         """
         timeline = Timeline.read(RunLayout(self._checkpoints.parent).attempts)
         for step, path in reversed(_steps_below(self._checkpoints)):
             if is_wanted(step):
-                yield self._judge(step, path, timeline)
+                yield self._state_of(step, path, timeline)
 
     def steps(self) -> list[tuple[int, Path]]:
         """(step, path) of all, oldest first, read or not."""
         return _steps_below(self._checkpoints)
 
     def note_sound(self, path: Path) -> None:
-        """Every byte of this one has just been read."""
-        with suppress(CheckpointError, OSError):  # then it is read again, and that says what is wrong
+        """Record that every byte of this one has just been read."""
+        with suppress(CheckpointError, OSError):  # then it is read again, which reports what is wrong
             self._read[path] = _stamps(path)
 
-    def _judge(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
+    def _state_of(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
         try:
             attempt = _read_complete(path).get("attempt")
             undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)
             if undone_by is not None:
-                text = f"{path}: of attempt {attempt}; attempt {undone_by} went on from before it, and undid its steps"
+                text = f"{path}: of attempt {attempt}; attempt {undone_by} resumed before it and undid its steps"
                 return CheckpointState(step, path, text, Fate.UNDONE)
             if self._read.get(path) is None or self._read[path] != _stamps(path):
                 _verify_files(path, self._read_up_to_bytes)
@@ -107,7 +107,7 @@ def begin(final: Path, staging: Path | None = None) -> Path:
     Raises CheckpointError if `final` is complete already, of this timeline and sound, or on a write error.
     """
     if final.exists() and _fate(final) is Fate.SOUND:
-        raise CheckpointError(f"{final}: a complete checkpoint of this step is there already")
+        raise CheckpointError(f"{final}: a complete checkpoint of this step exists already")
     temporary = (staging or final.parent) / f".{final.name}.tmp"
     try:
         if temporary.exists():
@@ -119,9 +119,9 @@ def begin(final: Path, staging: Path | None = None) -> Path:
 
 
 def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Make what was written into `temporary` the checkpoint `final`.  Durable when it returns.
+    """Turn what was written into `temporary` into the checkpoint `final`.  Durable when it returns.
 
-    manifest: what else COMPLETE shall say, JSON; sizes and checksums of all files are added under "files".
+    manifest: further content of COMPLETE, JSON; sizes and checksums of all files are added under "files".
     A `final` that does not count is set aside.  Raises CheckpointError; then this one does not count, either.  Reads
     every byte once.
     """
@@ -136,19 +136,19 @@ def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
         if final.is_dir():
             _clear_the_way(final)
-        temporary.replace(final)  # it appears and counts in one instant
+        temporary.replace(final)  # it appears and becomes valid atomically
         sync_directory(final.parent)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be completed: {error}") from error
 
 
 def discard(temporary: Path) -> None:
-    """Delete what is left of a checkpoint that could not be completed, as far as the filesystem lets us."""
+    """Delete the remains of a checkpoint that could not be completed, as far as the filesystem allows."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint; return what COMPLETE says.
+    """Read every byte of a checkpoint; return the content of COMPLETE.
 
     Raises CheckpointError naming the file and the reason if it is incomplete or damaged.
     """
@@ -159,7 +159,7 @@ def verify(path: Path) -> dict[str, Any]:
 def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
     """Return (step, path) of the newest checkpoint that verifies; None if there are no checkpoints.
 
-    Raises CheckpointError naming all that is wrong if there are some and none verifies.
+    Raises CheckpointError naming all faults if there are some and none verifies.
     """
     skipped = []
     for state in KnownCheckpoints(checkpoints).newest_first():
@@ -177,7 +177,7 @@ def describe(checkpoints: Path) -> list[CheckpointState]:
 
 
 def set_aside(path: Path, why: Fate) -> Path:
-    """Rename a checkpoint so that it never counts again, durably; returns its new path.  Raises OSError."""
+    """Rename a checkpoint durably, so that it is never used again; returns its new path.  Raises OSError."""
     number = 1
     while (target := path.with_name(f"{path.name}.{why.value}{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -192,11 +192,11 @@ def what_was_set_aside(checkpoints: Path) -> list[Path]:
 
 
 def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -> list[Path]:
-    """Delete what is older than the newest `keep` (at least 2) sound checkpoints; returns what was deleted.
+    """Delete what is older than the newest `keep` (at least 2) intact checkpoints; returns what was deleted.
 
-    Of those that are kept every byte is read, except of those in `known` that are untouched since they were read.
-    Damaged ones between them are set aside.  With fewer than `keep` sound ones nothing is deleted.  Nothing newer than
-    the newest sound one is touched.  What interrupted saves and deletions have left behind goes, too.
+    Every byte of those that are kept is read, except of those in `known` that are unchanged since they were read.
+    Damaged ones between them are set aside.  With fewer than `keep` intact ones nothing is deleted.  Nothing newer than
+    the newest intact one is touched.  Remains of interrupted saves and deletions are deleted, too.
     Raises CheckpointError if keep is below 2 or on a write error.
     """
     if keep < 2:
@@ -207,7 +207,7 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
             if state.fate is Fate.SOUND:
                 kept.append(state)
             elif state.fate is Fate.UNREADABLE:
-                log.warning("%s; it is not counted, and nothing is deleted for its sake", state.problem)
+                log.warning("%s; it does not count as one that is kept", state.problem)
             elif kept:
                 log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
             if len(kept) == keep:
@@ -224,12 +224,12 @@ def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -
 
 
 def leftovers_of(checkpoints: Path) -> list[Path]:
-    """Return what is being written or deleted, or was when a process died."""
+    """Return directories that are being written or deleted, or were when a process died."""
     return [path for _, path in _steps_below(checkpoints, _LEFTOVER_NAME)]
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; renamed first, since one that is half deleted must not look like a damaged one."""
+    """Delete a checkpoint; renamed first, since a partly deleted one must not look like a damaged one."""
     doomed = path.with_name(f".{path.name}.removed")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -239,10 +239,10 @@ def _remove(path: Path) -> None:
 
 
 def _clear_the_way(final: Path) -> None:
-    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be sound: it is another's."""
+    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be intact: it is another's."""
     fate = _fate(final)
     if fate in (Fate.SOUND, Fate.UNREADABLE):
-        raise CheckpointError(f"{final}: another checkpoint of this step has come meanwhile")
+        raise CheckpointError(f"{final}: another checkpoint of this step has appeared meanwhile")
     set_aside(final, fate)
 
 
@@ -255,9 +255,9 @@ def _fate(final: Path) -> Fate:
 
 
 def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
-    """Raise CheckpointError naming the file at fault, what was expected and what is there.
+    """Raise CheckpointError naming the file, what was expected and what was found.
 
-    Several files at once: one reader alone does not use what a parallel filesystem can give.
+    Several files at once: one reader alone does not use the bandwidth of a parallel filesystem.
     """
     files = {name: FileRecord(*numbers) for name, numbers in _read_complete(path)["files"].items()}
     num_bytes = sum(record.num_bytes for record in files.values())
@@ -281,7 +281,7 @@ def _fate_of(error: CheckpointError | OSError) -> Fate:
 
 
 def _stamps(path: Path) -> tuple[object, ...]:
-    """What changes when a file of a checkpoint is written to or replaced, whatever its size and its times say."""
+    """A stamp that changes when a file of a checkpoint is written to or replaced, even if its size and times do not."""
     states = [(path / name).stat() for name in [*_read_complete(path)["files"], COMPLETE]]
     return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)
 
@@ -290,7 +290,7 @@ def _read_complete(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path / COMPLETE).read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: has no {COMPLETE}, which every whole checkpoint holds") from error
+        raise CheckpointError(f"{path}: has no {COMPLETE}, which every complete checkpoint holds") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / COMPLETE}: cannot be read: {error}") from error
     if not isinstance(content, dict) or not _is_table_of_files(content.get("files")):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where every attempt began."""
+    """The first step of every attempt."""
 
     begins: tuple[tuple[int, int], ...]  # (attempt, first step), in the order in which they began
 
@@ -30,7 +30,7 @@ class Timeline:
     def undone_by(self, step: int, attempt: int | None) -> int | None:
         """The attempt that began before `step` after `attempt` had written its checkpoint; None if none did.
 
-        attempt: None for a checkpoint that does not say who wrote it: nothing is known of it then.
+        attempt: None for a checkpoint that does not record its attempt; then the result is None.
         """
         if attempt is None:
             return None

@@ -1,9 +1,9 @@
 """The trainer contract on DeepSpeed: ZeRO 1, 2 or 3 over a Hugging Face model.
 
-Eats packed micro-batches, makes optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
+Input: packed micro-batches.  Output: optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
 gradients too (2), parameters too (3).  Forward and backward run in the model's dtype; master weights, moments and
 gradient sums are float32.
-Promises: whether a step applies is decided on all ranks alike, and one that does not leaves no trace.  A loss that is
+Guarantees: all ranks decide alike whether a step applies, and a skipped step changes nothing.  A loss that is
 not finite makes its gradients nan, so that DeepSpeed's own check of the global norm sees both in one vote.
 """
 
@@ -43,7 +43,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
-from rlhpc.training.scattered import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.zero_environment import accelerator_environment
 from rlhpc.training.zero_policy import ZeroPolicy
@@ -53,7 +53,7 @@ from rlhpc.types import PackedMicrobatch, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ZeroSettings:
-    """What stays the same from step to step."""
+    """Settings that do not change between steps."""
 
     trainer: TrainerConfig
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class ZeroSettings:
 
 
 class DeepSpeedBackend(TrainerBackend):
-    """A DeepSpeed engine, the table of where it keeps what, and nothing else that grows with the model."""
+    """A DeepSpeed engine and the table of its state; nothing else here grows with the model."""
 
     def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
         """Take over a float32 model on the host; the default process group must be up.  A collective."""
@@ -104,12 +104,12 @@ class DeepSpeedBackend(TrainerBackend):
         host: str = LOOPBACK,
         meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> DeepSpeedBackend:
-        """Load config.model, meet the other ranks at store_address, and share the model out.
+        """Load config.model, connect to the other ranks at store_address, and shard the model.
 
-        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.  A default process group
-        that is up already is taken, and left up in the end.  The model is loaded whole into host memory, in float32,
-        on every rank.
-        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not turn up.
+        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.  An existing default
+        process group is used, and not closed in the end.  The model is loaded whole into host memory, in float32, on
+        every rank.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -131,7 +131,7 @@ class DeepSpeedBackend(TrainerBackend):
 
     @property
     def dp_rank(self) -> int:
-        """This process's rank: data parallelism is all there is."""
+        """This process's rank: there is only data parallelism."""
         return self._rank
 
     @property
@@ -150,7 +150,7 @@ class DeepSpeedBackend(TrainerBackend):
         return self._state.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == 0
 
@@ -203,7 +203,7 @@ class DeepSpeedBackend(TrainerBackend):
         loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
         # DeepSpeed divides by the number of ranks.
         share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
-        # A loss can be infinite where its gradient is not: then no number of it may count.
+        # A loss can be infinite while its gradient is finite: then none of the gradient may count.
         poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(share * poison, scale_wrt_gas=False)
         return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
@@ -233,7 +233,7 @@ class DeepSpeedBackend(TrainerBackend):
         return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainerBackend; in stages 1 and 2 the lead has them all: views, not to be written to."""
+        """See TrainerBackend; in stages 1 and 2 rank 0 has them all: views, not to be written to."""
         if self._stage == 3:
             yield from gather_stream(
                 self._state.items(self._specs[0].dtype),
@@ -243,18 +243,18 @@ class DeepSpeedBackend(TrainerBackend):
                 device=self._device,
                 bucket_elements=self._bucket_elements,
             )
-        elif self.is_lead:
+        elif self.is_rank_zero:
             for parameter in self._specs:
                 yield from named_on_disk(parameter, self._parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; every rank sends its share of masters and moments to the lead, which writes."""
+        """See TrainerBackend; every rank sends its shard of masters and moments to rank 0, which writes."""
         return self._saver.save(directory, num_steps_applied=self.num_steps_applied, rng=read_rng(self._device))
 
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads its own share, the lead verifies all.
+        """See TrainerBackend; every rank reads its own shard, rank 0 verifies all.
 
-        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
         checkpoint = on_all_ranks(partial(self._verified, directory), directory, self._device)
         on_all_ranks(partial(self._take, checkpoint), directory, self._device)
@@ -263,8 +263,8 @@ class DeepSpeedBackend(TrainerBackend):
         write_rng(checkpoint.rng, self._device)
 
     def _verified(self, directory: Path) -> TrainerCheckpoint:
-        # The lead reads every byte; the others trust its verdict and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        # Rank 0 reads every byte; the others rely on its result and read only what they load.
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:
         with ExitStack() as files:
@@ -273,7 +273,7 @@ class DeepSpeedBackend(TrainerBackend):
 
     def close(self) -> None:
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
-        self._undo.close()  # a second time there is nothing left to undo
+        self._undo.close()  # the second call has nothing to undo
         self._engine = None
         for part in ("_state", "_saver", "_parameters"):
             self.__dict__.pop(part, None)

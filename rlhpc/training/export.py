@@ -1,6 +1,6 @@
 """Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
 
-Eats a checkpoint and the directory of the model that was trained, makes a directory with the new weights and
+Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
 everything else of the old one: configuration, tokenizer, chat template, licence.
 """
 
@@ -29,8 +29,8 @@ def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_byt
     """Write an HF checkpoint into out_dir, which must not exist, in the dtype that model_dir's config.json names.
 
     checkpoint_dir: the trainer's part, or the step directory around it.
-    Raises CheckpointError if the checkpoint is incomplete or damaged, ConfigError if model_dir or out_dir is unfit;
-    a file that cannot be written leaves an out_dir without config.json, which nothing loads.
+    Raises CheckpointError if the checkpoint is incomplete or damaged, ConfigError if model_dir or out_dir cannot be
+    used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"

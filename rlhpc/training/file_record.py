@@ -1,4 +1,4 @@
-"""What a file must be to be believed: its size and the checksum of its content.  Loads without torch."""
+"""Size and checksum by which a file is verified.  Loads without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Taken when the file was written."""
+    """Recorded when the file was written."""
 
     num_bytes: int
     crc32: int

@@ -1,9 +1,9 @@
 """A causal language model from an HF checkpoint, cut in two: the trunk that makes hidden states, and the head.
 
-Eats a checkpoint directory, makes a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and the
-head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
-whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.
-So is a mixture of experts whose tensors have other names on disk than hf_names knows.
+Input: a checkpoint directory.  Output: a CausalLM.  Offline.  Logits are never made: the caller hands hidden states and
+the head's weight to chunked_logprobs.  Works for every architecture that honours transformers' attention interface and
+whose logits are a plain product; one that does not is refused when it is loaded, by a trial on two short segments.  So
+is a mixture of experts whose tensors have other names on disk than hf_names knows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRIAL_LENGTHS = (5, 7)
 class CausalLM:
     """Trunk and head of one model; parameters by HF name in the model's own order, a tied head not listed twice.
 
-    A layer's experts are one parameter; hf_names has the names they have on disk.
+    A layer's experts are one parameter; hf_names has their names on disk.
     """
 
     module: nn.Module
@@ -44,7 +44,7 @@ class CausalLM:
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""
-        # use_cache: with a cache, HF believes that the row is one sequence.
+        # use_cache: with a cache, HF treats the row as one sequence.
         output = self.trunk(
             input_ids=token_ids[None], position_ids=position_ids[None], segments=segments, use_cache=False
         )
@@ -64,7 +64,7 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
 
     Raises ConfigError naming model.path if there is none, or if the architecture cannot be trained here.
     """
-    disable_progress_bar()  # it draws into the log
+    disable_progress_bar()  # it prints progress bars into the log
     try:
         module = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
@@ -75,14 +75,14 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
     if layer_types != {"full_attention"}:
         raise ConfigError(f"model.path={path}: layers of type {sorted(layer_types - {'full_attention'})} not supported")
     if hasattr(module.config, "output_router_logits"):
-        module.config.output_router_logits = False  # the trunk would keep those of every layer
+        module.config.output_router_logits = False  # otherwise the trunk keeps those of every layer
     model = _without_logits(module)
     _refuse_unknown_experts(model, path)
     _refuse_unfaithful(model, path)
     module.train()  # HF recomputes activations only in training mode
     for part in module.modules():
         if isinstance(part, nn.Dropout):
-            part.p = 0.0  # the policy that is sampled from has none
+            part.p = 0.0  # the sampled policy has none
     if recompute_activations:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module.to(device)
@@ -90,7 +90,7 @@ def load_causal_lm(path: Path, *, device: torch.device, recompute_activations: b
 
 
 def cast_parameters(model: CausalLM, dtype: torch.dtype) -> None:
-    """Bring parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies must stay float32."""
+    """Convert parameters to the dtype of the forward pass.  Buffers keep theirs: rotary frequencies are float32."""
     for parameter in model.parameters.values():
         parameter.data = parameter.data.to(dtype)
 
@@ -105,7 +105,7 @@ def _without_logits(module: Any) -> CausalLM:
 
 
 def _refuse_unknown_experts(model: CausalLM, path: Path) -> None:
-    """Weights leave under the names of hf_names, and whoever loads them must know those."""
+    """Weights are exported under the names of hf_names, which every loader must know."""
     expected = {renamed.name for spec in model.tensor_specs() for renamed in on_disk(spec) if renamed.name != spec.name}
     files = sorted(path.glob("*.safetensors")) if expected else []
     for file in files:

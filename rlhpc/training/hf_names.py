@@ -1,7 +1,7 @@
 """The names that tensors have on disk and in vLLM, where transformers keeps them otherwise in memory.
 
-Eats a parameter of a transformers module, makes the tensors of an HF checkpoint: the same, but for mixtures of experts.
-Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
+Input: a parameter of a transformers module.  Output: the tensors of an HF checkpoint: the same, but for mixtures of
+experts.  Transformers holds all experts of a layer in one tensor; checkpoints name every expert's matrices.
 
     ….mlp.experts.gate_up_proj [E, 2·I, H]  →  ….mlp.experts.e.gate_proj.weight [I, H], ….mlp.experts.e.up_proj.weight
     ….mlp.experts.down_proj    [E, H, I]    →  ….mlp.experts.e.down_proj.weight [H, I]
@@ -15,14 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def on_disk(spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """What a parameter of this name and shape becomes."""
+    """The tensors on disk of a parameter of this name and shape."""
     stem = spec.name.rpartition(".")[0]
     if spec.name.endswith(_GATE_UP):
         experts, rows, columns = spec.shape
@@ -55,11 +55,11 @@ def named_on_disk(spec: TensorSpec, tensor: Tensor) -> Iterator[tuple[str, Tenso
     return zip((each.name for each in on_disk(spec)), views_on_disk(spec.name, tensor), strict=True)
 
 
-def scattered_on_disk(spec: TensorSpec, pieces: Sequence[Piece]) -> Scattered:
-    """A parameter that lies in these flat pieces, end to end, as an item under its names on disk."""
-    return Scattered(specs=on_disk(spec), pieces=tuple(pieces), join=partial(_join, spec))
+def sharded_on_disk(spec: TensorSpec, shards: Sequence[Shard]) -> ShardedTensorSpec:
+    """A parameter that consists of these flat shards, end to end, as an item under its names on disk."""
+    return ShardedTensorSpec(specs=on_disk(spec), shards=tuple(shards), join=partial(_join, spec))
 
 
-def _join(spec: TensorSpec, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+def _join(spec: TensorSpec, shards: Sequence[Tensor]) -> Iterator[Tensor]:
+    whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
     return views_on_disk(spec.name, whole.view(spec.shape))

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens from hidden states, without ever holding a [N, V] matrix of logits.
 
-Eats hidden states and the head's weight, or this rank's rows of it; makes log-probabilities (and entropies),
+Input: hidden states and the head's weight, or this rank's rows of it.  Output: log-probabilities (and entropies),
 differentiable once.  Logits are float32 products, whatever the dtype of the model.
 Legend: N tokens, H hidden size, V vocabulary (rows that this rank holds), C tokens of a chunk.
 
@@ -9,7 +9,7 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
-The price is one more multiplication by the head in backward: logits are computed anew, chunk by chunk.
+The cost is one more multiplication by the head in backward: logits are recomputed, chunk by chunk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW on float32 master weights that lie end to end in one buffer, matrices first.
 
-Eats gradients of any floating dtype as autograd makes them, keeps them summed in float32, and writes the stepped
-masters back into the model's parameters.  One buffer each for masters, gradients and the two moments: one all-reduce,
+Input: gradients of any floating dtype as autograd makes them, which are summed in float32.  Output: stepped masters,
+written back into the model's parameters.  One buffer each for masters, gradients and the two moments: one all-reduce,
 one norm and two fused optimiser calls, however many tensors the model has.
 Weight decay acts on matrices only (two dimensions or more), not on norms and biases.
 """
@@ -40,7 +40,7 @@ class FlatAdamW:
         return {name: piece.view(self._parameters[name].shape) for name, piece in zip(names, pieces, strict=True)}
 
     def _make_optimizer(self, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-        """Give torch's optimiser our moments at once, so that a checkpoint before the first step is like any other."""
+        """Give torch's optimiser our moments at once, so that a checkpoint before the first step has them too."""
         cut = self._num_decayed
         optimizer = torch.optim.AdamW([{"params": []}, {"params": []}], lr=0.0, betas=betas, eps=eps, fused=True)
         for group, part in zip(optimizer.param_groups, (slice(0, cut), slice(cut, None)), strict=True):
@@ -82,14 +82,14 @@ class FlatAdamW:
         return self._views[kind]
 
     def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Zero the accumulated gradients."""
         self.gradients.zero_()
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the accumulated gradients.
 
-        The norm of norms of short runs: on CPU torch adds up a long vector one by one, and loses a millionth for every
-        few ten thousand elements.
+        The norm of norms of short runs: on CPU torch sums a long vector sequentially, and loses a millionth for every
+        few tens of thousands of elements.
         """
         whole = len(self.gradients) // NORM_RUN * NORM_RUN
         runs = torch.linalg.vector_norm(self.gradients[:whole].view(-1, NORM_RUN), dim=1)

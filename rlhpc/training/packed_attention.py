@@ -1,8 +1,8 @@
 """Causal attention inside each segment of a packed row, for any HF model that honours the attention interface.
 
-Eats the borders of a row's segments, makes a SegmentPlan that travels to every layer through the model's keyword
+Input: the borders of a row's segments.  Output: a SegmentPlan that travels to every layer through the model's keyword
 arguments.  Importing this module registers the implementation under the name PACKED_ATTENTION.
-Promises: no token ever attends across a border, and no [T, T] mask is ever made.
+Guarantees: no token attends across a border, and no [T, T] mask is ever made.
 
 On CUDA in half precision one variable-length flash kernel serves the whole row.  Elsewhere segments of similar length
 are padded on the right into a dense [B, heads, L, head size] batch: causal attention never looks to the right, so that
@@ -27,8 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 PACKED_ATTENTION = "rlhpc_packed"
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
-SHORT_TOKENS = 16  # segments up to this length share a bucket whatever their fill
-_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # they change between versions of torch
+SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)  # it changes between versions of torch
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def packed_attention(
     """The function HF layers call: query [1, heads, T, D], key and value [1, key heads, T, D] → [1, T, heads, D].
 
     `segments` has no default, so that a call that lost it fails instead of attending across samples.
-    `module` is not looked at.  Dropout is ignored: log-probabilities must be those of the policy that is sampled from.
+    `module` is ignored.  So is dropout: log-probabilities must be those of the sampled policy.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, segments, scaling)[None], None
@@ -210,7 +210,7 @@ def varlen_causal(
         else:
             key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     output = varlen_attn(query, key, value, *borders, *longest, **options)
-    assert isinstance(output, Tensor)  # a pair only where auxiliary results are asked for
+    assert isinstance(output, Tensor)  # a pair only if auxiliary results are requested
     return output
 
 
@@ -220,7 +220,7 @@ def _by_token(tensor: Tensor) -> Tensor:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The plan says it all: HF must not build a [T, T] mask."""
+    """The plan replaces the mask: HF must not build a [T, T] mask."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,7 +1,7 @@
 """The default process group of the trainer's ranks, opened the same way by every backend.
 
-Eats where the ranks meet, makes the group, and says which device a rank computes on.
-Promises: when open_process_group returns, every rank is connected to every other.
+Input: the rendezvous of the ranks.  Output: the group, and the device that a rank computes on.
+Guarantees: when open_process_group returns, every rank is connected to every other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import HashStore
 
 from rlhpc.errors import ConfigError
 from rlhpc.host_address import interface_of
-from rlhpc.training.meeting import meet
+from rlhpc.training.rendezvous import connect_ranks
 from rlhpc.training.step_vote import all_ranks_agree
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for the lead to read or write a checkpoint
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the words of model.dtype
-MEET, MEET_TIMEOUT_S, LOOPBACK = "meet://", 120.0, "127.0.0.1"
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for rank 0 to read or write a checkpoint
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the values of model.dtype
+RENDEZVOUS, MEET_TIMEOUT_S, LOOPBACK = "rendezvous://", 120.0, "127.0.0.1"
 
 
 def open_process_group(
@@ -34,44 +34,43 @@ def open_process_group(
     host: str = LOOPBACK,
     meet_timeout_s: float = MEET_TIMEOUT_S,
 ) -> None:
-    """Meet the other ranks at store_address; NCCL on CUDA, gloo on CPU.  A collective.
+    """Connect the ranks at store_address; NCCL on CUDA, gloo on CPU.  A collective.
 
-    store_address: "meet:///path" of a file that rank 0 will write its address into, the only one that is right on
-    several hosts (see meeting.py); "file:///path" of a file that does not exist yet, for torch's own FileStore; or
-    "tcp://host:port".  A single rank may open a group too (Megatron and DeepSpeed need one) and meets nobody: its
-    address may be empty.
+    store_address: "rendezvous:///path" of a file that rank 0 will write its address into, the only one that is right on
+    several hosts (see rendezvous.py); "file:///path" of a file that does not exist yet, for torch's own FileStore; or
+    "tcp://host:port".  A single rank may open a group too (Megatron and DeepSpeed need one): its address may be empty.
     host: IPv4 address under which other ranks reach this one, and meet_timeout_s: how long to wait for them; with
-    meet:// alone.  Raises ChannelTimeout, which names the ranks that are missing.
+    rendezvous:// alone.  Raises ChannelTimeout, which names the ranks that are missing.
     """
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        **_meeting_place(rank, world_size, store_address, host, meet_timeout_s),
+        **_rendezvous_of(rank, world_size, store_address, host, meet_timeout_s),
     )
-    # All wait for all: a rank that closes before another has finished connecting would make that one fail.
+    # Wait for all ranks: one that closes before another has finished connecting would make that one fail.
     all_ranks_agree(True, device)
 
 
-def _meeting_place(rank: int, world_size: int, store_address: str, host: str, timeout_s: float) -> dict[str, Any]:
-    """The arguments of init_process_group that say where."""
+def _rendezvous_of(rank: int, world_size: int, store_address: str, host: str, timeout_s: float) -> dict[str, Any]:
+    """The rendezvous arguments of init_process_group."""
     if world_size == 1:
         return {"store": HashStore()}
-    if not store_address.startswith(MEET):
+    if not store_address.startswith(RENDEZVOUS):
         return {"init_method": store_address}
     _speak_from(host)
-    file = Path(store_address.removeprefix(MEET))
-    store = meet(file, rank=rank, world_size=world_size, host=host, timeout_s=timeout_s)
+    file = Path(store_address.removeprefix(RENDEZVOUS))
+    store = connect_ranks(file, rank=rank, world_size=world_size, host=host, timeout_s=timeout_s)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     return {"store": store}
 
 
 def _speak_from(host: str) -> None:
-    """Let every gloo group of this process listen at this address.
+    """Make every gloo group of this process listen at this address.
 
-    Left to itself gloo takes the address of the host's name, which many a distribution maps to 127.0.1.1; groups that
-    are made later, by us or by a backend, take no address but through the environment.
+    By default gloo takes the address of the host's name, which many distributions map to 127.0.1.1; groups that are
+    made later, by us or by a backend, get an address only through the environment.
     """
     name = interface_of(host)
     if name is not None:
@@ -85,9 +84,9 @@ def close_process_group() -> None:
 
 
 def device_of(wish: str, rank: int) -> torch.device:
-    """Return the device of a rank and make it torch's current one; wish: "cpu", "cuda" or "auto".
+    """Return the device of a rank and make it torch's current one; setting: "cpu", "cuda" or "auto".
 
-    Raises ConfigError: a GPU is wanted and none is seen.
+    Raises ConfigError if a GPU is wanted and none is visible.
     """
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

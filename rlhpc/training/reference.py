@@ -1,8 +1,8 @@
 """The trainer contract in plain PyTorch: every rank holds the whole model, gradients are summed over ranks.
 
-Eats packed micro-batches, makes optimiser steps.  The measure that other backends are held to, and the trainer for
-models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of float32 master
-weights; log-probabilities, loss, gradient sums and moments are float32.
+Input: packed micro-batches.  Output: optimiser steps.  The reference that other backends are compared with, and the
+trainer for models that fit one GPU or for tests on CPU.  Forward and backward run in the model's dtype on copies of
+float32 master weights; log-probabilities, loss, gradient sums and moments are float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
-from rlhpc.training.hf_names import named_on_disk, on_disk, scattered_on_disk
+from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
@@ -40,14 +40,14 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
-from rlhpc.training.scattered import Piece
+from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSettings:
-    """What stays the same from step to step."""
+    """Settings that do not change between steps."""
 
     dtype: torch.dtype
     temperature: float
@@ -70,7 +70,7 @@ class ReferenceBackend(TrainerBackend):
         names = list(model.parameters)
         self._saver = BackgroundSaver(
             [
-                scattered_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Piece(0, parameter.numel())])
+                sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
                 for name, parameter in model.parameters.items()
             ],
             lambda kind, index: (self._optimizer.state(kind)[names[index]],),
@@ -89,10 +89,10 @@ class ReferenceBackend(TrainerBackend):
         host: str = LOOPBACK,
         meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> ReferenceBackend:
-        """Load config.model on this rank's device and meet the other ranks at store_address.
+        """Load config.model on this rank's device and connect to the other ranks at store_address.
 
         store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
-        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not turn up.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, rank)
         torch.manual_seed(config.run.seed)
@@ -112,7 +112,7 @@ class ReferenceBackend(TrainerBackend):
 
     @property
     def dp_rank(self) -> int:
-        """This process's rank: data parallelism is all there is."""
+        """This process's rank: there is only data parallelism."""
         return self._rank
 
     @property
@@ -131,7 +131,7 @@ class ReferenceBackend(TrainerBackend):
         return self._optimizer.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == 0
 
@@ -182,7 +182,7 @@ class ReferenceBackend(TrainerBackend):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
 
-        Only wanted tokens pass through the head, which costs as much as many layers where the vocabulary is large.
+        Only wanted tokens pass through the head, which costs as much as many layers if the vocabulary is large.
         """
         result = torch.zeros(len(microbatch.token_ids), device=self._device)
         positions = np.flatnonzero(wanted)
@@ -215,24 +215,24 @@ class ReferenceBackend(TrainerBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
-        if self.is_lead:
+        if self.is_rank_zero:
             for parameter in self._model.tensor_specs():
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
-        """See TrainerBackend; every rank has everything, and the lead writes its own."""
+        """See TrainerBackend; every rank has everything, and rank 0 writes its copy."""
         return self._saver.save(
             directory, num_steps_applied=self._optimizer.num_steps_applied, rng=read_rng(self._device)
         )
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads for itself, the lead verifies.
+        """See TrainerBackend; every rank reads everything, rank 0 verifies.
 
-        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
-        # The lead reads every byte; the others trust its verdict and read only what they load.
-        read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_lead)
+        # Rank 0 reads every byte; the others rely on its result and read only what they load.
+        read = partial(read_checkpoint, directory, self.tensor_specs(), verify_content=self.is_rank_zero)
         checkpoint = on_all_ranks(read, directory, self._device)
         on_all_ranks(partial(self._take, checkpoint), directory, self._device)
         self._optimizer.num_steps_applied = checkpoint.num_steps_applied

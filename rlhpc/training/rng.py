@@ -17,7 +17,7 @@ def read_rng(device: torch.device) -> dict[str, str]:
 
 
 def write_rng(states: dict[str, str], device: torch.device) -> None:
-    """Go on from read_rng; a state of a device type that is not here is left out."""
+    """Restore the states of read_rng; states of a device type that is missing here are skipped."""
     for name, text in states.items():
         state = torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
         if name == "cpu":

@@ -1,6 +1,6 @@
-"""What every backend takes out of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
+"""What every backend needs of a packed micro-batch: tensors, the tokens that can be predicted, its loss.
 
-Eats PackedMicrobatch, makes tensors on a device.  T: tokens of the row.
+Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhpc.types import PackedMicrobatch
 
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to `device`: arrays of a message are read-only, and torch cannot say so of a tensor."""
+    """Copy an array to `device`: arrays of a message are read-only, which torch cannot express for tensors."""
     return torch.from_numpy(array.copy()).to(device)
 
 

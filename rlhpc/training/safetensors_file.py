@@ -1,7 +1,7 @@
 """Safetensors files written tensor by tensor, with a checksum taken on the way.
 
-Eats tensors in a known order, makes files that safetensors reads.  The library's own writer wants all tensors of a file
-in memory at once; here one tensor at a time is enough, because names, types and shapes are known before.
+Input: tensors in a known order.  Output: files that safetensors reads.  The library's own writer wants all tensors of a
+file in memory at once; here one tensor at a time is enough, because names, types and shapes are known before.
 Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes end to end.
 """
 

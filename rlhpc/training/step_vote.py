@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def all_ranks_agree(answer: bool, device: torch.device) -> bool:
-    """True if every rank answers True.  A collective of the default process group; without one, the answer itself.
+    """True if every rank votes True.  A collective of the default process group; without one, the vote itself.
 
     Ranks must not decide alone: one that steps while another skips trains a different model from then on.
     """

@@ -1,8 +1,8 @@
 """Tensors in safetensors files, of which only the parts that are asked for are read.
 
-Eats the directory of an HF checkpoint, or files that hold named tensors, makes rows and columns of them.
-Promises: files are mapped, not read; few are open at once; what the disk or the format says is wrong with a file comes
-out as one of our own errors, naming the file.
+Input: the directory of an HF checkpoint, or files that hold named tensors.  Output: rows and columns of them.
+Guarantees: files are mapped, not read; few are open at once; errors of the disk or of the format are raised as our own
+errors, naming the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TensorSource:
 
     @classmethod
     def of_files(cls, files: Mapping[str, Path], *, error: Callable[[str], RlhpcError] = ConfigError) -> TensorSource:
-        """Take the caller's word for which file holds which tensor.  error: what is raised for a bad file."""
+        """The caller states which file holds which tensor.  error: the class that is raised for a bad file."""
         return cls(files, origin="", error=error)
 
     @classmethod
@@ -58,7 +58,7 @@ class TensorSource:
         return cls(files, origin=origin, error=ConfigError)
 
     def __enter__(self) -> TensorSource:
-        """Nothing to do: files are opened when something is read."""
+        """No action: files are opened when something is read."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,8 +78,8 @@ class TensorSource:
     def read(self, name: str, dtype: torch.dtype | None = None, index: tuple[slice, ...] | None = None) -> Tensor:
         """Return tensor[index] on the CPU, all of it without `index`, in its own dtype without `dtype`.
 
-        May be a view of the mapped file, which is read from disk where it is looked at: copy it, neither keep it nor
-        write to it.  Raises `error` for a name that is not there, or a file that is damaged or cannot be read.
+        May be a view of the mapped file, which is read from disk on access: copy it, neither keep it nor write to it.
+        Raises `error` for a name that is not there, or a file that is damaged or cannot be read.
         """
         with self._mapped(name):
             part: Tensor = self._file_of(name).get_slice(name)[index or ...]

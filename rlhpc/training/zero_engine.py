@@ -1,8 +1,9 @@
-"""The door to DeepSpeed: an engine that shares a model out over the ranks of the default group, and its end.
+"""The only module that imports DeepSpeed: an engine that shards a model over the ranks of the default group, and its
+end.
 
-Eats a module and [trainer], makes a DeepSpeed engine of ZeRO stage 1, 2 or 3 around torch's AdamW.
-Promises: nothing is compiled when it starts, DeepSpeed writes nothing into logs but errors, and engines may be opened
-and closed in one process as often as one likes.
+Input: a module and [trainer].  Output: a DeepSpeed engine of ZeRO stage 1, 2 or 3 around torch's AdamW.
+Guarantees: nothing is compiled when it starts, DeepSpeed logs errors only, and engines may be opened and closed in one
+process any number of times.
 Import and use it under accelerator_environment: DeepSpeed chooses its accelerator while it is imported, once for the
 process, and looks into the environment for this rank's device in every pass of stage 3.
 """
@@ -52,17 +53,17 @@ def open_engine(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ZeroEngine:
-    """Share `policy` out over the ranks of the default process group.  A collective.
+    """Shard `policy` over the ranks of the default process group.  A collective.
 
     parameters: all of policy's, on the host, already of `dtype`; matrices make the optimiser's first group, the rest
     its second.  The step's options (learning rate, weight decay, clipping) are the caller's to set before each step.
     """
     accelerator = get_accelerator().device_name()
-    if accelerator != device.type:  # settled by the first import in a process
+    if accelerator != device.type:  # fixed by the first import in a process
         raise ConfigError(f"trainer.device={device.type}: DeepSpeed works on {accelerator} in this process already")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated", FutureWarning)
-    # Else the group's wrapper compiles C++ when it is made: minutes, or an error where there is no compiler.
+    # Otherwise the group's wrapper compiles C++ when it is made: minutes, or an error without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     options = engine_options(trainer, dtype=dtype, num_elements=sum(p.numel() for p in parameters.values()))
     matrices = [p for p in parameters.values() if p.ndim >= 2]
@@ -79,7 +80,7 @@ def open_engine(
         group["decays"] = group["params"][0].ndim >= 2
     comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     if trainer.zero_stage == 3:
-        # Parameter by parameter: the whole model never lies on the device.
+        # Parameter by parameter: the whole model is never on the device.
         deepspeed.zero.Init(module=policy, config_dict_or_path=options, dtype=dtype)
         for buffer in policy.buffers():
             buffer.data = buffer.data.to(device)
@@ -109,7 +110,7 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,  # set anew before each step
+        "gradient_clipping": 1.0,  # set before each step
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",

@@ -13,7 +13,7 @@ SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # by deepspeed; it changes how 
 
 @contextmanager
 def accelerator_environment(device: torch.device) -> Iterator[None]:
-    """Tell DeepSpeed which accelerator it is on and which of them is this rank's; then put everything back."""
+    """Set the variables for DeepSpeed's accelerator and this rank's device; restore them afterwards."""
     wanted = {"LOCAL_RANK": str(device.index or 0)}
     if device.type == "cpu":
         wanted["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU

@@ -1,7 +1,7 @@
-"""A causal language model as one module whose parameters may lie in pieces on other ranks.
+"""A causal language model as one module whose parameters may be sharded over ranks.
 
-Eats a packed row and the tokens wanted of it, makes their log-probabilities.  ZeRO-3 brings a parameter together when
-the module that owns it is called, so the head is a module of its own here, tied to the embedding or not.
+Input: a packed row and the tokens wanted of it.  Output: their log-probabilities.  ZeRO-3 gathers a parameter when the
+module that owns it is called, so the head is a module of its own here, tied to the embedding or not.
 """
 
 from __future__ import annotations

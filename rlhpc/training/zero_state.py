@@ -1,7 +1,7 @@
 """Where ZeRO keeps masters, moments and parameters, and the way in and out of them by HF name.
 
-Eats DeepSpeed's optimiser of stage 1, 2 or 3, makes a table of fragments that every rank works out alike without
-asking the others, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
+Input: DeepSpeed's optimiser of stage 1, 2 or 3.  Output: a table of fragments that every rank computes alike without
+communication, views of this rank's numbers, and the items that gather_stream and checkpoints are made of.
 
 Stages 1 and 2 lay a group of parameters end to end and cut the whole into one partition for each rank, so that a
 parameter may lie on several; stage 3 cuts each parameter by itself.  In both a rank has at most one run of it.
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhpc.training.hf_names import scattered_on_disk
+from rlhpc.training.hf_names import sharded_on_disk
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 
 # (kind, HF parameter as in memory, start, stop) → float32 numbers [start, stop) of it, flat, on the host
@@ -35,8 +35,8 @@ class Fragment:
     rank: int
     start: int
     stop: int
-    flat: int  # which of the flat tensors of that rank
-    offset: int  # where in it
+    flat: int  # index among the flat tensors of that rank
+    offset: int  # offset in it
 
     @property
     def num_elements(self) -> int:
@@ -68,7 +68,7 @@ class ZeroState:
 
     @property
     def device(self) -> torch.device:
-        """Where masters and moments live: the host, if they are offloaded."""
+        """Device of masters and moments: the host, if they are offloaded."""
         return self._flats[0].device
 
     @property
@@ -81,12 +81,12 @@ class ZeroState:
         for flat in self._flats:
             self._optimizer.optimizer.state[flat]["step"].fill_(value)
 
-    def items(self, dtype: str = "float32") -> list[Scattered]:
+    def items(self, dtype: str = "float32") -> list[ShardedTensorSpec]:
         """One for each parameter, in the model's order."""
         return [
-            scattered_on_disk(
+            sharded_on_disk(
                 TensorSpec(spec.name, dtype, spec.shape),
-                [Piece(f.rank, f.num_elements) for f in self.fragments[spec.name]],
+                [Shard(f.rank, f.num_elements) for f in self.fragments[spec.name]],
             )
             for spec in self.specs
         ]
@@ -111,7 +111,7 @@ class ZeroState:
 
     @torch.no_grad()
     def fill(self, read: ReadRange, *kinds: str) -> None:
-        """Take this rank's numbers of these kinds, or of all, from `read`.  Parameters follow with publish()."""
+        """Load this rank's numbers of these kinds, or of all, from `read`.  publish() updates the parameters."""
         for kind in kinds or STATE_KINDS:
             for index, spec in enumerate(self.specs):
                 mine = (fragment for fragment in self.fragments[spec.name] if fragment.rank == self._rank)
@@ -127,7 +127,7 @@ class ZeroState:
         self._optimizer._partition_all_parameters()
         for flat in range(len(self._flats)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(flat)
-        persistent = self._optimizer.persistent_parameters  # small ones that are never given back between steps
+        persistent = self._optimizer.persistent_parameters  # small ones that are never released between steps
         if persistent:
             persistent[0].all_gather(persistent)
 

@@ -1,6 +1,6 @@
-"""Turn messages into frames and back, strictly: what is not exactly right is refused, never guessed at.
+"""Turn messages into frames and back, strictly: whatever is not exactly right is refused.
 
-Eats any frozen dataclass of types.py or messages.py; makes frames for a socket.  Never pickles.
+Input: any frozen dataclass of types.py or messages.py.  Output: frames for a socket; and the reverse.  Never pickles.
 
 A message is one *head*, then the large arrays.  Little-endian:
 
@@ -36,7 +36,7 @@ from rlhpc.transport.runs import expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
 SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
-SMALL_ARRAY_BYTES = 4 << 10  # below this an array travels in the head in any case
+SMALL_ARRAY_BYTES = 4 << 10  # below this an array is always part of the head
 MAX_FRAME_BYTES = 4 << 20
 MAX_DIMENSIONS = 4
 DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
@@ -63,11 +63,11 @@ class Codec:
     """Encodes and decodes the message types it was made for, and no other.
 
     One thread uses it.  Arrays that decode returns share memory with the frames where alignment allows, and may be
-    read-only.  A sender that lacks the newest fields, which stand last and have defaults, is understood.
+    read-only.  Messages of an older sender without the newest fields, which come last and have defaults, decode too.
     """
 
     def __init__(self, message_types: Iterable[type], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
-        """Compile one plan per type.  Raises TypeError for a field that cannot travel."""
+        """Compile one plan per type.  Raises TypeError for a field that cannot be encoded."""
         self._max_message_bytes = max_message_bytes
         self._arrays: list[Array] = []  # of the message that is being encoded
         self._source = _NOTHING  # of the message that is being decoded
@@ -90,7 +90,7 @@ class Codec:
             raise ProtocolError("", "type", f"{type(message).__name__} is not one of {self._names()}")
         try:
             header = self._encoder.encode(message)
-            plan.checker.decode(header)  # a wrong field is the sender's error, not a riddle for the receiver
+            plan.checker.decode(header)  # a wrong field is reported to the sender, not to the receiver
             arrays = self._arrays
         except _MALFORMED as error:
             raise _explain("", plan, error) from error
@@ -186,9 +186,9 @@ class Codec:
         return self._source.take(dtype, _read_array_form(dtype, wire))
 
     def _check(self, annotation: Any, wire: Any) -> Array:
-        """Stand in for _attach on what we are about to send: the form is our own, the dtype may be wrong."""
+        """Used instead of _attach on outgoing messages: the form is correct, the dtype may be wrong."""
         if wire[0] != self._dtypes[annotation].str:
-            raise ValueError(f"dtype {wire[0]!r} where {self._dtypes[annotation].str!r} is due")
+            raise ValueError(f"dtype {wire[0]!r} where {self._dtypes[annotation].str!r} is expected")
         return _NO_DATA
 
     # ------------------------------------------------------------------------------------------------- compiling
@@ -213,7 +213,7 @@ _NO_DATA: Array = np.empty(0, np.uint8)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one message type travels."""
+    """How one message type is encoded."""
 
     message_type: type
     tag: int  # crc32 of the type's name: does not depend on the order of tables
@@ -284,7 +284,7 @@ def _read_array_form(wanted: np.dtype[Any], wire: object) -> tuple[int, ...]:
         raise ValueError("not [dtype, *shape]")
     code, *shape = wire
     if code != wanted.str:
-        raise ValueError(f"dtype {code!r} where {wanted.str!r} is due")
+        raise ValueError(f"dtype {code!r} where {wanted.str!r} is expected")
     for size in shape:
         if type(size) is not int or size < 0:
             raise ValueError(f"impossible shape {shape}")
@@ -296,7 +296,7 @@ def _expect_lengths(frames: Sequence[Frame], nbytes: int, peer: str) -> None:
     for frame in frames:
         if len(frame) != min(nbytes, MAX_FRAME_BYTES):
             raise ProtocolError(
-                peer, "frames", f"one of {len(frame)} bytes where {min(nbytes, MAX_FRAME_BYTES)} are due"
+                peer, "frames", f"one of {len(frame)} bytes where {min(nbytes, MAX_FRAME_BYTES)} are expected"
             )
         nbytes -= len(frame)
     if nbytes:
@@ -329,7 +329,7 @@ def _is_string_enum(annotation: Any) -> bool:
 
 
 def _array_annotations(annotation: Any) -> dict[Any, np.dtype[Any]]:
-    """Return every array annotation below this one with its dtype.  Raises TypeError for one that cannot travel."""
+    """Return every array annotation below this one with its dtype.  Raises TypeError for one that cannot be encoded."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is np.ndarray:
         (kind,) = typing.get_args(arguments[1]) or (None,)

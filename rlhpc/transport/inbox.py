@@ -1,7 +1,7 @@
 """A bounded queue of received messages that many tasks may wait on and that can be closed.
 
-Eats whatever a channel has decoded; hands it out in order.  Promises that a wait which ends in a timeout or is
-cancelled takes nothing, and that closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
+Input: decoded messages.  Output: the same, in order.  Guarantees: a wait that times out or is cancelled takes nothing;
+closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Inbox(Generic[Item]):
         return self._is_closed
 
     def put(self, item: Item) -> None:
-        """Append; the caller has looked at has_room."""
+        """Append; the caller has checked has_room."""
         self._items.append(item)
         self._was_full |= not self.has_room
         self._wake()
@@ -85,7 +85,7 @@ class Inbox(Generic[Item]):
 
 
 async def wait_until(waiters: set[asyncio.Future[None]], deadline: float | None) -> None:
-    """Sleep until wake_all(waiters) or the deadline of the loop's clock; the caller looks again either way."""
+    """Sleep until wake_all(waiters) or the deadline of the loop's clock; the caller checks again either way."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
     waiters.add(waiter)
@@ -99,7 +99,7 @@ async def wait_until(waiters: set[asyncio.Future[None]], deadline: float | None)
 
 
 def wake_all(waiters: set[asyncio.Future[None]]) -> None:
-    """Wake all of them: each looks for itself whether there is something for it."""
+    """Wake all of them: each checks whether there is something for it."""
     for waiter in waiters:
         _wake_one(waiter)
 

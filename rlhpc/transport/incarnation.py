@@ -1,7 +1,7 @@
 """Which of two starts of a process is the later one.
 
-Eats incarnation texts: "JOB.RESTART.START-UUID", as a supervisor counts starts (a local run: "0.ATTEMPT.0-UUID").
-Any other text has no order.  Promises nothing about clocks: nodes of a cluster disagree on the time, not on counts.
+Input: incarnation texts: "JOB.RESTART.START-UUID", as a supervisor counts starts (a local run: "0.ATTEMPT.0-UUID").
+Any other text has no order.  Does not rely on clocks: nodes of a cluster disagree on the time, not on counts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def order_of(incarnation: str) -> Order | None:
 
 
 def is_earlier(incarnation: str, other: str) -> bool:
-    """True if it was started before the other.  False where one of them has no order, or both have the same."""
+    """True if it was started before the other.  False if one of them has no order, or both have the same."""
     order, other_order = order_of(incarnation), order_of(other)
     return order is not None and other_order is not None and order < other_order
 
 
 def another_of(incarnation: str) -> str:
-    """Return a new incarnation of the same order, for a process that begins anew without being started anew."""
+    """Return a new incarnation of the same order, for a process that starts over without being restarted."""
     return f"{incarnation.split('-', 1)[0]}-{uuid.uuid4().hex[:12]}"

@@ -1,8 +1,9 @@
 """Mint, store and read one CURVE key pair per role instance of a run.
 
-Eats names like ``generator-1``; makes ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a directory
-of 0700.  Promises: a secret is never readable by others, not even for a moment and under any umask; a key that exists
-is never replaced, so names can be added while a run is up; loosened permissions are an error, not a warning.
+Input: names like ``generator-1``.  Output: ``secrets/NAME.secret`` (0600) and ``secrets/public/NAME.pub`` below a
+directory of 0700.  Guarantees: a secret is never readable by others, not even for a moment and under any umask; a key
+that exists is never replaced, so names can be added while a run is up; loosened permissions are an error, not a
+warning.
 
 Not zmq.auth.create_certificates: it writes the secret with the umask's permissions, 0644 as a rule.
 """
@@ -24,9 +25,9 @@ _SECRET, _PUBLIC = ".secret", ".pub"
 
 
 def mint_run_keys(secrets: Path, names: Iterable[str]) -> None:
-    """Give every name a key pair, if it has none.
+    """Create a key pair for every name that has none.
 
-    Raises RunDirectoryError if what is there is open to others, ValueError for a name that is none.
+    Raises RunDirectoryError if existing keys are accessible to others, ValueError for an illegal name.
     """
     secrets.parent.mkdir(parents=True, exist_ok=True)
     for directory in (secrets, secrets / "public"):
@@ -55,7 +56,7 @@ def public_key(secrets: Path, name: str) -> bytes:
 
 
 def allowed_keys(secrets: Path) -> dict[bytes, str]:
-    """Return whom each public key belongs to.  Raises RunDirectoryError if others could have put a key there."""
+    """Return the name that each public key belongs to.  Raises RunDirectoryError if others could write there."""
     _refuse_loose(secrets)
     _refuse_loose(secrets / "public")
     names = [file.name.removesuffix(_PUBLIC) for file in (secrets / "public").glob(f"*{_PUBLIC}")]
@@ -75,7 +76,7 @@ def _make_private_directory(directory: Path) -> None:
 
 
 def _create(file: Path, key: bytes) -> bool:
-    """Make the file in one piece, or return False if it is there.  Two launchers may do it at once."""
+    """Create the file atomically, or return False if it exists.  Two launchers may do it at once."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

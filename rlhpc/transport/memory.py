@@ -1,7 +1,7 @@
 """A channel inside one process: the reference semantics, and what tests of everything else use.
 
 Messages pass through the codec like on the wire, so what works here travels; no array is shared between two ends
-except read-only.  Capacity is exact: so many messages per peer and direction.
+except read-only.  Capacity is exact: a number of messages per peer and direction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MemoryServer(ServerChannel):
     def connect(self, name: str, incarnation: str = "first") -> MemoryClient:
         """Return the channel of a role instance.
 
-        A later one of the same name replaces it, as over ZeroMQ; one of an earlier start is not heard.
+        A later one of the same name replaces it, as over ZeroMQ; one of an earlier start is ignored.
         """
         client = MemoryClient(self, Session.open(name, incarnation))
         if self._hears(client):
@@ -92,12 +92,12 @@ class MemoryServer(ServerChannel):
                 return
             self._num_sending += 1
             try:
-                await _wait_for_room(client.room, deadline, f"{self.address}: {peer} took nothing", timeout_s)
+                await _wait_for_room(client.room, deadline, f"{self.address}: the queue to {peer} was full", timeout_s)
             finally:
                 self._num_sending -= 1
 
     async def close(self) -> None:
-        """Refuse further calls; clients notice as little as over ZeroMQ."""
+        """Refuse further calls; as over ZeroMQ, clients are not told."""
         self._inbox.close()
         wake_all(self._room)
 
@@ -123,7 +123,7 @@ class MemoryServer(ServerChannel):
 
     @property
     def room(self) -> set[asyncio.Future[None]]:
-        """Clients that wait for a message of theirs to be taken."""
+        """Clients that wait for their message to be received."""
         return self._room
 
 
@@ -170,7 +170,9 @@ class MemoryClient(ClientChannel):
                 return
             self._num_sending += 1
             try:
-                await _wait_for_room(self._server.room, deadline, f"{self._server.address}: nothing taken", timeout_s)
+                await _wait_for_room(
+                    self._server.room, deadline, f"{self._server.address}: its queue was full", timeout_s
+                )
             finally:
                 self._num_sending -= 1
 

@@ -1,8 +1,8 @@
-"""The doors that roles use: open the server end of a channel, or connect to one.
+"""How roles open channels: bind the server end, or connect to one.
 
-Eats a ChannelSpec, the run's layout and its [transport] settings; makes channels that are published, found, encrypted
-and admitted.  Promises that a client is returned only after the server has admitted it: an address that a dead server
-has left behind is read again until the server is back or the time is over.
+Input: a ChannelSpec, the run's layout and its [transport] settings.  Output: channels that are published, found,
+encrypted and admitted.  Guarantees: a client is returned only after the server has admitted it; a stale address of a
+dead server is read again until the server is back or the time is over.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rlhpc.transport.sessions import peer_name
 from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 
-ATTEMPT_S = 2.0  # wait so long for a handshake before looking whether the address has changed
+ATTEMPT_S = 2.0  # wait for a handshake before checking whether the address has changed
 PAUSE_S = 0.1  # between attempts; a key that was minted just now is admitted within zap.REREAD_AFTER_S
 
 
 class PublishedServer(ZmqServer):
-    """A ZmqServer whose address stands in the rendezvous directory while it is open."""
+    """A ZmqServer whose address is in the rendezvous directory while it is open."""
 
     def __init__(self, spec: ChannelSpec, layout: RunLayout, endpoint: dict[str, Any], **options: Any) -> None:
         """Bind, then publish.  options: those of ZmqServer."""
@@ -109,8 +109,8 @@ async def connect(
 ) -> FoundClient:
     """Find the server, connect as ``{role}-{replica}`` and wait until it has admitted us.
 
-    gone: incarnation of a server that will not come back, whatever address it has left.
-    awaits_keys: keys that are missing are waited for, too, as when a new attempt of the run mints its own.
+    gone: incarnation of a server that is known to be dead; its address is ignored.
+    awaits_keys: wait for missing keys, too, as when a new attempt of the run creates its own.
     Raises ChannelTimeout that says who is missing or why it does not answer, RunDirectoryError for keys, ConfigError
     for an address that cannot be reached from this host.
     """
@@ -197,5 +197,5 @@ def _raise_if_late(deadline: float, timeout_s: float, endpoint: Endpoint, why: s
     if time.monotonic() >= deadline:
         raise ChannelTimeout(
             f"{endpoint.name} (process {endpoint.pid} on {endpoint.host}, incarnation {endpoint.incarnation}) does not "
-            f"let us into channel {endpoint.channel!r} after {timeout_s:g} s: {why} at {endpoint.address}"
+            f"admit us to channel {endpoint.channel!r} after {timeout_s:g} s: {why} at {endpoint.address}"
         )

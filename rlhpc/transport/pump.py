@@ -70,7 +70,7 @@ class SocketPump:
         await wait_until(self._senders, min(deadline, self._loop.time() + RETRY_S))
 
     def stop(self) -> None:
-        """Touch the socket no more and wake senders, which find the channel closed.  Idempotent."""
+        """Stop using the socket and wake senders, which find the channel closed.  Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._descriptor)

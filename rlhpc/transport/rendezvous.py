@@ -1,7 +1,7 @@
 """How roles find each other: one small file per bound socket in the run directory.
 
-A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a
-hint: it may outlive its server, so who connects waits for the handshake and reads again (open.py).
+A file is written whole (temporary name, fsync, rename) and overwritten by the server's next incarnation.  It is a hint:
+it may outlive its server, so a client waits for the handshake and reads the file again (open.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhpc.transport.incarnation import is_earlier
 from rlhpc.transport.sessions import peer_name
 
 POLL_S, LATER_POLL_S = 0.05, 1.0
-QUICK_S = 10.0  # who is not there by then may take hours: many who wait must not keep a shared filesystem busy
+QUICK_S = 10.0  # after that a server may take hours: many waiting clients must not load a shared filesystem
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Endpoint:
 
 
 def publish(directory: Path, endpoint: Endpoint) -> None:
-    """Make the endpoint known, in place of an older incarnation's.  Makes the directory, 0700, if need be."""
+    """Publish the endpoint, replacing an older incarnation's.  Makes the directory, 0700, if needed."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = _file(directory, endpoint.channel, endpoint.replica)
     write_atomically(file, msgspec.json.encode(endpoint), mode=0o600)
 
 
 def withdraw(directory: Path, endpoint: Endpoint) -> None:
-    """Take the endpoint back.  Leaves a newer incarnation's alone.  Idempotent."""
+    """Withdraw the endpoint, but not a newer incarnation's.  Idempotent."""
     if find(directory, endpoint.channel, endpoint.replica) == endpoint:
         _file(directory, endpoint.channel, endpoint.replica).unlink(missing_ok=True)
 
@@ -64,7 +64,7 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
             return None
         content = file.read_bytes()
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: a new attempt has made the directory anew
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the second: a new attempt has recreated the directory
             raise
         return None
     try:
@@ -74,9 +74,9 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
 
 
 def successor(directory: Path, endpoint: Endpoint) -> Endpoint | None:
-    """Return who has taken the place of this server, or None: another incarnation, and none of an earlier start.
+    """Return the successor of this server, or None: another incarnation, not of an earlier start.
 
-    A file that is gone, or cannot be read just now, is no news.
+    A file that is gone, or cannot be read at the moment, counts as None.
     """
     try:
         found = find(directory, endpoint.channel, endpoint.replica)
@@ -97,7 +97,7 @@ async def await_endpoint(
     began: float | None = None,
     gone: str = "",
 ) -> Endpoint:
-    """Return the endpoint as soon as it is there; that of the incarnation `gone` does not count.
+    """Wait for the endpoint; that of the incarnation `gone` is ignored.
 
     began: when the wait of timeout_s began, by time.monotonic(); None: now.
     Raises ChannelTimeout that says who is missing.
@@ -128,7 +128,7 @@ def _raise_if_late(deadline: float, directory: Path, channel: str, name: str, ti
     if time.monotonic() >= deadline:
         raise ChannelTimeout(
             f"{name} has not opened channel {channel!r} after {timeout_s:g} s: "
-            f"{_file(directory, channel, 0).parent} names no address of it; see its log"
+            f"{_file(directory, channel, 0).parent} has no address of it; see its log"
         )
 
 

@@ -1,8 +1,8 @@
-"""Ask one of several replicas and get its answer, though some of them may be slow or dead.
+"""Send a request to one of several replicas and get a reply, though some of them may be slow or dead.
 
-Eats requests and makes replies: frozen dataclasses with a `request_id`, over any ClientChannel.  A request that is not
-answered in time goes to another replica, so it must be idempotent.  Every attempt has a number of its own; an answer
-that comes after its attempt was given up is counted and dropped.
+Input: requests.  Output: replies.  Both are frozen dataclasses with a `request_id`, over any ClientChannel.  A request
+that is not answered in time goes to another replica, so it must be idempotent.  Every attempt has its own number; a
+reply that comes after its attempt was given up is counted and dropped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rlhpc.errors import ChannelClosed, ChannelError, ChannelTimeout, ProtocolEr
 
 @dataclasses.dataclass(slots=True)
 class _Replica:
-    """One channel and what is known of it."""
+    """One channel and its statistics."""
 
     channel: ClientChannel
     index: int
     outstanding: int = 0
-    timeouts_in_a_row: int = 0  # a replica that hangs has little outstanding, and would else look the least busy
+    timeouts_in_a_row: int = 0  # a replica that hangs has few requests outstanding: it would look the least busy
     is_open: bool = True
     reader: asyncio.Task[None] | None = None
 
 
 class RpcClient:
-    """Calls over channels that nobody else receives from.  Use as ``async with``, which closes the channels."""
+    """Calls over channels with no other receiver.  Use as ``async with``, which closes the channels."""
 
     def __init__(self, channels: Sequence[ClientChannel], *, max_attempts: int = 3) -> None:
         """Nothing is received before __aenter__."""
@@ -53,13 +53,13 @@ class RpcClient:
         await self.close()
 
     def add(self, channel: ClientChannel) -> None:
-        """Take in another replica, for one that came back elsewhere.  Call it after __aenter__."""
+        """Add a replica, for one that restarted elsewhere.  Call it after __aenter__."""
         replica = _Replica(channel, len(self._replicas))
         self._replicas.append(replica)
         replica.reader = asyncio.create_task(self._read(replica))
 
     async def replace(self, old: ClientChannel, new: ClientChannel) -> None:
-        """Take in a replica that was started again, and close the channel of before: its calls are asked anew."""
+        """Replace the channel of a restarted replica, and close the old one: its calls are sent again."""
         self.add(new)
         for replica in self._replicas:
             if replica.channel is old:
@@ -68,8 +68,8 @@ class RpcClient:
     async def call(self, request: Any, timeout_s: float) -> Any:
         """Return the reply, under the request's own id.
 
-        timeout_s: of one attempt.  The replica with the fewest requests outstanding is asked, after a failure another.
-        A channel that is closed meanwhile counts as no attempt.
+        timeout_s: of one attempt.  The replica with the fewest outstanding requests is tried, after a failure another.
+        A channel that is closed meanwhile does not count as an attempt.
         Raises ChannelTimeout after max_attempts, ChannelClosed if no replica is left, ProtocolError if the request may
         not be sent.
         """

@@ -1,7 +1,7 @@
-"""Say an array of long runs by its runs: the versions and the mask of a rollout are a number or two, not 20 KB.
+"""Run-length encoding of arrays: the versions and the mask of a rollout are a number or two, not 20 KB.
 
-Eats a one-dimensional array of integers or booleans, makes values and lengths, and the reverse.  Where the ends look
-like no runs, as with token ids, looking costs half a microsecond.
+Input: a one-dimensional array of integers or booleans.  Output: values and lengths, and the reverse.  Where the ends
+look like no runs, as with token ids, looking costs half a microsecond.
 """
 
 from __future__ import annotations

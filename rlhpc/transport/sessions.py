@@ -4,10 +4,10 @@ A *session* is one opened client channel: peer name, incarnation of its process,
 ROUTER's routing id, so every message says which session it is of.  The random number keeps others from taking a
 session over (routing ids are claimed, not proved) and makes a channel that is opened again start from sequence 0.
 
-Promises: a peer's newest session is the only one that is heard; an incarnation that was followed by another is fenced
-for ever, and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes
-for the first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence
-numbers count from 0, so that a loss is counted and a copy refused.
+Guarantees: only a peer's newest session is accepted; an incarnation that was followed by another is fenced permanently,
+and so is every one of an earlier start than the latest known of that name (incarnation.py), even if it comes for the
+first time: a node that was cut off must not take over from its replacement.  Per session and direction sequence numbers
+count from 0, so that a loss is counted and a copy refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def checked_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """First message of every session: tells the server that the peer is there.  Never delivered."""
+    """First message of every session: announces the peer to the server.  Never delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Session:
 
     @classmethod
     def open(cls, name: str, incarnation: str) -> Session:
-        """Make a new one.  Raises ValueError for a name or an incarnation that cannot travel."""
+        """Make a new one.  Raises ValueError for an illegal name or incarnation."""
         session = cls(checked_name(name), incarnation, secrets.token_hex(8))
         if not _SESSION.fullmatch(session.routing_id):
             raise ValueError(f"incarnation {incarnation!r} is not 1 to 120 printable ASCII characters without '/'")
@@ -67,21 +67,21 @@ class Session:
 
     @property
     def routing_id(self) -> bytes:
-        """What the socket calls this session."""
+        """The routing id of this session."""
         return f"{self.name}/{self.incarnation}/{self.nonce}".encode()
 
 
 @dataclass(slots=True)
 class SequenceCheck:
-    """Watches the numbers of one direction of one session."""
+    """Checks the sequence numbers of one direction of one session."""
 
     expected: int = 0
     lost: int = 0
 
     def accept(self, sequence: int, peer: str) -> None:
-        """Count what is missing before this number.  Raises ProtocolError if it was here before, or comes late."""
+        """Count what is missing before this number.  Raises ProtocolError for a duplicate or a late message."""
         if sequence < self.expected:
-            raise ProtocolError(peer, "sequence", f"{sequence} came again or late; {self.expected} is next")
+            raise ProtocolError(peer, "sequence", f"{sequence} is a duplicate or late; {self.expected} is next")
         self.lost += sequence - self.expected
         self.expected = sequence + 1
 
@@ -104,7 +104,7 @@ class PeerBook:
         self._by_routing_id: dict[bytes, Peer] = {}
         self._fenced: set[tuple[str, str]] = set()  # (name, incarnation)
         self._latest: dict[str, str] = {}  # name → incarnation of the latest start, of those that have an order
-        self._over: set[bytes] = set()  # routing ids of sessions that were followed by another
+        self._over: set[bytes] = set()  # routing ids of sessions that were replaced
         self._lost_before = 0
 
     @property
@@ -114,19 +114,19 @@ class PeerBook:
 
     @property
     def lost(self) -> int:
-        """Messages that were sent to us and never arrived."""
+        """Messages that were sent to this server and never arrived."""
         return self._lost_before + sum(peer.received.lost for peer in self._by_name.values())
 
     def find(self, name: str) -> Peer:
         """Return the peer.  Raises PeerUnreachable."""
         peer = self._by_name.get(name)
         if peer is None:
-            known = ", ".join(sorted(self._by_name)) or "nobody"
+            known = ", ".join(sorted(self._by_name)) or "no peer"
             raise PeerUnreachable(f"{name} is not connected; {known} is")
         return peer
 
     def name_of(self, routing_id: bytes, user_id: str | None) -> str:
-        """Return the name this session speaks for.
+        """Return the name of this session's peer.
 
         user_id: whom its key belongs to, None without CURVE.  Raises ProtocolError if it claims another's name or
         was fenced.
@@ -136,13 +136,13 @@ class PeerBook:
         if user_id is not None and user_id != session.name:
             raise ProtocolError(user_id, "routing id", f"claims to be {session.name}")
         if known is None and (routing_id in self._over or self._is_fenced(session)):
-            raise ProtocolError(session.name, "session", "a newer one has taken its place")
+            raise ProtocolError(session.name, "session", "a newer one has replaced it")
         return session.name
 
     def accept(self, routing_id: bytes, sequence: int) -> None:
-        """Take note of a message that decoded.  A session not seen before replaces the peer's older one.
+        """Record a decoded message.  A session not seen before replaces the peer's older one.
 
-        Raises ProtocolError if the message was here before.
+        Raises ProtocolError for a duplicate.
         """
         peer = self._by_routing_id.get(routing_id)
         if peer is None:
@@ -179,7 +179,7 @@ class Counters:
     messages_rejected: int = 0
 
     def sent(self, nbytes: int) -> None:
-        """One message went out."""
+        """One message was sent."""
         self.messages_sent += 1
         self.bytes_sent += nbytes
 

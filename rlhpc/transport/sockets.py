@@ -1,12 +1,13 @@
 """Make ZeroMQ sockets the way every channel wants them, and move whole messages through them without blocking.
 
-Eats a ChannelSpec and the [transport] settings.  Traps that are dealt with here, and nowhere else:
+Input: a ChannelSpec and the [transport] settings.  Output: configured sockets.  Traps that are handled here, and
+nowhere else:
 
 * no ZMTP heartbeats: a socket that stops reading because its queue is full does not answer pings either, so the
   sender takes it for dead, reconnects, and loses what was on its way (281 of 288 messages in our trial).  TCP keepalive
   is answered by the kernel; roles send heartbeats of their own.
 * ZAP_ENFORCE_DOMAIN: without it a connection that finds no ZAP handler is admitted.
-* a unix socket's path holds 107 bytes, fewer than many a TMPDIR.
+* a unix socket's path holds 107 bytes, fewer than many values of TMPDIR need.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from rlhpc.transport.zap import ZAP_DOMAIN
 LINGER_MS = 1_000
 TERMINATE_S = 3.0
 MAX_RECEIVE_QUEUE = 64  # messages that wait at the receiving end, per peer; the rest waits at the sender
-HANDSHAKE_MS = 10_000  # a connection that does not speak our protocol by then is closed
-FRAME_OVERHEAD_BYTES = 1 << 12  # CURVE's nonce and tag, generously
-ZERO_COPY_BYTES = 64 << 10  # to send: below this a copy is cheaper than book-keeping
-SHARED_BUFFER_BYTES = 16 << 10  # received: smaller frames lie, unaligned, in one of ZeroMQ's 8 KiB buffers
+HANDSHAKE_MS = 10_000  # a connection without a handshake by then is closed
+FRAME_OVERHEAD_BYTES = 1 << 12  # upper bound of CURVE's nonce and tag
+ZERO_COPY_BYTES = 64 << 10  # when sending: below this a copy is cheaper than tracking
+SHARED_BUFFER_BYTES = 16 << 10  # when receiving: smaller frames lie, unaligned, in ZeroMQ's 8 KiB buffers
 MAX_IPC_PATH_BYTES = 107
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -63,7 +64,7 @@ def receive_queue(spec: ChannelSpec) -> int:
 
 
 def secure_server(socket: Socket, secrets: Path, name: str) -> None:
-    """Speak only CURVE, as this role instance, to whom the ZAP handler admits."""
+    """Use CURVE only, with the key of this role instance; the ZAP handler decides who is admitted."""
     socket.curve_server = 1
     socket.curve_secretkey = load_secret(secrets, name)
     socket.zap_domain = ZAP_DOMAIN
@@ -71,7 +72,7 @@ def secure_server(socket: Socket, secrets: Path, name: str) -> None:
 
 
 def secure_client(socket: Socket, secrets: Path, name: str, server_name: str) -> None:
-    """Speak only CURVE, as this role instance, to that server and to nobody who poses as it."""
+    """Use CURVE only, with the key of this role instance, and connect only to the server with that key."""
     secret = load_secret(secrets, name)
     socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
     socket.curve_serverkey = public_key(secrets, server_name)
@@ -85,7 +86,7 @@ class Binding:
     directory: Path | None  # of the unix socket
 
     def remove(self) -> None:
-        """Delete what binding has made.  Idempotent."""
+        """Delete the files that binding has made.  Idempotent."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -117,7 +118,7 @@ def _short_private_directory() -> Path:
 
 
 def terminate(context: Context, timeout_s: float = TERMINATE_S) -> bool:
-    """Wait until what was queued is flushed and the context has ended; False: it has not, and is left to itself.
+    """Wait until what was queued is flushed and the context has ended; False: it has not, and is abandoned.
 
     Ending a context waits without limit for every socket of it.  A role that has to leave before its time limit must
     not hang there, so a daemon thread does the waiting.
@@ -142,7 +143,7 @@ def push(socket: Socket, frames: Sequence[Frame]) -> bool:
             if index == 0:
                 return False
             # The connection went away between two frames.  ZeroMQ swallows the rest of the message; it has to be
-            # offered all the same, or the next message would be swallowed instead.
+            # offered nevertheless, or the next message would be swallowed instead.
     return True
 
 
@@ -158,5 +159,5 @@ def pull(socket: Socket) -> list[Any] | None:
 
 
 def contents(frames: Sequence[Any]) -> list[Frame]:
-    """Return what zmq.Frame objects hold, without a copy where it lies in memory of its own."""
+    """Return the content of zmq.Frame objects, without a copy if it has its own memory."""
     return [frame.bytes if len(frame) < SHARED_BUFFER_BYTES else frame.buffer for frame in frames]

@@ -1,6 +1,6 @@
 """Admit only this run's keys: the ZAP handler of one ZeroMQ context (RFC 27).
 
-Eats handshake requests at inproc://zeromq.zap.01; answers with the name of the role instance whose key it is, which
+Input: handshake requests at inproc://zeromq.zap.01.  Output: the name of the role instance whose key it is, which
 ZeroMQ then attaches to every message of that connection as its User-Id.
 
 CURVE without a handler admits everyone who knows the server's public key, and pyzmq's ThreadAuthenticator with domain
@@ -22,11 +22,11 @@ from rlhpc.transport.keys import allowed_keys
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"rlhpc"
-REREAD_AFTER_S = 0.5  # a stranger who tries keys must not make us read a shared file system for each
+REREAD_AFTER_S = 0.5  # unknown keys must not make us read a shared file system for each attempt
 
 
 class AllowList:
-    """Public keys of the run, read again when an unknown one turns up: names may be minted while the run is up."""
+    """Public keys of the run, read again when an unknown one appears: names may be added while the run is up."""
 
     def __init__(self, read: Callable[[], dict[bytes, str]], clock: Clock) -> None:
         """`read` returns name by public key (Z85)."""
@@ -40,7 +40,7 @@ class AllowList:
             self._read_at = self._clock()
             try:
                 self._names = self._read()
-            except RunDirectoryError:  # loosened or removed while we run: whom we know may stay, nobody joins
+            except RunDirectoryError:  # loosened or removed during the run: known peers may stay, nobody joins
                 return None
         return self._names.get(key)
 
@@ -65,7 +65,7 @@ class ZapHandler:
         except zmq.ContextTerminated:
             return
         finally:
-            self._socket.close()  # whatever happened: terminating the context waits for it
+            self._socket.close()  # in any case: terminating the context waits for it
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Request: version, request id, domain, address, routing id, mechanism, credentials."""

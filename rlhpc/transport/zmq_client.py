@@ -1,8 +1,8 @@
 """The connecting end of a channel over ZeroMQ: a DEALER, for roles with an event loop and for roles without.
 
-Eats the server's messages of a ChannelSpec, sends the clients'.  A message that does not decode, or that was here
-before, raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because
-the connection broke and came back, is counted in messages_lost.
+Receives the server's messages of a ChannelSpec and sends the clients'.  A message that does not decode, or a duplicate,
+raises ProtocolError: behind CURVE only the server can have sent it, so it is a bug.  What is missing, because the
+connection broke and came back, is counted in messages_lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class _Dealer:
-    """What both flavours share: the socket, the session and its numbers.  Never waits."""
+    """What both clients share: the socket, the session and its sequence numbers.  Never waits."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class _Dealer:
             secure_client(self.socket, secrets, name, server_name)
         self._monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket()
         self.socket.connect(address)
-        self._refused: tuple[object, int, list[Frame]] | None = None  # encoded, and not taken so far: to be tried again
+        self._refused: tuple[object, int, list[Frame]] | None = None  # encoded, not yet accepted by the socket
         self.try_send(Greeting(), self._push_now)
-        self.counters = Counters()  # the greeting is no message of the application
+        self.counters = Counters()  # the greeting is not an application message
 
     def try_send(self, message: object, transmit: Callable[[list[Frame]], bool]) -> bool:
-        """Hand one message to `transmit`; its number is used up only if it went."""
+        """Pass one message to `transmit`; its sequence number is used only if it was sent."""
         if not self.is_open:
             raise ChannelClosed(f"{self.title} is closed")
         if self._refused is None or self._refused[0] is not message or self._refused[1] != self._next_sent:
@@ -91,13 +91,13 @@ class _Dealer:
         return message
 
     def admission_by(self, is_late: bool) -> str | None:
-        """Return "" once the server has admitted us, why it has not, or None: ask again.
+        """Return "" once the server has admitted us, the reason if it has refused, or None: not known yet.
 
-        Once it has not, closing flushes nothing: there is nobody to take it.
+        After a refusal, closing flushes nothing.
         """
         why = self._handshake_result()
         if why is None and is_late:
-            why = "nobody answers"
+            why = "no answer"
         if why:
             self.socket.linger = 0
         return why
@@ -146,7 +146,7 @@ class ZmqClient(ClientChannel):
 
     @property
     def messages_lost(self) -> int:
-        """Messages that the server sent and that never came."""
+        """Messages that the server sent and that never arrived."""
         return self._dealer.received.lost
 
     async def admission(self, timeout_s: float) -> str:
@@ -189,7 +189,7 @@ class ZmqClient(ClientChannel):
         try:
             self._inbox.put(self._dealer.read(parts))
         except ProtocolError as error:
-            self._inbox.put(error)  # raised by receive, in its turn
+            self._inbox.put(error)  # receive raises it, in order
 
 
 class ZmqBlockingClient(BlockingClientChannel):
@@ -209,7 +209,7 @@ class ZmqBlockingClient(BlockingClientChannel):
 
     @property
     def messages_lost(self) -> int:
-        """Messages that the server sent and that never came."""
+        """Messages that the server sent and that never arrived."""
         return self._dealer.received.lost
 
     def admission(self, timeout_s: float) -> str:

@@ -1,13 +1,14 @@
 """The binding end of a channel over ZeroMQ: a ROUTER that knows its peers by name.
 
-Eats the clients' messages of a ChannelSpec, sends the server's.  Keeps the promises of ServerChannel:
+Receives the clients' messages of a ChannelSpec and sends the server's.  Keeps the guarantees of ServerChannel:
 
 * order, and no copies: sequence numbers per session (sessions.py); what is missing is counted in messages_lost;
 * nothing foreign: with CURVE only keys of this run are admitted, and each may speak only under its own name;
 * no silent drop: ROUTER_MANDATORY turns an unknown peer into PeerUnreachable and a full queue into ChannelFull.
 
 Differs from the usual recipe: the routing id is ``name/incarnation/random``, not the bare name.  With bare names a
-stopped process that comes back takes the connection over from its successor, and the two go on doing so for ever.
+stopped process that comes back takes the connection over from its successor, and the two take it from each other
+endlessly.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlhpc.transport.zap import ZapHandler
 
 
 class ZmqServer(ServerChannel):
-    """A ROUTER socket, with a context and a ZAP handler of its own.  Made inside a running loop, used by it alone."""
+    """A ROUTER socket, with its own context and ZAP handler.  Made inside a running loop, used by it alone."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ZmqServer(ServerChannel):
         self._zap = ZapHandler(self._context, secrets, clock) if config.curve else None
         self._socket = make_socket(self._context, zmq.ROUTER, spec, config)
         self._socket.router_mandatory = 1
-        self._socket.router_handover = 1  # a session that reconnects before we notice that it was gone
+        self._socket.router_handover = 1  # a session may reconnect before its loss is noticed
         if config.curve:
             secure_server(self._socket, secrets, name)
         self._binding = bind(self._socket, config.kind, interface)
@@ -77,7 +78,7 @@ class ZmqServer(ServerChannel):
 
     @property
     def messages_lost(self) -> int:
-        """Messages that peers sent and that never came: their connections broke."""
+        """Messages that peers sent and that never arrived: their connections broke."""
         return self._peers.lost
 
     @property
@@ -89,8 +90,8 @@ class ZmqServer(ServerChannel):
     def statistics(self) -> ChannelStatistics:
         """Counters since opening.
 
-        ZeroMQ does not tell what it holds: send_queue_depth counts the sends that wait for room, receive_queue_depth
-        what was taken from ZeroMQ and not yet by receive.
+        ZeroMQ does not report its own queues: send_queue_depth counts the sends that wait for room, receive_queue_depth
+        messages received from ZeroMQ and not yet returned by receive.
         """
         return self._counters.snapshot(sending=self._pump.num_waiting_senders, received=len(self._inbox))
 
@@ -104,7 +105,7 @@ class ZmqServer(ServerChannel):
         deadline = loop.time() + timeout_s
         while not self._try_send(peer, message):
             if loop.time() >= deadline:
-                raise ChannelFull(f"{self._title}: {peer} took nothing for {timeout_s:g} s")
+                raise ChannelFull(f"{self._title}: the queue to {peer} was full for {timeout_s:g} s")
             await self._pump.room(deadline)
 
     async def close(self) -> None:
@@ -118,7 +119,7 @@ class ZmqServer(ServerChannel):
         self._binding.remove()
 
     def _try_send(self, name: str, message: object) -> bool:
-        """Encode anew at every attempt: another task may have used the number meanwhile."""
+        """Encode again at every attempt: another task may have used the number meanwhile."""
         if self._inbox.is_closed:
             raise ChannelClosed(f"{self._title} is closed")
         peer = self._find_peer(name)
@@ -136,7 +137,7 @@ class ZmqServer(ServerChannel):
 
     def _find_peer(self, name: str) -> Peer:
         if name not in self._peers.names:
-            self._pump.drain()  # its greeting may have come this very moment
+            self._pump.drain()  # its greeting may have just arrived
         return self._peers.find(name)
 
     def _drain(self) -> None:

@@ -1,6 +1,6 @@
-"""What publisher and receivers check before any tensor is believed.
+"""What publisher and receivers check before any tensor is used.
 
-Eats a WeightManifest, makes a few int64 that travel ahead of the buckets.
+Input: a WeightManifest.  Output: a few int64 that travel ahead of the buckets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Say which bytes of which bucket hold which tensor.
+"""Layout of tensors in buckets.
 
-Eats TensorSpec, makes WeightManifest.  Pure: publisher and receivers compute the same layout from the same manifest.
-Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
+Input: TensorSpec.  Output: WeightManifest.  Pure: publisher and receivers compute the same layout from the same
+manifest.  Inside a bucket every tensor starts at a multiple of 16 bytes; gaps hold no meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run of tensors that travels as one block of bytes."""
+    """Consecutive tensors that are sent as one block of bytes."""
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]  # bytes from the start of the block, one per tensor
@@ -27,9 +27,9 @@ class Bucket:
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Bytes of a contiguous tensor.  Raises ValueError for a dtype that does not travel."""
+    """Bytes of a contiguous tensor.  Raises ValueError for a dtype that cannot be sent."""
     if spec.dtype not in DTYPE_BYTES:
-        raise ValueError(f"{spec.name}: dtype {spec.dtype!r} does not travel; legal: {', '.join(DTYPE_BYTES)}")
+        raise ValueError(f"{spec.name}: dtype {spec.dtype!r} cannot be sent; legal: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[spec.dtype] * math.prod(spec.shape)
 
 

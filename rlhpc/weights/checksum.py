@@ -1,6 +1,6 @@
 """A 64-bit checksum of a block of bytes, the same on CPU and CUDA.
 
-Eats a flat uint8 tensor, makes an int.  Guards against broken transfers and files, not against forgery.
+Input: a flat uint8 tensor.  Output: an int.  Guards against broken transfers and files, not against forgery.
 65,536 lanes of 64-bit words, in each lane Horner's rule with an odd factor, then the lanes are mixed with their number
 and summed.  A flip of one bit always changes the result; swaps, shifts and longer damage do but for chance (2^-64),
 save that two flips of the highest bit in the same lane cancel.  About the speed of memory: on CPU one fused pass per

@@ -1,4 +1,4 @@
-"""How weights travel in a run: decided from where trainer and engines are, never from how many GPUs one process sees.
+"""Choose the weight transport: from where trainer and engines are, never from how many GPUs one process sees.
 
 Input: weights.transport, the device of the trainer's rank 0, the devices of every engine's workers.  Output: gloo,
 nccl, ipc or disk.  A device is "" for the CPU, else a word that no other device has: a GPU's UUID, or its place in
@@ -13,14 +13,14 @@ from rlhpc.errors import ConfigError
 
 TRANSPORTS = ("gloo", "nccl", "ipc", "disk")
 CPU = ""
-MIG = "MIG-"  # NVIDIA's names of parts of a GPU begin so
+MIG = "MIG-"  # prefix of NVIDIA's names of parts of a GPU
 
 
 def choose_transport(wish: str, trainer: str, engines: Mapping[str, Sequence[str]]) -> str:
-    """Replace "auto", or accept the wish: gloo on CPU; on CUDA nccl between GPUs, ipc within one.
+    """Resolve "auto", or check the setting: gloo on CPU; on CUDA nccl between GPUs, ipc within one.
 
-    engines: name → devices of its workers.  Raises ConfigError, which names who is where, for a wish that cannot work
-    there, and for "auto" where some engines share the trainer's GPU and others do not.
+    engines: name → devices of its workers.  Raises ConfigError, which names the devices of all, for a setting that
+    cannot work there, and for "auto" if some engines share the trainer's GPU and others do not.
     """
     if wish not in ("auto", *TRANSPORTS):
         raise ConfigError(f"weights.transport={wish!r}; legal: auto, {', '.join(TRANSPORTS)}")
@@ -35,7 +35,7 @@ def choose_transport(wish: str, trainer: str, engines: Mapping[str, Sequence[str
         return "gloo"
     if trainer in workers:
         return _ipc(trainer, engines)
-    # NCCL connects no two parts of one GPU, and whether these are of one is not known here.
+    # NCCL does not connect two parts of one GPU, and whether these are of one is not known here.
     return "gloo" if any(device.startswith(MIG) for device in (trainer, *workers)) else _nccl(trainer, engines)
 
 

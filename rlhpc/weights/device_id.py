@@ -20,5 +20,5 @@ def device_id(device: torch.device | str) -> str:
     index = device.index if device.index is not None else torch.cuda.current_device()
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     word = words[index].strip() if index < len(words) else ""
-    # Parts of one GPU may have the UUID of the whole; their processes are told them by name.
+    # Parts of one GPU may have the UUID of the whole; their processes know them by name.
     return word if word.startswith(MIG) else f"GPU-{torch.cuda.get_device_properties(index).uuid}"

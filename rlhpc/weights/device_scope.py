@@ -16,14 +16,14 @@ import torch
 
 
 class DeviceScope:
-    """One device and the stream that belongs to whoever enters.  Kept for the life of a process.
+    """One device and a stream for the thread that enters.  Kept for the life of a process.
 
     The caching allocator keeps freed blocks for the stream that they were allocated on: with a new stream each time
     the buffers of the last time would be lost.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """device: with its index, where it is a GPU."""
+        """device: with its index if it is a GPU."""
         self.device = device
         self._stream: Any = None  # torch's stream classes come without types
 

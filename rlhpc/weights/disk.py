@@ -1,6 +1,6 @@
 """Move weights through files of the run directory: slow, and possible everywhere.
 
-Eats a WeightManifest; publisher and receivers share nothing but a directory with atomic rename:
+Input: a WeightManifest and tensors.  Publisher and receivers share only a directory with atomic rename:
 
     epoch_000003/joined_0001                    rank 1 takes part
     epoch_000003/version_000012/bucket_0000.bin …       one a bucket, as flat_tensors.py lays it out
@@ -31,7 +31,7 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
-from rlhpc.weights.meeting_file import file_of
+from rlhpc.weights.rendezvous_file import file_of
 
 NUM_KEPT_VERSIONS = 2
 LOOK_EVERY_S = 0.01  # a directory listing on a parallel filesystem takes about as long
@@ -39,7 +39,7 @@ CHECKSUMS = "checksums.json"
 
 
 class DiskPublisher(WeightPublisher):
-    """Writes versions for whoever reads them."""
+    """Writes versions as files."""
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         """directory: the run's weights directory; made when needed."""
@@ -55,14 +55,14 @@ class DiskPublisher(WeightPublisher):
             shutil.rmtree(directory, ignore_errors=True)  # of an earlier attempt of the run with the same number
             directory.mkdir(parents=True)
         except OSError as error:
-            raise GroupFailed(f"the meeting place {directory} could not be made: {error}") from error
+            raise GroupFailed(f"the rendezvous {directory} could not be made: {error}") from error
         self._opened = replace(group, address=f"file://{directory}")
         return self._opened
 
     def form(self) -> None:
-        """Wait until every rank has left its mark; see WeightPublisher."""
+        """Wait until every rank has written its file; see WeightPublisher."""
         if self._opened is None:
-            raise GroupFailed("no meeting place is open")
+            raise GroupFailed("no rendezvous is open")
         directory = _path_of(self._opened)
         marks = [directory / f"joined_{rank:04d}" for rank in range(1, self._opened.world_size)]
         if not _wait(lambda: all(mark.exists() for mark in marks), self._timeout_s):
@@ -71,7 +71,7 @@ class DiskPublisher(WeightPublisher):
         self._is_formed = True
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Write, then wait for everyone's word; see WeightPublisher."""
+        """Write, then wait until every rank has verified it; see WeightPublisher."""
         try:
             if self._opened is None or not self._is_formed or self._opened.epoch != manifest.epoch:
                 raise GroupFailed(f"epoch {manifest.epoch} is not formed")
@@ -113,7 +113,7 @@ class DiskPublisher(WeightPublisher):
 
 
 class DiskReceiver(WeightReceiver):
-    """Reads versions once they are whole."""
+    """Reads versions once they are complete."""
 
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: how long to wait for a version to appear."""
@@ -122,16 +122,16 @@ class DiskReceiver(WeightReceiver):
         self._rank = 0
 
     def join(self, group: WeightGroup, rank: int) -> None:
-        """Leave a mark; see WeightReceiver."""
+        """Write this rank's file; see WeightReceiver."""
         self.leave()
         try:
             (_path_of(group) / f"joined_{rank:04d}").touch()
         except OSError as error:
-            raise GroupFailed(f"no meeting place at {group.address!r}: {error}") from error
+            raise GroupFailed(f"no rendezvous at {group.address!r}: {error}") from error
         self._group, self._rank = group, rank
 
     def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
-        """Read every bucket as soon as it is there, verify at the end; see WeightReceiver."""
+        """Read every bucket as soon as it exists, verify at the end; see WeightReceiver."""
         group = self._group
         if group is None or group.epoch != manifest.epoch:
             raise GroupFailed(f"not a member of epoch {manifest.epoch}")
@@ -153,13 +153,13 @@ class DiskReceiver(WeightReceiver):
                 _leave_verdict(directory, f"{verdict}_{self._rank:04d}")
 
     def _wait_for(self, path: Path, directory: Path) -> None:
-        """Raises GroupFailed if it does not appear, a member of nothing from then on."""
+        """Raises GroupFailed if it does not appear, and is then a member of none."""
         if not _wait(lambda: path.exists() or (directory / CHECKSUMS).exists(), self._timeout_s):
             self.leave()
             raise GroupFailed(f"{path} did not appear within {self._timeout_s:g} s")
 
     def leave(self) -> None:
-        """Take the mark back; see WeightReceiver."""
+        """Remove this rank's file; see WeightReceiver."""
         if self._group is not None:
             (_path_of(self._group) / f"joined_{self._rank:04d}").unlink(missing_ok=True)
         self._group = None
@@ -174,7 +174,7 @@ def _write_version(directory: Path, manifest: WeightManifest, weights: Iterator[
         block = buffer[: bucket.num_bytes]
         fill_block(bucket, weights, block)
         path = _bucket_file(directory, index)
-        # Not synced: a version that a power cut destroys has nobody left to read it, and checksums guard the rest.
+        # Not synced: after a power cut there is no reader left for it, and checksums guard the rest.
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(_bytes_of(block))
         temporary.replace(path)
@@ -217,7 +217,7 @@ def _leave_verdict(directory: Path, name: str) -> None:
 
 
 def _wait(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Look until it is done; False after `timeout_s`."""
+    """Poll until it is done; False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not is_done():
         if time.monotonic() > deadline:

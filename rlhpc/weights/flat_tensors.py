@@ -1,6 +1,7 @@
 """Lay tensors into a block of bytes and read them back as views.
 
-Eats (name, tensor) in manifest order, fills a flat uint8 buffer bucket by bucket; the reverse copies nothing.
+Input: (name, tensor) in manifest order.  Output: a flat uint8 buffer, filled bucket by bucket; the reverse copies
+nothing.
 """
 
 from __future__ import annotations
@@ -55,6 +56,6 @@ def is_as_specified(spec: TensorSpec, name: str, tensor: Tensor) -> bool:
 
 
 def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Draw what is left, so that a collective export on the trainer's side ends on all its ranks."""
+    """Exhaust the iterator, so that a collective export on the trainer's side ends on all its ranks."""
     for _ in weights:
         pass

@@ -35,8 +35,8 @@ class GroupPublisher(WeightPublisher):
     ) -> None:
         """backend: "gloo" or "nccl".  device: the trainer's, with its index.
 
-        host: address under which other machines reach this one; "": all members are on this machine and meet in a file
-        of `directory`.
+        host: address under which other machines reach this one; "": all members are on this machine and use a file of
+        `directory` as rendezvous.
         """
         self._backend, self._directory, self._timeout_s = backend, directory, timeout_s
         self._device, self._host = device, host
@@ -53,9 +53,9 @@ class GroupPublisher(WeightPublisher):
         return self._opened
 
     def form(self) -> None:
-        """Meet the receivers; see WeightPublisher."""
+        """Wait for the receivers; see WeightPublisher."""
         if self._opened is None:
-            raise GroupFailed("no meeting place is open")
+            raise GroupFailed("no rendezvous is open")
         self._group = SideGroup(
             self._backend,
             self._store,
@@ -67,7 +67,7 @@ class GroupPublisher(WeightPublisher):
         )
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Broadcast and wait for everyone's word; see WeightPublisher.
+        """Broadcast and wait for every vote; see WeightPublisher.
 
         Raises ValueError if `weights` does not match the manifest; the receivers then fail too.
         """
@@ -118,7 +118,7 @@ class GroupPublisher(WeightPublisher):
             for wait in arrivals[-2:]:
                 wait()
         finally:
-            # A broadcast under way keeps its connections open, and the traceback of a failure would keep it.
+            # A broadcast in progress keeps its connections open, and the traceback of a failure would keep it alive.
             arrivals.clear()
         return sums
 
@@ -129,7 +129,7 @@ class GroupPublisher(WeightPublisher):
 
 
 def _require_all(group: SideGroup, manifest: WeightManifest, otherwise: str) -> None:
-    """Hear every receiver's vote.  Raises GroupFailed unless all are in favour."""
+    """Collect every receiver's vote.  Raises GroupFailed unless all are in favour."""
     num_receivers = group.world_size - 1
     num_in_favour = group.total(0)
     if num_in_favour != num_receivers:

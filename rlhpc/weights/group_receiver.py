@@ -2,7 +2,7 @@
 
 Input: a WeightManifest and memory; output: one block of bytes after the other, the next one on its way while the last
 is used.  What goes wrong on this side (no room, another version than announced, a consumer that gives up) is said in
-one of the two votes of the protocol (group_publisher.py), so that nobody waits for a time-out on its account.
+one of the two votes of the protocol (group_publisher.py), so that no other rank has to wait for a time-out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GroupReceiver(WeightReceiver):
         self._group: SideGroup | None = None
 
     def join(self, group: WeightGroup, rank: int) -> None:
-        """Meet the others; see WeightReceiver."""
+        """Join the group; see WeightReceiver."""
         self.leave()
         store = find_store(group.address, group.world_size, self._timeout_s)
         host = "" if is_on_this_machine(group.address) else host_address()
@@ -45,7 +45,7 @@ class GroupReceiver(WeightReceiver):
     def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
         """Receive, verify at the end; see WeightReceiver.
 
-        After a vote against the version the group lives on; after any other failure this rank has left it.
+        After a vote against the version the group stays usable; after any other failure this rank has left it.
         """
         group = self._group
         if group is None or self._epoch != manifest.epoch:
@@ -63,7 +63,7 @@ class GroupReceiver(WeightReceiver):
             incoming.forget()
 
     def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
-        """Hand one block out.  If there is no memory for another, or it is the last that is wanted, refuse the rest."""
+        """Yield one block.  If there is no memory for another, or it is the last that is wanted, refuse the rest."""
         try:
             yield incoming.next_block()
         except _Lost:
@@ -94,12 +94,12 @@ class _Incoming:
         self.sizes = [bucket.num_bytes for bucket in buckets_of(manifest)]
         self._sums: list[int] = []
         self._coming: tuple[Tensor, Callable[[], None]] | None = None
-        self._spare: Tensor | None = None  # memory for the second bucket, taken before anything is promised
+        self._spare: Tensor | None = None  # memory for the second bucket, allocated before this rank votes
 
     def agree_to_begin(self) -> None:
-        """Check what is announced, take memory for two buckets, and say whether both went well.
+        """Check the header, allocate memory for two buckets, and vote on whether both succeeded.
 
-        Raises TornWeights or GroupFailed if not, or if another member said so.
+        Raises TornWeights or GroupFailed if not, or if another member voted against it.
         """
         header = torch.zeros(len(FIELDS), dtype=torch.int64, device=self._group.device)
         self._broadcast(header)
@@ -141,14 +141,14 @@ class _Incoming:
         check_sums(self._manifest, published, self._sums)
 
     def refuse_the_rest(self) -> None:
-        """Take part in what is left, so that the others go on undisturbed, and vote against the version."""
+        """Take part in the rest, so that the others are not disturbed, and vote against the version."""
         if self._coming is not None:
             self._wait(self._coming[1])
             self._coming = None
             self._sums.append(0)
         rest = self.sizes[len(self._sums) :]
         if rest:
-            with room_for("buckets that nobody here wants"):
+            with room_for("buckets that are discarded here"):
                 scratch = torch.empty(max(rest), dtype=torch.uint8, device=self._group.device)
             for size in rest:
                 self._broadcast(scratch[:size])
@@ -156,7 +156,7 @@ class _Incoming:
         self._vote(False)
 
     def forget(self) -> None:
-        """A broadcast under way keeps its connections open, and the traceback of a failure would keep it."""
+        """A broadcast in progress keeps its connections open, and the traceback of a failure would keep it alive."""
         self._coming = self._spare = None
 
     def _memory(self, index: int) -> Tensor | None:

@@ -36,7 +36,7 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
-from rlhpc.weights.meeting_file import file_of
+from rlhpc.weights.rendezvous_file import file_of
 from rlhpc.weights.room import room_for
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
@@ -45,7 +45,7 @@ class IpcPublisher(WeightPublisher):
     """Fills the shared block."""
 
     def __init__(self, directory: Path, device: torch.device, timeout_s: float) -> None:
-        """directory: where the socket lives; device: of the block, the GPU both sides see."""
+        """directory: of the socket file; device: of the block, the GPU both sides see."""
         self._directory, self._device, self._timeout_s = directory, device, timeout_s
         self._opened: WeightGroup | None = None
         self._listener: socket.socket | None = None
@@ -63,14 +63,14 @@ class IpcPublisher(WeightPublisher):
                 self._listener.bind(short)
             self._listener.listen(group.world_size)
         except OSError as error:
-            raise GroupFailed(f"the meeting place {path} could not be opened: {error}") from error
+            raise GroupFailed(f"the rendezvous {path} could not be opened: {error}") from error
         self._opened = replace(group, address=f"file://{path}")
         return self._opened
 
     def form(self) -> None:
         """Accept every rank; see WeightPublisher."""
         if self._opened is None or self._listener is None:
-            raise GroupFailed("no meeting place is open")
+            raise GroupFailed("no rendezvous is open")
         deadline = time.monotonic() + self._timeout_s
         try:
             while len(self._receivers) < self._opened.world_size - 1:
@@ -80,11 +80,11 @@ class IpcPublisher(WeightPublisher):
         except OSError as error:
             wanted = self._opened.world_size - 1
             raise GroupFailed(
-                f"{len(self._receivers)} of {wanted} receivers came within {self._timeout_s:g} s"
+                f"{len(self._receivers)} of {wanted} receivers connected within {self._timeout_s:g} s"
             ) from error
 
     def publish(self, manifest: WeightManifest, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Fill, tell, wait, bucket by bucket; see WeightPublisher."""
+        """Fill, announce and wait, bucket by bucket; see WeightPublisher."""
         try:
             self._publish(manifest, weights)
         except Exception:
@@ -95,7 +95,7 @@ class IpcPublisher(WeightPublisher):
             exhaust(weights)
 
     def dissolve(self) -> None:
-        """Hang up and remove the socket file; see WeightPublisher."""
+        """Disconnect and remove the socket file; see WeightPublisher."""
         self._hang_up()
         if self._listener is not None:
             self._listener.close()
@@ -179,7 +179,7 @@ class IpcReceiver(WeightReceiver):
                 connection.connect(short)
         except OSError as error:
             connection.close()
-            raise GroupFailed(f"no meeting place at {group.address!r}: {error}") from error
+            raise GroupFailed(f"no rendezvous at {group.address!r}: {error}") from error
         self._line = _Line(connection, self._timeout_s)
         self._line.write({"rank": rank})
         self._epoch = group.epoch
@@ -199,7 +199,7 @@ class IpcReceiver(WeightReceiver):
             raise GroupFailed(str(error)) from error
 
     def _next_block(self, incoming: _Incoming) -> Generator[Tensor, None, None]:
-        """Hand one block out.  If there is no memory for it, or it is the last that is wanted, refuse the rest."""
+        """Yield one block.  If there is no memory for it, or it is the last that is wanted, refuse the rest."""
         try:
             yield incoming.next_block()
         except _Lost:
@@ -212,7 +212,7 @@ class IpcReceiver(WeightReceiver):
             raise
 
     def leave(self) -> None:
-        """Hang up; see WeightReceiver."""
+        """Disconnect; see WeightReceiver."""
         if self._line is not None:
             self._line.close()
         self._line, self._epoch = None, -1
@@ -225,7 +225,7 @@ class _Incoming:
         self._line, self._manifest, self._allocate, self._device = line, manifest, allocate, device
         self._buckets = buckets_of(manifest)
         self._shared: list[Tensor] = []
-        self._first: Tensor | None = None  # memory for the first bucket, taken before anything is promised
+        self._first: Tensor | None = None  # memory for the first bucket, allocated before the version is accepted
         self._sums: list[int] = []
         self._num_heard = 0  # buckets that were announced and answered
 
@@ -235,7 +235,7 @@ class _Incoming:
         return len(self._buckets) - self._num_heard
 
     def open_blocks(self) -> None:
-        """Check what is announced and say whether it can be taken.  Raises TornWeights, GroupFailed."""
+        """Check the header and reply whether the version can be received.  Raises TornWeights, GroupFailed."""
         opening = self._line.read()
         try:
             check_header(self._manifest, opening["header"])
@@ -247,7 +247,7 @@ class _Incoming:
         self._line.write({"refused": ""})
 
     def next_block(self) -> Tensor:
-        """Copy the next bucket, say so, and take the copy's checksum."""
+        """Copy the next bucket, acknowledge it, and take the copy's checksum."""
         index = self._line.read()["bucket"]
         own, self._first = (self._first if index == 0 else None), None
         try:
@@ -261,13 +261,13 @@ class _Incoming:
         return own
 
     def verify(self) -> None:
-        """Compare checksums and say what came of it.  Raises TornWeights."""
+        """Compare checksums and report the result.  Raises TornWeights."""
         published = [int(value, 16) for value in self._line.read()["checksums"]]
         self._line.write({"whole": published == self._sums})
         check_sums(self._manifest, published, self._sums)
 
     def refuse_the_rest(self) -> None:
-        """Let what is left pass, and say that this member has not got the version."""
+        """Skip the rest, and report that this member does not have the version."""
         while self.num_left:
             self._line.write({"copied": self._line.read()["bucket"]})
             self._num_heard += 1
@@ -282,7 +282,7 @@ class _Incoming:
 
 
 class _Lost(GroupFailed):
-    """The other end of a line has gone, or did not answer."""
+    """The other end of a connection is gone, or did not reply."""
 
 
 class _Line:
@@ -298,7 +298,7 @@ class _Line:
             self._file.write(json.dumps(message).encode() + b"\n")
             self._file.flush()
         except (OSError, ValueError) as error:
-            raise _Lost(f"a member of the group has gone: {error}") from error
+            raise _Lost(f"a member of the group is gone: {error}") from error
 
     def read(self) -> dict[str, Any]:
         try:
@@ -306,12 +306,12 @@ class _Line:
         except (OSError, ValueError) as error:
             raise _Lost(f"a member of the group did not answer: {error}") from error
         if not text.endswith(b"\n"):
-            raise _Lost("a member of the group has gone")
+            raise _Lost("a member of the group is gone")
         message: dict[str, Any] = json.loads(text)
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # bytes left to flush to a peer that has gone
+        with contextlib.suppress(OSError):  # bytes left to flush to a peer that is gone
             self._file.close()
         self._connection.close()
 
@@ -327,7 +327,7 @@ def _short_path(path: Path) -> Iterator[str]:
 
 
 def _finish_copies(device: torch.device) -> None:
-    """Kernels of two processes are not ordered by streams: wait for ours before the other side is told.
+    """Kernels of two processes are not ordered by streams: wait for ours before the other side is notified.
 
     Ours are on the calling thread's stream; to wait for the device would be to wait for the engine's decoding too.
     """

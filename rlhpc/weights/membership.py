@@ -1,16 +1,17 @@
-"""Know who takes part in weight broadcasts, and who answers with which version.
+"""Membership of weight broadcasts, and the version that each member samples with.
 
-Eats what the controller hears (Hello, WeightsLive, silence), makes WeightGroup.  Pure: no clock, no sockets, no torch.
+Input: what the controller hears (Hello, WeightsLive, silence).  Output: WeightGroup.  Pure: no clock, no sockets, no
+torch.
 
 Rules:
-1. A membership epoch is a fixed roster.  Whoever comes, goes or restarts makes a new epoch necessary; nobody joins or
-   leaves an epoch that exists.
-2. A member that is lost, leaves or fails is waited for no longer and makes the epoch broken.  One that failed is in the
+1. A membership epoch is a fixed roster.  A generator that comes, goes or restarts makes a new epoch necessary; an
+existing epoch is never joined or left.
+2. A member that is lost, leaves or fails is no longer waited for and makes the epoch broken.  One that failed is in the
    next epoch; one that was lost or left is in the next epoch after it has said hello again.  A late joiner enters the
    next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
 4. An acknowledgement counts if it is of the present epoch and of a member of it; a version counts for good until the
-   member is lost or restarts, so that nobody has to acknowledge again in a new epoch what it already serves.
+   member is lost or restarts, so that a member need not acknowledge again in a new epoch what it already serves.
    A trainer that restarts behind its generators begins a new timeline: forget_versions().
 """
 
@@ -35,19 +36,19 @@ class Member:
 
 
 class Membership:
-    """The roster of live generators and the epoch made of it."""
+    """The roster of live generators and the epoch formed from it."""
 
     def __init__(self) -> None:
-        """Nobody is here, no epoch was formed."""
+        """Starts without generators and without an epoch."""
         self._members: dict[str, Member] = {}
         self._last_epoch = 0
         self._group: WeightGroup | None = None
-        self._roster: dict[str, str] = {}  # of the present epoch: name → incarnation
+        self._roster: dict[str, str] = {}  # of the current epoch: name → incarnation
 
     # ------------------------------------------------------------------------------------------- who is here
 
     def hello(self, name: str, num_ranks: int, incarnation: str) -> None:
-        """A generator is up.  Said twice by the same incarnation it changes nothing; a new one starts from no version.
+        """A generator has registered.  Idempotent for one incarnation; a new one starts without a version.
 
         Raises ValueError if it has no rank to receive with.
         """
@@ -56,21 +57,21 @@ class Membership:
         known = self._members.get(name)
         if known is None or known.incarnation != incarnation or known.num_ranks != num_ranks:
             self._members[name] = Member(num_ranks, incarnation)
-            self._roster.pop(name, None)  # so that an epoch of the old incarnation is never taken for whole
+            self._roster.pop(name, None)  # so that an epoch of the old incarnation never counts as complete
 
     def lost(self, name: str) -> None:
         """A generator died or fell silent.  Unknown names are ignored."""
         self._members.pop(name, None)
-        self._roster.pop(name, None)  # so that it is a stranger to this epoch even if it comes back at once
+        self._roster.pop(name, None)  # so that it is not a member of this epoch even if it comes back at once
 
     def left(self, name: str) -> None:
-        """A generator went in good order.  The same as lost: what it served, it serves no more."""
+        """A generator left cleanly.  The same as lost: it serves no version any more."""
         self.lost(name)
 
     def failed(self, name: str, epoch: int) -> None:
-        """A generator could not join this epoch or receive in it, but lives: it tries again in the next one.
+        """A generator could not join this epoch or receive in it, but is alive: it tries again in the next one.
 
-        It still serves what it served.  Ignored if it is of another epoch.
+        It keeps its version.  Ignored if it is of another epoch.
         """
         if self._group is not None and self._group.epoch == epoch:
             self._roster.pop(name, None)
@@ -79,12 +80,12 @@ class Membership:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """Everyone alive: the members of the next epoch."""
+        """All live generators: the members of the next epoch."""
         return frozenset(self._members)
 
     @property
     def is_whole(self) -> bool:
-        """True if every member of the present epoch is alive: only then can a broadcast succeed."""
+        """True if every member of the current epoch is alive: only then can a broadcast succeed."""
         return self._group is not None and all(
             name in self._members and self._roster.get(name) == self._members[name].incarnation
             for name in self._group.members
@@ -92,18 +93,18 @@ class Membership:
 
     @property
     def needs_new_epoch(self) -> bool:
-        """True if somebody is alive and the present epoch's roster is not exactly those alive."""
+        """True if a generator is alive and the roster of the current epoch is not exactly those alive."""
         if not self._members:
             return False
         return not self.is_whole or self._roster != {name: m.incarnation for name, m in self._members.items()}
 
     def next_group(self, transport: str, address: str = "") -> WeightGroup:
-        """Form a new epoch of all who are alive, by name, and make it the present one.
+        """Form a new epoch of all live generators, by name, and make it the current one.
 
-        Raises ValueError if nobody is.
+        Raises ValueError if there is none.
         """
         if not self._members:
-            raise ValueError("no generator is alive: there is nobody to form a group with")
+            raise ValueError("no generator is alive to form a group with")
         self._last_epoch += 1
         names = tuple(sorted(self._members))
         ranks = tuple(self._members[name].num_ranks for name in names)
@@ -123,32 +124,33 @@ class Membership:
         return True
 
     def waiting_for(self, policy_version: int) -> frozenset[str]:
-        """Live members of the present epoch that do not serve this version or a newer one yet."""
+        """Live members of the current epoch that do not serve this version or a newer one yet."""
         return frozenset(
             name for name in self._roster if name in self._members and not self._serves(name, policy_version)
         )
 
     def everyone_on(self, policy_version: int) -> bool:
-        """True if nobody is waited for, also when nobody is alive: who joins later is leased nothing before that."""
+        """True if no member is waited for, also when none is alive: a late one gets no lease before it has the
+        version."""
         return not self.waiting_for(policy_version)
 
     def live_members(self, policy_version: int) -> frozenset[str]:
-        """Live generators that serve this version or a newer one, whatever epoch brought it: these may get leases."""
+        """Live generators that serve this version or a newer one, of whatever epoch: these may get leases."""
         return frozenset(name for name in self._members if self._serves(name, policy_version))
 
     def policy_version(self, name: str) -> int:
-        """What a generator serves; −1 if it is unknown or has acknowledged nothing."""
+        """Version that a generator serves; −1 if it is unknown or has acknowledged nothing."""
         member = self._members.get(name)
         return member.policy_version if member else NO_VERSION
 
     def forget_versions(self) -> None:
-        """The trainer went back to an older version: nobody serves anything of the new timeline yet."""
+        """The trainer went back to an older version: no generator serves a version of the new timeline yet."""
         self._members = {name: replace(m, policy_version=NO_VERSION) for name, m in self._members.items()}
 
     # ----------------------------------------------------------------------------------------------- restart
 
     def state(self) -> dict[str, Any]:
-        """JSON for the checkpoint.  The living say hello again; only the counter has to survive."""
+        """JSON for the checkpoint.  Live generators register again; only the counter has to survive."""
         return {"last_epoch": self._last_epoch}
 
     def load_state(self, state: dict[str, Any]) -> None:

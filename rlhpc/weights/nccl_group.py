@@ -1,4 +1,4 @@
-"""An NCCL group that never takes its process along.
+"""An NCCL group whose failure never ends its process.
 
 Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows whatever goes wrong in a
 collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the
@@ -34,7 +34,7 @@ WITHOUT_WATCHDOG = {
 
 
 def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """Make the group; nobody is met yet.  Raises GroupFailed where there is no NCCL."""
+    """Make the group without connecting.  Raises GroupFailed if there is no NCCL."""
     if not (c10d.is_nccl_available() and torch.cuda.is_available()):
         raise GroupFailed("weights.transport='nccl' needs CUDA and a torch with NCCL; legal here: gloo, disk")
     options = c10d.ProcessGroupNCCL.Options()
@@ -43,11 +43,11 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
         return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
 
 
-def meet(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
+def connect(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
     """Run the first collective, in which NCCL connects to the other ranks.
 
     NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit;
-    the thread that waits is given up with the aborted group.
+    the waiting thread is abandoned with the aborted group.
     """
     failures: list[Exception] = []
 

@@ -1,7 +1,7 @@
-"""A process group of our own, beside torch's global one.
+"""A separate process group, independent of torch's global one.
 
-Eats an address, a rank and a world size; offers broadcast from rank 0 and a sum.  The trainer's and vLLM's own process
-groups live in torch's global state and are neither seen nor touched.  Whatever goes wrong is a GroupFailed.
+Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
+vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.errors import GroupFailed
-from rlhpc.weights.meeting_file import file_of
-from rlhpc.weights.nccl_group import meet, nccl_group
+from rlhpc.weights.nccl_group import connect, nccl_group
+from rlhpc.weights.rendezvous_file import file_of
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -40,23 +40,23 @@ class SideGroup:
         device: torch.device,
         host: str = "",
     ) -> None:
-        """Meet all ranks.  Raises GroupFailed if they are not all there within `timeout_s`.
+        """Connect all ranks.  Raises GroupFailed if they are not all connected within `timeout_s`.
 
-        device: this rank's GPU, with its index, for NCCL; gloo works on CPU tensors wherever they go to afterwards.
+        device: this rank's GPU, with its index, for NCCL; gloo works on CPU tensors.
         host: address under which the other ranks reach this one, for gloo; "" when all are on this machine.
         """
         self.world_size = world_size
         self.device = torch.device("cpu") if backend == "gloo" else device  # where tensors of a collective must live
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._store = store
-        with _failures_named(f"rank {rank} of {world_size} could not meet the others within {timeout_s:g} s"):
-            # Gloo connects lazily on some builds and NCCL always: the first collective is the meeting.
+        with _failures_named(f"rank {rank} of {world_size} could not connect to the others within {timeout_s:g} s"):
+            # Gloo connects lazily on some builds and NCCL always: the first collective connects.
             if backend == "gloo":
                 self._group: Any = _gloo_group(store, rank, world_size, self._timeout, host)
                 self.total(1)
             else:
                 self._group = nccl_group(store, rank, world_size, self._timeout)
-                meet(self._group, device, lambda: self.total(1), timeout_s)
+                connect(self._group, device, lambda: self.total(1), timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""
@@ -65,13 +65,13 @@ class SideGroup:
     def begin_broadcast(self, tensor: Tensor) -> Callable[[], None]:
         """Start a broadcast and return what waits for its end.  All ranks begin theirs in the same order.
 
-        Nobody may write `tensor` before that end, nor read it on another rank than 0.  Both may raise GroupFailed.
+        Until then `tensor` must not be written, nor read on other ranks than 0.  Both may raise GroupFailed.
         """
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        with _failures_named("a broadcast did not begin"):
+        with _failures_named("a broadcast could not be started"):
             if self._group is None:
                 raise GroupFailed("this member has left the group")
             work = self._group.broadcast([tensor], options)
@@ -83,7 +83,7 @@ class SideGroup:
         return wait
 
     def total(self, value: int) -> int:
-        """Sum of `value` over all ranks; returns once all have given theirs.  Raises GroupFailed."""
+        """Sum of `value` over all ranks; waits for all of them.  Raises GroupFailed."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
         options = c10d.AllreduceOptions()
         options.reduceOp = c10d.ReduceOp.SUM
@@ -103,16 +103,16 @@ class SideGroup:
 
 
 def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s: float) -> tuple[Any, str]:
-    """Rank 0: open a meeting place; a file in `directory`, or a TCP port of the address `host`.
+    """Rank 0: open a rendezvous; a file in `directory`, or a TCP port of the address `host`.
 
-    Returns (store, address).  Raises GroupFailed if neither file nor port can be had.
+    Returns (store, address).  Raises GroupFailed if neither file nor port can be opened.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    with _failures_named("the meeting place could not be opened"):
+    with _failures_named("the rendezvous could not be opened"):
         if host:
             listener = socket.create_server((host, 0))
             port = listener.getsockname()[1]
-            # The store takes the socket over: it is bound to one address, where torch itself would listen at all.
+            # The store takes the socket over: it is bound to one address, while torch itself would listen on all.
             descriptor = listener.detach()
             options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
             return c10d.TCPStore(host, port, world_size, timeout=timeout, **options), f"tcp://{host}:{port}"
@@ -128,21 +128,21 @@ def find_store(address: str, world_size: int, timeout_s: float) -> Any:
     """Other ranks: connect to what open_store returned.  Raises GroupFailed."""
     parts = urlsplit(address)
     timeout = datetime.timedelta(seconds=timeout_s)
-    with _failures_named(f"no meeting place at {address!r}"):
+    with _failures_named(f"no rendezvous at {address!r}"):
         if parts.scheme == "tcp" and parts.hostname and parts.port:
             return c10d.TCPStore(
                 parts.hostname, parts.port, world_size, is_master=False, wait_for_workers=False, timeout=timeout
             )
         path = file_of(address)
         if not path.parent.is_dir():
-            raise GroupFailed(f"no meeting place at {address!r}: its directory does not exist")
+            raise GroupFailed(f"no rendezvous at {address!r}: its directory does not exist")
         store = c10d.FileStore(str(path), world_size)
         store.set_timeout(timeout)
         return store
 
 
 def is_on_this_machine(address: str) -> bool:
-    """True if only this machine can meet at what open_store returned: a file, or a port of the loopback interface."""
+    """True if only this machine can use the rendezvous of open_store: a file, or a port of the loopback interface."""
     return address.startswith(("file://", "tcp://127."))
 
 
@@ -156,7 +156,7 @@ def _gloo_group(store: Any, rank: int, world_size: int, timeout: datetime.timede
 def _gloo_devices(host: str) -> list[Any]:
     """Where gloo listens: at the interfaces of GLOO_SOCKET_IFNAME, as torch would have it, else at this address.
 
-    torch's default is the address of the host's name, which many a distribution maps to 127.0.1.1.
+    torch's default is the address of the host's name, which many distributions map to 127.0.1.1.
     """
     create = c10d.ProcessGroupGloo.create_device
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -1,4 +1,4 @@
-"""Say in the words of this package that memory ran out."""
+"""Map torch's out-of-memory errors to this package's error."""
 
 from __future__ import annotations
 

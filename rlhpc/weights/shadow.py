@@ -23,7 +23,7 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 class HostShadow:
-    """A whole version in host memory.  The memory is kept from one version to the next: making it costs a pass."""
+    """A whole version in host memory.  The memory is reused by the next version: allocating it costs a pass over it."""
 
     def __init__(self, *, is_pinned: bool) -> None:
         """is_pinned: register the memory with CUDA, so that copies to and from a GPU run at full speed."""
@@ -45,7 +45,7 @@ class HostShadow:
             for index, block in enumerate(arriving):
                 own = self._blocks[index]
                 if block.data_ptr() != own.data_ptr():
-                    own.copy_(block, non_blocking=True)  # in the order of the stream; whoever reads waits for that
+                    own.copy_(block, non_blocking=True)  # in the order of the stream; readers wait for that
         self._whole = manifest
 
     def take(self) -> NamedTensors:
@@ -100,7 +100,7 @@ def blocks_in_turn(manifest: WeightManifest) -> Allocate:
 
 
 def fresh_blocks(manifest: WeightManifest) -> Allocate:
-    """A block of its own for every bucket: it is freed when nobody holds a tensor of it any more.
+    """A separate block for every bucket: it is freed when no tensor refers to it any more.
 
     All but those of outsize tensors have one size, so that the caching allocator finds them again.
     """

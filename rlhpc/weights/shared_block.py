@@ -31,7 +31,7 @@ def open_block(handle: dict[str, Any], device: torch.device) -> Tensor:
     if "file" in handle:
         return _mapped(Path(handle["file"]), num_bytes)
     fields = [base64.b64decode(field[1:]) if isinstance(field, str) else field for field in handle["cuda"]]
-    fields[0] = device.index or 0  # the same GPU may have another number in this process
+    fields[0] = device.index or 0  # the same GPU may have another index in this process
     storage = torch.UntypedStorage._new_shared_cuda(*fields)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 

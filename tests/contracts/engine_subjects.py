@@ -32,7 +32,7 @@ from rlhpc.types import (
     WeightManifest,
 )
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher, make_receiver
+from rlhpc.weights.factory import make_publisher, make_receiver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import make_tiny_checkpoint

@@ -19,7 +19,7 @@ from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.weights.checksum import checksum64
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 from rlhpc.weights.process_group import SideGroup
 from tests.patience import PATIENCE_S
 
@@ -330,7 +330,7 @@ async def test_an_engine_with_torn_weights_hands_back_what_it_has(
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await until_sampling()
-    with pytest.raises(TornWeights, match="no token is sampled before a whole version has come"):
+    with pytest.raises(TornWeights, match="no token is sampled before a whole version has arrived"):
         await subject.update(old + 1, cut_off_after=len(subject.weights(0)) - 1)
     await subject.engine.abort(_long(1).request_id)
     rollout = await asyncio.wait_for(running, PATIENCE_S)

@@ -55,7 +55,7 @@ def saved(start, model_for, tmp_path_factory):
 
 
 def continued(cluster: Any, run: Saved, scratch: Path) -> Any:
-    """Results and weights of the lead rank."""
+    """Results and weights of rank 0."""
     return cluster.run(resume, scratch, model=run.model, steps=run.steps, directory=run.directory)[0]
 
 

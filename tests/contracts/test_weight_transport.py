@@ -15,7 +15,7 @@ from rlhpc.config import WeightsConfig
 from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 
 BUCKET_BYTES = 1 << 16  # smaller than the largest tensor
 TIMEOUT_S = 2.0

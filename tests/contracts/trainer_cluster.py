@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlhpc.contracts import TrainerBackend
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.types import PackedMicrobatch
 from tests.unit.training.packed_rows import dummy_row, tiny_config
 

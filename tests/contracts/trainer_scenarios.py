@@ -42,8 +42,8 @@ def look(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> Any:
     backend = rank.open(model, **settings)
     results = backend.logprobs(rank.share(rows, backend.dp_rank, backend.dp_size))
     specs, weights = backend.tensor_specs(), [(name, tensor.cpu().clone()) for name, tensor in backend.weights()]
-    dp_rank, is_lead = backend.dp_rank, backend.is_lead
-    assert bool(weights) == is_lead
+    dp_rank, is_rank_zero = backend.dp_rank, backend.is_rank_zero
+    assert bool(weights) == is_rank_zero
     backend.close()
     backend.close()  # idempotent
     return dp_rank, [tensor.cpu() for tensor in results], specs, weights

@@ -14,7 +14,7 @@ import torch
 from rlhpc.contracts import WeightReceiver
 from rlhpc.errors import GroupFailed, WeightsError
 from rlhpc.types import WeightGroup, WeightManifest
-from rlhpc.weights.make import make_receiver
+from rlhpc.weights.factory import make_receiver
 from rlhpc.weights.room import room_for
 from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
 

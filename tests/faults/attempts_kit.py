@@ -1,6 +1,6 @@
 """Start the processes of a run one by one, as a supervisor does, and begin attempt after attempt in its directory.
 
-Eats a run file; makes processes that are known by name.  Which of them outlast an attempt is the test's to say.
+Input: a run file.  Output: processes that are known by name.  Which of them outlast an attempt is the test's to say.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_lose
         time.sleep(2 * DEAD_AFTER_S)
         controller.resume()
         assert run.finish() == 0, run.story()
-    _, _, afterwards = layout.log("controller", 0, 0).read_text().partition("stood still for")
+    _, _, afterwards = layout.log("controller", 0, 0).read_text().partition("this process was paused for")
     assert afterwards
     assert "is silent" not in afterwards
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)

@@ -89,7 +89,7 @@ def test_a_run_that_fails_while_the_trainer_writes_completes_the_checkpoint_firs
         trainer = _trainer_of(run)
         unfinished = _stop_in_mid_write(run, trainer)
         hopeless.touch()
-        _wait_for_words(run, "the run has failed; the trainer is writing a checkpoint")
+        _wait_for_words(run, "the run has failed; waiting for the trainer to finish writing a checkpoint")
         assert _saved_step(layout) == _step_of(unfinished) - EVERY_STEPS
         trainer.resume()
         assert run.finish() == EXIT_FAULT, run.story()

@@ -53,12 +53,12 @@ def masters_in(directory: Path) -> dict[tuple[str, str], Tensor]:
 
 
 def masters_after(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
-    """Gradient norms, and on the lead the float32 state after these steps, each kernel the same in every run."""
+    """Gradient norms, and on rank 0 the float32 state after these steps, each kernel the same in every run."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = rank.open(model, **settings)
     norms = [train(rank, backend, rows, learning_rate=1e-3).grad_norm for rows in steps]
     backend.save(rank.scratch / "checkpoint").result()
-    state = masters_in(rank.scratch / "checkpoint") if backend.is_lead else {}
+    state = masters_in(rank.scratch / "checkpoint") if backend.is_rank_zero else {}
     backend.close()
     torch.use_deterministic_algorithms(False)
     return norms, state
@@ -73,10 +73,10 @@ def save_twice(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -
     future = backend.save(rank.scratch / "busy")
     applied = [train(rank, backend, rows).applied for rows in steps[2:]]
     future.result()
-    is_lead = backend.is_lead
+    is_rank_zero = backend.is_rank_zero
     backend.close()
     assert all(applied)
-    return not is_lead or _equal(masters_in(rank.scratch / "quiet"), masters_in(rank.scratch / "busy"))
+    return not is_rank_zero or _equal(masters_in(rank.scratch / "quiet"), masters_in(rank.scratch / "busy"))
 
 
 def skip_a_nan_gradient(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
@@ -87,9 +87,9 @@ def skip_a_nan_gradient(rank: Rank, *, model: Path, steps: list[Rows], **setting
     applied.append(train(rank, backend, steps[1], NanGradientOn(rank.world_size - 1, rank.rank)).applied)
     backend.save(rank.scratch / "after").result()
     applied.append(train(rank, backend, steps[2]).applied)
-    is_lead = backend.is_lead
+    is_rank_zero = backend.is_rank_zero
     backend.close()
-    return applied, not is_lead or _equal(masters_in(rank.scratch / "before"), masters_in(rank.scratch / "after"))
+    return applied, not is_rank_zero or _equal(masters_in(rank.scratch / "before"), masters_in(rank.scratch / "after"))
 
 
 def peak_of_a_step(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> int:

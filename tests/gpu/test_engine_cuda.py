@@ -21,7 +21,7 @@ from rlhpc.config import WeightsConfig
 from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.checksum import NUM_LANES, checksum64
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TIMEOUT_S = 30.0

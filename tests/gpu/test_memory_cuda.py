@@ -14,7 +14,7 @@ from launch.memory.plan import fullest, plan_memory
 from rlhpc.training.background_save import BackgroundSaver
 from rlhpc.training.checkpoint import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 from tests.contracts.trainer_cluster import RankProcesses
 from tests.gpu.gpu_ranks import make_random_qwen3, peak_of_a_step
@@ -90,9 +90,9 @@ def make_saver(num_elements):
         kind: torch.full((num_elements,), float(index), device="cuda")
         for index, kind in enumerate(STATE_KINDS, start=1)
     }
-    item = Scattered(
+    item = ShardedTensorSpec(
         (TensorSpec("weight", "float32", (num_elements,)),),
-        (Piece(0, num_elements),),
+        (Shard(0, num_elements),),
         lambda pieces: [pieces[0]],
     )
     return BackgroundSaver([item], lambda kind, _: (live[kind],), device=torch.device("cuda")), live

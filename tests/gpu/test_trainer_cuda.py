@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.training.factory import open_backend
 from rlhpc.training.logprob import chunked_logprobs
-from rlhpc.training.make import open_backend
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config

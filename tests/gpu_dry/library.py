@@ -1,7 +1,7 @@
 """What an unpacked Python package offers, read without importing it.
 
-Eats a directory that holds the package (of a wheel, an sdist, or site-packages); answers what a dotted name is, which
-members a class has, and which parameters a call takes.  Follows imports between the package's own modules.
+Input: a directory that holds the package (of a wheel, an sdist, or site-packages).  Output: what a dotted name is,
+which members a class has, and which parameters a call takes.  Follows imports between the package's own modules.
 """
 
 from __future__ import annotations

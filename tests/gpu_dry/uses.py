@@ -1,7 +1,7 @@
 """Which names of a foreign package our source uses, and how it calls them; read from the source, not written down.
 
-Eats a directory of ours, makes Uses: imported names and what hangs on them, calls with their keywords, attributes of
-objects whose class an annotation or receivers.py tells, methods that a subclass overrides.
+Input: a directory of ours.  Output: Uses: imported names and what hangs on them, calls with their keywords, attributes
+of objects whose class an annotation or receivers.py tells, methods that a subclass overrides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start whole runs as processes and see what becomes of them.
 
-Eats settings, makes a run file and `rlhpc run` as a subprocess.  Every process of a run, however deep, carries an
+Input: settings.  Output: a run file and `rlhpc run` as a subprocess.  Every process of a run, however deep, carries an
 environment variable of its own, by which what is left of it is found and ended, and nothing else.
 """
 

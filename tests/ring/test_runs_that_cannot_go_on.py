@@ -20,7 +20,7 @@ def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> 
         run.assert_nothing_is_left()
     lines = [line for line in run.output.splitlines() if "StarvedError" in line]
     assert len(lines) == 1, run.output
-    for word in ("12 groups in a row", "data.task", "warm-start", "admission.active_sampling=false"):
+    for word in ("12 consecutive groups", "data.task", "warm-start", "admission.active_sampling=false"):
         assert word in lines[0]
     assert "Traceback" not in run.output
     dropped = rollouts_on_disk(lab.layout("starved").rollouts)  # what it did sample is not lost

@@ -32,7 +32,7 @@ from rlhpc.types import (
     WeightGroup,
 )
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 from tests.contracts.trainer_cluster import ClusterPool, Rank, TrainerCluster
 from tests.contracts.trainer_layouts import LAYOUTS, packed
 from tests.contracts.trainer_scenarios import look, train
@@ -97,7 +97,7 @@ class Running:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    from rlhpc.generation.make import start_engine
+    from rlhpc.generation.factory import start_engine
 
     scratch = tmp_path_factory.mktemp(request.param)
     checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)

@@ -77,7 +77,7 @@ def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run:
     assert all(r.versions[0] >= r.admitted_version and r.versions[-1] <= r.consumed_step for r in trained)
 
 
-def test_every_group_that_was_trained_has_spread(whole_run: RunLayout) -> None:
+def test_every_group_that_was_trained_has_reward_variance(whole_run: RunLayout) -> None:
     rewards: dict[int, set[float]] = defaultdict(set)
     for rollout in consumed(whole_run.rollouts):
         rewards[rollout.group_id].add(rollout.reward)

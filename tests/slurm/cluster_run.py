@@ -1,7 +1,7 @@
 """Runs on a dev cluster, as a user starts them: a run file, a site file, `rlhpc submit`.
 
-Eats a cluster and a lab (model and dataset), makes SlurmRun, which looks at a run from outside and fails with all that
-its supervisors and roles have said.
+Input: a cluster and a lab (model and dataset).  Output: SlurmRun, which looks at a run from outside and fails with all
+that its supervisors and roles have said.
 """
 
 from __future__ import annotations

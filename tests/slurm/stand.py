@@ -1,6 +1,6 @@
 """Clusters for tests: one that many tests share, so that none of them is harmed by what another has done to it.
 
-Eats a recipe for a cluster, makes Stand.  Promises: `cluster` is whole at the beginning of every test.
+Input: a recipe for a cluster.  Output: Stand.  Guarantees: `cluster` is whole at the beginning of every test.
 """
 
 from __future__ import annotations

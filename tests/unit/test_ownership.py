@@ -12,8 +12,8 @@ from subprocess import PIPE
 
 import pytest
 
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.segment_files import write_sealed
-from rlhpc.buffer.strikes import StrikeBook, StrikeFile
 from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
 from rlhpc.ownership import Fence, read_owner, take_over
 from rlhpc.run_layout import RunLayout
@@ -55,11 +55,11 @@ def test_a_directory_that_was_deleted_belongs_to_nobody(layout: RunLayout) -> No
 
 
 def test_a_stale_controller_holds_nothing_against_a_prompt(layout: RunLayout) -> None:
-    stale, book = take_over(layout, 0), StrikeBook()
+    stale, book = take_over(layout, 0), LostLeases()
     take_over(layout, 1)
-    book.strike([(make_prompt(0), 1)])
+    book.record_death([(make_prompt(0), 1)])
     with pytest.raises(OwnershipLost):
-        StrikeFile(layout.strikes, stale).append(book)
+        LostLeaseFile(layout.strikes, stale).append(book)
     assert not layout.strikes.exists()
 
 

@@ -1,1 +1,1 @@
-"""The trainer contract on Megatron-Core: every matrix, row, layer and expert may be shared over ranks."""
+"""The trainer contract on Megatron-Core: every matrix, row, layer and expert may be sharded over ranks."""

@@ -1,7 +1,7 @@
 """Attention inside the segments of a packed row, as a part of Megatron's layers, over one or several context ranks.
 
-Eats Megatron's queries, keys and values [L, 1, heads, D] and a PackedRow, makes [L, 1, heads · D].
-Promises: no token attends across a segment border; no mask of the whole row is ever made.
+Input: Megatron's queries, keys and values [L, 1, heads, D] and a PackedRow.  Output: [L, 1, heads · D].
+Guarantees: no token attends across a segment border; no mask of the whole row is ever made.
 Legend: L tokens of this context rank, P of the padded row.
 
 Context ranks gather all keys and values of the row, which costs less than it seems where key heads are few, and needs
@@ -31,8 +31,8 @@ from rlhpc.training.packed_attention import SegmentPlan, packed_attention, varle
 class PackedRow:
     """What Megatron hands from the model to every attention layer as its packed_seq_params, reading the format only.
 
-    "sbhd" lets it rotate with the angles that it is given, which already start anew at every border, instead of asking
-    the device for the borders in every layer.
+    "sbhd" lets it rotate with the angles that it is given, which already restart at every border, instead of reading
+    the borders from the device in every layer.
     """
 
     plan: RowPlan
@@ -74,7 +74,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class TransformerEngineAttention(nn.Module):
-    """The same through TransformerEngine's kernels, for rows that are not cut.  Has not run where this was written."""
+    """The same through TransformerEngine's kernels, for rows that are not cut.  Never run: it was not available."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
         """Signature given by Megatron."""
@@ -108,7 +108,7 @@ class TransformerEngineAttention(nn.Module):
 
 
 def core_attention(trainer: TrainerConfig) -> type[nn.Module]:
-    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine where it cannot be had."""
+    """The class for a layer's ModuleSpec; raises ConfigError for trainer.transformer_engine if it is not available."""
     if not trainer.transformer_engine:
         return PackedCoreAttention
     if find_spec("transformer_engine") is None:

@@ -1,8 +1,8 @@
 """The trainer contract on Megatron-Core: one model over tensor, context, data, pipeline and expert ranks.
 
-Eats packed micro-batches, makes optimiser steps.  The forward pass runs in the model's dtype; log-probabilities, loss,
-gradient sums, main weights and moments are float32.
-Promises: every rank returns the same StepResult, applies or skips a step together with all others, and a skipped step
+Input: packed micro-batches.  Output: optimiser steps.  The forward pass runs in the model's dtype; log-probabilities,
+loss, gradient sums, main weights and moments are float32.
+Guarantees: every rank returns the same StepResult, and all of them apply or skip a step together; a skipped step
 changes no bit of weights, moments or step counters.
 """
 
@@ -50,7 +50,7 @@ from rlhpc.training.process_group import (
 )
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row
-from rlhpc.training.scattered import gather_stream
+from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec
@@ -60,7 +60,7 @@ LEAD_RANK = 0
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """What stays the same from step to step."""
+    """Settings that do not change between steps."""
 
     temperature: float
     chunk_tokens: int
@@ -79,7 +79,7 @@ class MegatronBackend(TrainerBackend):
         self._rank = dist.get_rank()
         self._dp_rank: int = parallel_state.get_data_parallel_rank()
         self._exchange = Exchange()
-        # Losses are judged on the last stage; its first rank speaks for all, being tensor, context and data rank 0.
+        # Losses are computed on the last stage; its first rank reports for all, being tensor, context and data rank 0.
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
         self._saver = self._open_saver()
@@ -96,11 +96,11 @@ class MegatronBackend(TrainerBackend):
         host: str = LOOPBACK,
         meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> MegatronBackend:
-        """Load config.model, shared out over all ranks, and meet them at store_address.
+        """Load config.model, sharded over all ranks, and connect to them at store_address.
 
         store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
         Raises ConfigError for a model or a layout that cannot be trained here, ChannelTimeout for ranks that do not
-        turn up; then nothing is left open.
+        appear; then nothing is left open.
         """
         device = device_of(config.trainer.device, rank)
         _refuse_unfit(config, device)
@@ -136,7 +136,7 @@ class MegatronBackend(TrainerBackend):
             ),
         )
         if dtype != torch.float32:
-            # Main weights were copied from rounded ones; the checkpoint may know them better.
+            # Main weights were copied from rounded ones; the checkpoint may have them in full precision.
             with TensorSource.of_model(config.model.path) as source:
                 backend._state.read("weights", source)
         return backend
@@ -171,7 +171,7 @@ class MegatronBackend(TrainerBackend):
         return self._optimizer.num_steps_applied
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0."""
         return self._rank == LEAD_RANK
 
@@ -209,14 +209,14 @@ class MegatronBackend(TrainerBackend):
         self._optimizer.zero_gradients()
         sums = MetricSums()
 
-        def judge(index: int, current: Tensor, entropy: Tensor) -> Tensor:
+        def loss_callback(index: int, current: Tensor, entropy: Tensor) -> Tensor:
             start = None if proximal is None else proximal[index]
             loss_sum, metrics = loss_of_row(loss, current, microbatches[index], start)
             sums.add({**metrics, "entropy": entropy, "loss": loss_sum.detach()})
             return loss_sum / num_loss_tokens
 
         work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
-        self._schedule.forward_backward(work, self._request(want_entropy=True), judge)
+        self._schedule.forward_backward(work, self._request(want_entropy=True), loss_callback)
         own_norm = self._optimizer.gradient_norm()
         metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
@@ -242,7 +242,7 @@ class MegatronBackend(TrainerBackend):
         return self._model.specs
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainerBackend; views of parameters where they are whole on the lead: not to be written to."""
+        """See TrainerBackend; views of parameters that are whole on rank 0: not to be written to."""
         return gather_stream(
             self._model.items,
             self._model.own,
@@ -261,9 +261,9 @@ class MegatronBackend(TrainerBackend):
         )
 
     def load(self, directory: Path) -> None:
-        """See TrainerBackend; every rank reads its own part; what format it is in, the directory tells.
+        """See TrainerBackend; every rank reads its own part; the format is recognised from the directory.
 
-        A file that breaks between verifying and reading leaves the state mixed: then too CheckpointError.
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
         """
         if is_distributed_checkpoint(directory, self._exchange):
             sharded = verify_distributed(directory, self._exchange, fingerprint=fingerprint(self._model.specs))
@@ -280,8 +280,8 @@ class MegatronBackend(TrainerBackend):
         write_rng(rng, self._device)
 
     def _verified(self, directory: Path) -> TrainerCheckpoint:
-        # The lead reads every byte; the others trust its verdict and read only what they load.
-        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_lead)
+        # Rank 0 reads every byte; the others rely on its result and read only what they load.
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _read_state(self, checkpoint: TrainerCheckpoint) -> None:
         for kind in STATE_KINDS:
@@ -295,7 +295,7 @@ class MegatronBackend(TrainerBackend):
             self._saver.close()
             del self._saver, self._state, self._schedule, self._optimizer, self._model
             _close_everything()
-            # Megatron's modules, buffers and hooks hold each other, and their groups' threads with them.
+            # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.
             gc.collect()
 
 

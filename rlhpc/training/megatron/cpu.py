@@ -1,7 +1,7 @@
-"""Let Megatron-Core run on a machine without CUDA: everything it takes for granted about a GPU, answered for the CPU.
+"""Let Megatron-Core run on a machine without CUDA: every assumption it makes about a GPU is replaced for the CPU.
 
-The one file that changes another package's attributes, and only attributes of megatron.core's own modules: torch stays
-as it is for everybody else.  Does nothing where there is CUDA.
+The only file that patches another package, and only attributes of megatron.core's own modules: torch is unchanged for
+everybody else.  Does nothing where there is CUDA.
 
 Megatron 0.16.1 names the GPU in three ways, and each has one remedy:
     torch.cuda.x() and device="cuda"   the modules below see TorchOnCpu under the name `torch`
@@ -90,7 +90,7 @@ class CudaOnCpu(ModuleType):
         return getattr(torch.cuda, name)
 
     def current_device(self) -> torch.device:
-        """Megatron hands it on as device= only."""
+        """Megatron passes it on as device= only."""
         return CPU
 
     def current_stream(self) -> Stream:
@@ -98,14 +98,14 @@ class CudaOnCpu(ModuleType):
         return Stream()
 
     def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        """What runs inside runs in order, as everything does."""
+        """No effect: everything runs in order."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """No effect: nothing is pending."""
 
     def manual_seed(self, seed: int) -> None:
-        """No generator to seed; torch.cuda would keep the call in a queue for ever."""
+        """No generator to seed; torch.cuda would queue the call and never run it."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """No generator either: an empty state."""
@@ -130,7 +130,7 @@ class TensorsAsOnCuda(TorchFunctionMode):
     """Inside, type() of a tensor names the CUDA type, which Megatron compares with literals; cuda() moves nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Two questions are answered otherwise than by torch."""
+        """Two answers differ from torch's."""
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         if func is torch.Tensor.cuda:
@@ -166,9 +166,9 @@ def _replace_functions() -> None:
 
 
 def _keep_rng_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
-    """No GPU's generator to restore; Megatron's own would queue a callback in torch.cuda, for ever."""
+    """No GPU's generator to restore; Megatron's own would queue a callback in torch.cuda that never runs."""
 
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's own makes an array only of what comes from a GPU, but its callers need one always."""
+    """Megatron's own makes an array only of GPU tensors, but its callers always need one."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,13 +1,14 @@
 """Checkpoints in Megatron's own distributed format: every rank writes its share, any Megatron layout reads it.
 
-Eats a ShardedState, makes what megatron.core.dist_checkpointing calls "torch_dist", and beside it megatron.json, ours:
+Input: a ShardedState.  Output: the format that megatron.core.dist_checkpointing calls "torch_dist", and our
+megatron.json beside it:
 
     __0_0.distcp  __1_0.distcp …  .metadata  common.pt  metadata.json  megatron.json
 
-megatron.json is written last, by the lead, when the files of all ranks are there; it knows their checksums, the number
+megatron.json is written last, by rank 0, when the files of all ranks are complete; it holds their checksums, the number
 of steps, the random state and which model it is.
-Promises: whatever fails on one rank is a CheckpointError with the same reason on all; all files are verified, each
-rank reading its share of them, before any number is taken over.
+Guarantees: whatever fails on one rank is a CheckpointError with the same reason on all; all files are verified, each
+rank reading its share of them, before any of the state is loaded.
 
 Written in the calling process by torch's own writer.  Megatron's starts a server process for its results, which hangs
 a main module without guard, and forks the training process to write, CUDA, threads and all.
@@ -50,7 +51,7 @@ Made = TypeVar("Made")
 
 
 class DistributedSaver:
-    """Saves of one model, by all ranks at once; takes the place of a BackgroundSaver."""
+    """Saves of one model, by all ranks at once; replaces BackgroundSaver."""
 
     def __init__(
         self, state: ShardedState, exchange: Exchange, *, fingerprint: str, group: dist.ProcessGroup | None
@@ -61,8 +62,8 @@ class DistributedSaver:
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
         """Write everything into `directory`, which is made; every rank calls it and waits for its own disk.
 
-        The future is done: {file name: bytes} of all ranks' files on the lead and {} elsewhere, or CheckpointError;
-        then files may remain, megatron.json not among them.
+        The future is done: {file name: bytes} of all ranks' files on rank 0 and {} elsewhere, or CheckpointError; then
+        files may remain, but not megatron.json.
         """
         promised: Future[dict[str, int]] = Future()
         try:
@@ -75,13 +76,13 @@ class DistributedSaver:
         """Nothing runs between calls."""
 
     def _write(self, directory: Path, num_steps_applied: int, rng: dict[str, str]) -> dict[str, int]:
-        agree, is_lead = _Agreement(self._exchange), dist.get_rank() == LEAD_RANK
-        agree.after(lambda: _begin(directory) if is_lead else None)
+        agree, is_rank_zero = _Agreement(self._exchange), dist.get_rank() == LEAD_RANK
+        agree.after(lambda: _begin(directory) if is_rank_zero else None)
         tensors: dict[str, Any] = {}
         for kind in STATE_KINDS:
             tensors |= self._plan.to_write(kind, self._group)
         _write_shards(directory, tensors, self._group)
-        records = agree.after(lambda: _records_of_own_files(directory, is_lead=is_lead))
+        records = agree.after(lambda: _records_of_own_files(directory, is_rank_zero=is_rank_zero))
         files = {name: record for of_rank in self._exchange.of_all(records) for name, record in of_rank.items()}
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -90,8 +91,8 @@ class DistributedSaver:
             "files": files,
             "rng": rng,
         }
-        num_bytes = agree.after(lambda: _write_manifest(directory, manifest) if is_lead else 0)
-        if not is_lead:
+        num_bytes = agree.after(lambda: _write_manifest(directory, manifest) if is_rank_zero else 0)
+        if not is_rank_zero:
             return {}
         return {name: record["num_bytes"] for name, record in files.items()} | {MEGATRON_STATE_FILE: num_bytes}
 
@@ -102,17 +103,17 @@ class DistributedCheckpoint:
 
     directory: Path
     num_steps_applied: int
-    rng: dict[str, str]  # rng.read_rng of the lead rank
+    rng: dict[str, str]  # rng.read_rng of rank 0
 
     def read(self, state: ShardedState, exchange: Exchange) -> None:
         """Fill this rank's main weights and moments, one kind after the other.  A collective.
 
-        Raises CheckpointError on all ranks if a file that was sound a moment ago cannot be read; the state is mixed
-        then.  Step counters and MegatronAdamW.publish are the caller's.
+        Raises CheckpointError on all ranks if a verified file cannot be read any more; the state is mixed then.  Step
+        counters and MegatronAdamW.publish are the caller's.
         """
         agree = _Agreement(exchange)
         for kind in STATE_KINDS:
-            # Has collectives within `agree`: what they meet they raise on every rank.
+            # Has collectives within `agree`: their errors are raised on every rank.
             state.take(kind, agree.after(partial(self._load, state.to_read(kind))))
 
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -129,13 +130,13 @@ class DistributedCheckpoint:
 
 
 def is_distributed_checkpoint(directory: Path, exchange: Exchange) -> bool:
-    """True where the lead sees a checkpoint of this format and none of our own.  A collective."""
+    """True if rank 0 finds a checkpoint of this format and none of our own.  A collective."""
     is_there = (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists()
     return bool(exchange.from_rank(LEAD_RANK, is_there))
 
 
 def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str) -> DistributedCheckpoint:
-    """Read every byte, shared out over the ranks, and return what the checkpoint holds.  A collective.
+    """Read every byte, distributed over the ranks, and return the checkpoint.  A collective.
 
     fingerprint: of the model that wants it.  Raises CheckpointError on all ranks naming the file and the reason.
     """
@@ -154,7 +155,7 @@ def verify_distributed(directory: Path, exchange: Exchange, *, fingerprint: str)
 
 
 class _Agreement:
-    """All ranks go on together, or all raise what the first of them met."""
+    """All ranks continue together, or all raise the error of the first."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -177,7 +178,7 @@ def _begin(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (STATE_FILE, MEGATRON_STATE_FILE):
-            (directory / name).unlink(missing_ok=True)  # from here on an older state in this place counts no more
+            (directory / name).unlink(missing_ok=True)  # from here on an older state in this place is invalid
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from error
 
@@ -203,11 +204,11 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
 
 
-def _records_of_own_files(directory: Path, *, is_lead: bool) -> dict[str, dict[str, int]]:
-    """Read back what this rank wrote; on the lead also the files that are written once."""
+def _records_of_own_files(directory: Path, *, is_rank_zero: bool) -> dict[str, dict[str, int]]:
+    """Read back what this rank wrote; on rank 0 also the files that are written once."""
     try:
         paths = list(directory.glob(f"__{dist.get_rank()}_*.distcp"))
-        if is_lead:
+        if is_rank_zero:
             TorchCommonSaveStrategy("torch", 1).save_common({}, str(directory))
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
             paths += [directory / name for name in (".metadata", "common.pt", "metadata.json")]

@@ -1,7 +1,7 @@
 """Small messages between all ranks of the trainer, as JSON over gloo.
 
-Eats what JSON can say, makes the same on other ranks.  For figures and sizes; tensors travel on their own.
-Floats arrive bit for bit, nan and inf included.
+Input: values that JSON can represent.  Output: the same on other ranks.  For metrics and sizes; tensors are sent
+separately.  Floats arrive bit for bit, nan and inf included.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rlhpc.training.process_group import COLLECTIVE_TIMEOUT
 
 
 class Exchange:
-    """A gloo group of its own, so that nothing said here comes between two collectives of the model."""
+    """A separate gloo group, so that no message comes between two collectives of the model."""
 
     def __init__(self) -> None:
         """A collective of the default process group."""
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def from_rank(self, source: int, message: Any) -> Any:
-        """Return the message of rank `source` on every rank; the others' is not looked at.  A collective."""
+        """Return the message of rank `source` on every rank; the others' is ignored.  A collective."""
         content = _encode(message) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor(len(content))
         dist.broadcast(length, source, group=self._group)

@@ -1,7 +1,7 @@
-"""Where the tensors of an HF checkpoint lie in a Megatron model that is shared out over ranks.
+"""Where the tensors of an HF checkpoint lie in a Megatron model that is sharded over ranks.
 
-Eats a transformers configuration and a ParallelLayout, makes one ParameterMap for each parameter of the whole model.
-Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
+Input: a transformers configuration and a ParallelLayout.  Output: one ParameterMap for each parameter of the whole
+model.  Pure: every rank computes the same for all ranks.  Families: qwen2, qwen3, qwen3_moe, llama.
 
 A parameter is cut into shards, one for each tensor rank; what is replicated, and every matrix of an expert, is one
 shard.  A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
@@ -57,7 +57,7 @@ class ParameterMap:
     kind: Kind
     tensors: tuple[HfTensor, ...]
     shard_shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # of the first replica: who holds shard 0, 1, …
+    ranks: tuple[int, ...]  # of the first replica: the ranks that hold shards 0, 1, …
     num_key_groups: int  # of the whole model
     is_copy: bool  # the head of a tied model on a stage that does not have the embedding
 
@@ -150,7 +150,7 @@ def _cut_dim(kind: Kind) -> int:
 
 
 def _slabs(parameter: ParameterMap, shard: int) -> Iterator[_Slab]:
-    """What the shard is a pile of; padding comes after it."""
+    """The slabs of the shard; padding comes after them."""
     kind, count = parameter.kind, parameter.num_shards
     sizes = [tensor.shape[_cut_dim(kind)] for tensor in parameter.tensors]
     if kind is Kind.VOCABULARY:
@@ -175,7 +175,7 @@ class _MapMaker:
         self._key_groups: int = model.num_key_value_heads
         self._num_experts = num_experts(model.to_dict())
         self._stage_ranks = layout.tensor * layout.context * layout.data
-        self._stage = 0  # that the walk has come to
+        self._stage = 0  # the current layer of the walk
 
     def all(self) -> Iterator[ParameterMap]:
         vocabulary, layout = (self._model.vocab_size, self._hidden), self._layout

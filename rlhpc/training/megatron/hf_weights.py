@@ -1,8 +1,8 @@
 """HF weights into the parameters of a Megatron model, and out of them again.
 
-Eats model chunks as build_chunks makes them and a TensorSource, fills this rank's parameters; makes the Scattered items
-by which gather_stream brings weights and optimiser state together under their HF names.
-Promises: a rank reads only what it holds, with one slab of one tensor in memory; the items are the same on all ranks,
+Input: model chunks from build_chunks and a TensorSource.  Output: this rank's parameters, filled; and the
+ShardedTensorSpecs by which gather_stream gathers weights and optimiser state under their HF names.
+Guarantees: a rank reads only what it holds, with one slab of one tensor in memory; the items are the same on all ranks,
 in the order of the HF specs; the copy of a tied head is loaded and never exported.
 """
 
@@ -29,7 +29,7 @@ from rlhpc.training.megatron.hf_layout import (
     to_hf,
     to_local,
 )
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.training.tensor_source import TensorSource
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -40,7 +40,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 class OwnedRange:
     """Numbers [start, end) of one flattened shard, of which a rank keeps the optimiser's state.
 
-    Several ranks may say that they keep the same numbers: replicas of the model, and of what is not cut.
+    Several ranks may keep the same numbers: replicas of the model, and of parameters that are not cut.
     """
 
     name: str  # ParameterMap.name
@@ -92,30 +92,32 @@ def local_shard(
     return to_local(parameter, partial(_read, source), parameter.shard_of(tensor_rank(layout)), dtype)
 
 
-def scattered_weights(model: Any, layout: ParallelLayout, dtype: torch.dtype) -> tuple[Scattered, ...]:
+def sharded_weights(model: Any, layout: ParallelLayout, dtype: torch.dtype) -> tuple[ShardedTensorSpec, ...]:
     """Return where the weights lie, in the order of export: on the ranks of the first replica.  Pure."""
     return tuple(
-        Scattered(
+        ShardedTensorSpec(
             specs=specs_of(place, _word(dtype)),
-            pieces=tuple(Piece(rank, place.shard_elements) for rank in place.ranks),
+            shards=tuple(Shard(rank, place.shard_elements) for rank in place.ranks),
             join=partial(to_hf, place),
         )
         for place in exported(parameter_maps(model, layout))
     )
 
 
-def own_pieces(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Callable[[int], Sequence[Tensor]]:
-    """Return what gather_stream asks for items of scattered_weights: live views of this rank's parameters."""
+def own_shards(chunks: Sequence[Any], model: Any, layout: ParallelLayout) -> Callable[[int], Sequence[Tensor]]:
+    """Return what gather_stream asks for items of sharded_weights: live views of this rank's parameters."""
     parameters = parameters_of_rank(chunks, model, layout)
     names = [place.name for place in exported(parameter_maps(model, layout))]
     return lambda index: (parameters[names[index]].detach().view(-1),)
 
 
-def scattered_state(model: Any, layout: ParallelLayout, ranges: Iterable[OwnedRange]) -> tuple[Scattered, ...]:
+def sharded_float32_state(
+    model: Any, layout: ParallelLayout, ranges: Iterable[OwnedRange]
+) -> tuple[ShardedTensorSpec, ...]:
     """Return where float32 state lies, in the order of exported(parameter_maps()).  Pure.
 
     ranges: of all ranks, in any order, the same on every rank; between them they cover every shard.  Of replicas the
-    lowest ranks are asked.  No rank has more than one piece of an item.
+    lowest ranks are used.  No rank has more than one piece of an item.
     """
     by_name: dict[str, list[OwnedRange]] = {}
     for each in ranges:
@@ -129,7 +131,7 @@ def tensor_rank(layout: ParallelLayout) -> int:
 
 
 def _expert_rank(layout: ParallelLayout) -> int:
-    """Of this process: experts are shared over consecutive ranks, and a stage is a multiple of them."""
+    """Of this process: experts are distributed over consecutive ranks, and a stage is a multiple of them."""
     return dist.get_rank() % layout.expert
 
 
@@ -137,15 +139,15 @@ def _renumber(name: str, place: re.Pattern[str], numbers: Sequence[int]) -> str:
     return place.sub(lambda match: str(numbers[int(match[0])]), name)
 
 
-def _state_item(place: ParameterMap, ranges: Sequence[OwnedRange]) -> Scattered:
-    pieces: list[Piece] = []
+def _state_item(place: ParameterMap, ranges: Sequence[OwnedRange]) -> ShardedTensorSpec:
+    pieces: list[Shard] = []
     counts = []
     for shard in range(place.num_shards):
         cover = _cover(place, shard, [each for each in ranges if each.shard == shard])
-        pieces += [Piece(each.rank, each.end - each.start) for each in cover]
+        pieces += [Shard(each.rank, each.end - each.start) for each in cover]
         counts.append(len(cover))
     assert len({piece.rank for piece in pieces}) == len(pieces), f"{place.name}: two pieces of one rank"
-    return Scattered(specs_of(place, "float32"), tuple(pieces), partial(_join_ranges, place, tuple(counts)))
+    return ShardedTensorSpec(specs_of(place, "float32"), tuple(pieces), partial(_join_ranges, place, tuple(counts)))
 
 
 def _cover(place: ParameterMap, shard: int, ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
@@ -160,7 +162,7 @@ def _cover(place: ParameterMap, shard: int, ranges: Sequence[OwnedRange]) -> lis
     cover: list[OwnedRange] = []
     position = 0
     while position < place.shard_elements:
-        assert position in by_start, f"{place.name}: nobody keeps shard {shard} from {position} on"
+        assert position in by_start, f"{place.name}: no rank keeps shard {shard} from {position} on"
         cover.append(by_start[position])
         position = cover[-1].end
     return cover

@@ -1,6 +1,6 @@
 """The part of a packed row that one context-parallel rank works on, and the way back to the whole row.
 
-Eats packed micro-batches, makes LocalRows: padded to what the layout divides, cut, and on the device.
+Input: packed micro-batches.  Output: LocalRows: padded to what the layout divides, cut, and on the device.
 Legend: T tokens of the row, P tokens once padded, L = P / context tokens of one rank.
 
 With C > 1 context ranks the padded row is cut into 2·C equal chunks, and rank r holds chunks r and 2·C − 1 − r: one
@@ -27,7 +27,7 @@ from rlhpc.types import PackedMicrobatch
 
 @dataclass(frozen=True, slots=True)
 class LocalRow:
-    """What the model is told of one micro-batch, the same on every pipeline stage and tensor rank."""
+    """Input of the model for one micro-batch, the same on every pipeline stage and tensor rank."""
 
     token_ids: Tensor  # int64 [L] on the device
     position_ids: Tensor  # int64 [L] from 0 in every segment

@@ -1,6 +1,6 @@
 """The policy as a Megatron model whose last pipeline stage makes log-probabilities, never logits.
 
-Eats LocalRows, makes [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
+Input: LocalRows.  Output: [L] log-probabilities of the next tokens, or the hidden states that the next stage wants.
 Legend: L tokens of this context rank, W of them wanted, H hidden size.
 
 Layers are Megatron's own with its own linear layers, which need no TransformerEngine; the names of parameters are the
@@ -46,7 +46,7 @@ from rlhpc.training.megatron.model_config import rotary_frequencies
 
 @dataclass(frozen=True, slots=True)
 class HeadRequest:
-    """What the last stage makes of the hidden states of one row."""
+    """Log-probabilities and entropies from the hidden states of one row, on the last stage."""
 
     temperature: float
     chunk_tokens: int
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the row only: Megatron sums the gradient of what is marked so.
+        # Each rank sees only a part of the row: Megatron sums the gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Travels through GPTModel.forward as its `labels`, which it hands to _postprocess unread."""
+    """Passed through GPTModel.forward as its `labels`, which it hands to _postprocess unread."""
 
     row: LocalRow
     request: HeadRequest
@@ -88,19 +88,19 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             config,
             max_sequence_length=model.max_position_embeddings,
             share_embeddings_and_output_weights=bool(model.tie_word_embeddings),
-            position_embedding_type="none",  # Megatron's own restarts positions at no border
+            position_embedding_type="none",  # Megatron's own does not restart positions at borders
             **options,
         )
         self._real_vocabulary = model.vocab_size
         self._padding_token: int | None = model.pad_token_id
-        # No buffer: Megatron's way into half precision would round it, and with it every angle.
+        # Not a buffer: Megatron's conversion to half precision would round it, and with it every angle.
         self._frequencies = rotary_frequencies(model).to(device)
 
     def forward(self, row: LocalRow, request: HeadRequest) -> Tensor:
         """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
 
-        At every token before a wanted one stand that one's log-probability and the entropy it was drawn with, 0 where
-        nothing is wanted, or no entropy.  The same on all ranks of the tensor group.  Entropy carries no gradient.
+        Every token before a wanted one has that one's log-probability and the entropy it was drawn with, 0 if nothing
+        is wanted, or no entropy.  The same on all ranks of the tensor group.  Entropy carries no gradient.
         """
         output: Tensor = super().forward(
             input_ids=row.token_ids[None],
@@ -121,7 +121,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return (decoder_input, torch.cat([angles, angles], -1)[:, None, None], *others)
 
     def _without_gradient(self, embedded: Tensor, is_padding: Tensor) -> Tensor:
-        """What is looked up for the padding token teaches it nothing, as in transformers (padding_idx).
+        """The padding token gets no gradient, as in transformers (padding_idx).
 
         Its row is often all zeros, where the gradient of the first norm is a thousand times as large as elsewhere.
         """
@@ -135,7 +135,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             return hidden_states
         row, request = labels.row, labels.request
         hidden = self._on_every_tensor_rank(hidden_states)[:, 0]
-        # Runs also where nothing is wanted: backward must reach the collectives that other ranks wait in.
+        # Runs even if nothing is wanted: backward must reach the collectives that other ranks wait in.
         logprobs, entropy = chunked_logprobs(
             hidden.index_select(0, row.predictors),
             self.head_weight,
@@ -146,7 +146,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             shard=self._shard(),
         )
         wanted = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy])
-        # One tensor, because Megatron asks the output of a mixture for its device.
+        # One tensor, because Megatron reads the device of a mixture's output.
         return wanted.new_zeros(2, len(row.token_ids)).index_copy(1, row.predictors, wanted)
 
     @property
@@ -177,7 +177,7 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """This stage's chunks of layers, several where stages interleave.  Process groups must be open.
 
-    Parameters are on `device` and hold whatever memory held: to be loaded.
+    Parameters are on `device` and uninitialised: to be loaded.
     """
     _name_what_is_missing()
     layout = ParallelLayout.of(trainer)
@@ -201,10 +201,11 @@ def build_chunks(
 
 
 def _mark(module: nn.Module) -> None:
-    """Say of a module's own parameters what Megatron must know to sum and to measure their gradients rightly.
+    """Set the attributes of a module's own parameters by which Megatron sums gradients and computes their norm.
 
-    It says so itself only where it draws weights (what is cut over tensor ranks), and only where experts are shared
-    (what belongs to an expert): but with tensor ranks that are not, each of them sees other tokens of the same expert.
+    Megatron sets them itself only when it initialises weights (for tensor-parallel parameters), and only when experts
+    are distributed (for parameters of experts): with tensor ranks and without expert ranks, each tensor rank sees other
+    tokens of the same expert.
     """
     if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
         return

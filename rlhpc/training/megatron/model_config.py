@@ -1,8 +1,8 @@
 """Megatron's description of a model and of how it is trained, from the model's config.json and the run file.
 
-Eats a transformers configuration and the [trainer] table, makes a TransformerConfig.  Families: qwen2, qwen3,
-qwen3_moe, llama (3 and older).  Promises: what Megatron here would compute otherwise than transformers is refused with
-ConfigError, never trained wrongly.
+Input: a transformers configuration and the [trainer] table.  Output: a TransformerConfig.  Families: qwen2, qwen3,
+qwen3_moe, llama (3 and older).  Guarantees: what Megatron here would compute otherwise than transformers is refused
+with ConfigError, never trained wrongly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depe
 
 
 def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
-    """dtype: of parameters and of what travels between pipeline stages.
+    """dtype: of parameters and of activations between pipeline stages.
 
     Raises ConfigError naming model.path and the key of config.json whose value is not supported, or the key of
     [trainer] that does not fit the model.
@@ -45,13 +45,13 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        hidden_dropout=0.0,  # the policy that is sampled from has none
+        hidden_dropout=0.0,  # the sampled policy has none
         attention_dropout=0.0,
-        # Weights are loaded: drawing them first would cost minutes on a large model.
+        # Weights are loaded: initialising them first would cost minutes on a large model.
         perform_initialization=False,
         use_cpu_initialization=not has_cuda,
         calculate_per_token_loss=True,  # sums over micro-batches and ranks; the backend divides, once
-        # Rows differ in length.  Megatron allows that with this dispatcher only, and asks dense models too.
+        # Rows differ in length.  Megatron allows that with this dispatcher only, and checks it for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # gloo may still be sending what this would free.
@@ -120,7 +120,7 @@ def _layout(layout: ParallelLayout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout.is_sequence_parallel,
-        # Otherwise two messages between the same two stages can be taken for one another.
+        # Otherwise two messages between the same two stages can be confused.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
     }
@@ -147,7 +147,7 @@ def _refuse_unsupported(model: PretrainedConfig) -> None:
 
 
 def _unsupported(model: PretrainedConfig) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and what is supported instead, for everything that layers here do not compute."""
+    """Key, value and what is supported instead, for every setting that layers here do not implement."""
     if model.model_type not in FAMILIES:
         yield "model_type", model.model_type, " or ".join(FAMILIES)
         return

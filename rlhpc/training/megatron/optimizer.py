@@ -1,8 +1,8 @@
 """Megatron's AdamW, stepped by hand: norm, vote, clip and step are the backend's, in this order.
 
-Eats the summed gradients that DistributedDataParallel holds in float32, steps float32 main weights and publishes them
+Input: the summed gradients that DistributedDataParallel holds in float32.  Output: stepped float32 main weights, copied
 to the model's parameters.
-Promises: nothing of weights, moments or step counters changes before step(); after it the model's parameters are the
+Guarantees: nothing of weights, moments or step counters changes before step(); after it the model's parameters are the
 new ones on every rank, at once.  That rules out Megatron's overlap_param_gather, which leaves stale parameters in
 place until the next forward pass, while weights() may be asked for before that.
 Weight decay acts on matrices only (two dimensions or more), not on norms and biases.
@@ -20,12 +20,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from rlhpc.training.megatron.optimizer_state import Shard, shards_of, torch_optimizers
+from rlhpc.training.megatron.optimizer_state import OptimizerShard, shards_of, torch_optimizers
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What stays the same from step to step."""
+    """Settings that do not change between steps."""
 
     dtype: torch.dtype  # of the model's parameters
     betas: tuple[float, float]
@@ -43,7 +43,7 @@ def wrap_chunks(chunks: Sequence[Any], settings: OptimizerSettings) -> list[Any]
         overlap_grad_reduce=settings.overlap_grad_reduce,
         overlap_param_gather=False,
     )
-    # Later chunks of a stage are on no critical path: one bucket each.
+    # Later chunks of a stage are not on the critical path: one bucket each.
     return [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -61,7 +61,7 @@ class MegatronAdamW:
         self._chunks = list(chunks)
         self._optimizer = _build(self._chunks, settings)
         if settings.is_offloaded:
-            gc.collect()  # Megatron pins the host's copy twice, and the first is garbage that refers to itself
+            gc.collect()  # Megatron pins the host's copy twice, and the first is garbage in a reference cycle
         self._shards = shards_of(self._optimizer)
         self._num_steps_applied = 0
         for inner in torch_optimizers(self._optimizer):
@@ -69,7 +69,7 @@ class MegatronAdamW:
         self._refuse_other_decay()
 
     @property
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[OptimizerShard]:
         """What this rank keeps of the optimiser's state; write to it only before set_num_steps_applied."""
         return self._shards
 
@@ -85,7 +85,7 @@ class MegatronAdamW:
             shard.set_step(value)
 
     def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Zero the accumulated gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -133,7 +133,7 @@ class MegatronAdamW:
         dimensions = {id(shard.main): shard.parameter.ndim for shard in self._shards}
         for group in self._optimizer.param_groups:
             for main in group["params"]:
-                assert (group["wd_mult"] == 1.0) == (dimensions[id(main)] >= 2), "decays what should not, or not"
+                assert (group["wd_mult"] == 1.0) == (dimensions[id(main)] >= 2), "has the wrong weight decay"
 
 
 def _build(chunks: list[Any], settings: OptimizerSettings) -> Any:
@@ -158,7 +158,7 @@ def _build(chunks: list[Any], settings: OptimizerSettings) -> Any:
 
 
 def _make_fused(inner: Any) -> None:
-    """Torch's AdamW in one kernel per device; Transformer Engine's is fused anyway."""
+    """Use torch's AdamW with one kernel per device; Transformer Engine's is always fused."""
     if isinstance(inner, torch.optim.AdamW):
         for group in inner.param_groups:
             group["fused"] = True

@@ -1,12 +1,12 @@
 """Where Megatron's optimisers keep float32 main weights, moments and step counters of each parameter.
 
-Eats a Megatron optimiser, makes one Shard for each parameter of which this rank keeps a part.  A rank of a distributed
-optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them.
+Input: a Megatron optimiser.  Output: an OptimizerShard for each parameter of which this rank keeps a part. A rank of a
+distributed optimiser keeps a flat range of some of its parameters; without one it keeps all of all of them.
 Names of Megatron's own that are not public are read here and nowhere else (megatron-core 0.16.1).
 
 Our own checkpoint format over these shards avoids Megatron's state_dict and what is wrong with it outside Transformer
-Engine: state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: torch's AdamW
-counts a `step` tensor that parameters share once for each of them, so every shard has one of its own.
+Engine: state_dict() before the first step, the missing "step", loads outside no_grad.  What remains: if parameters
+share a `step` tensor, torch's AdamW increments it once for each of them, so every shard has its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rlhpc.training.optimizer import STATE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class OptimizerShard:
     """A flat range of one parameter as this rank's optimiser sees it."""
 
     parameter: nn.Parameter  # of the model, in its dtype
     start: int
     end: int
-    main: Tensor  # float32, what the optimiser's groups list; on the parameter's device
-    stepped: Tensor  # `main`, or its copy in host memory that is stepped in its place
+    main: Tensor  # float32, as listed in the optimiser's groups; on the parameter's device
+    stepped: Tensor  # `main`, or its copy in host memory that is stepped instead
     state: dict[str, Any]  # the optimiser's own, of `stepped`
     group: dict[str, Any]  # the optimiser's own
 
@@ -47,7 +47,7 @@ class Shard:
         return tensor.detach().view(-1)
 
     def set_step(self, value: int) -> None:
-        """Set the counter that bias correction goes by."""
+        """Set the counter that bias correction uses."""
         if "step" in self.state:
             self.state["step"].fill_(value)
         else:
@@ -59,7 +59,7 @@ class Shard:
             self.main.detach().copy_(self.stepped)
 
 
-def shards_of(optimizer: Any) -> tuple[Shard, ...]:
+def shards_of(optimizer: Any) -> tuple[OptimizerShard, ...]:
     """Of every chained optimiser, in its own order; creates moments of zeros where there are none yet."""
     found = []
     for part in optimizer.chained_optimizers:
@@ -70,12 +70,12 @@ def shards_of(optimizer: Any) -> tuple[Shard, ...]:
             assert main.dtype == torch.float32
             assert main.numel() == end - start
             stepped, state, group = places[id(main)]
-            found.append(Shard(parameter, start, end, main, stepped, state, group))
+            found.append(OptimizerShard(parameter, start, end, main, stepped, state, group))
     return tuple(found)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The optimisers that do the arithmetic, Transformer Engine's or torch's."""
+    """The inner optimisers, Transformer Engine's or torch's."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
@@ -115,7 +115,7 @@ def _zip_groups(models: Any, mains: Any) -> Iterator[tuple[nn.Parameter, Tensor]
 def _places_in_groups(inner: Any) -> dict[int, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
     """id of a main weight → (what is stepped for it, its state, its group)."""
     if isinstance(inner, HybridDeviceOptimizer):
-        # It copies each group's settings to the optimiser of its parameters before every step.
+        # It copies each group's settings to the inner optimiser before every step.
         stepped = inner.param_to_inner_param
         states = {id(p): sub.state[p] for sub in inner.sub_optimizers for p in _fill_states(sub)}
     else:
@@ -129,7 +129,7 @@ def _places_in_groups(inner: Any) -> dict[int, tuple[Tensor, dict[str, Any], dic
 
 
 def _fill_states(inner: Any) -> Iterator[Tensor]:
-    """Create zero moments, so that a checkpoint before the first step is like any other; yield the parameters."""
+    """Create zero moments, so that a checkpoint before the first step has them too; yield the parameters."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]

@@ -1,7 +1,7 @@
-"""Megatron's process groups: opened for a layout, closed again, as often as a process likes.
+"""Megatron's process groups: opened for a layout and closed again, any number of times in a process.
 
-Eats a ParallelLayout and the default process group, which must be up and hold exactly the layout's ranks, also if that
-is one.  Megatron keeps the groups in its own module, so that one process can have one layout at a time.
+Input: a ParallelLayout and the default process group, which must be initialised and have exactly the layout's ranks,
+even if that is one.  Megatron keeps the groups in its own module, so that one process can have one layout at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.cpu import prepare_cpu
 
-SEED = 1  # nothing is drawn: weights are loaded, and there is no dropout
+SEED = 1  # unused: weights are loaded, and there is no dropout
 
 
 def open_groups(layout: ParallelLayout, *, rank: int, device: torch.device) -> None:
@@ -40,6 +40,6 @@ def open_groups(layout: ParallelLayout, *, rank: int, device: torch.device) -> N
 
 
 def close_groups() -> None:
-    """Forget the groups; idempotent.  Ending them is left to the default process group, which takes all along."""
+    """Forget the groups; idempotent.  They end with the default process group."""
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()

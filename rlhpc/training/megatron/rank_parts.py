@@ -1,7 +1,7 @@
 """What one rank holds of the model and of the optimiser's state, under the names of the HF checkpoint.
 
-Eats a run file, or shards of the optimiser and checkpoints; makes loaded chunks, and the items by which weights and
-state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
+Input: a run file, or shards of the optimiser and checkpoints.  Output: loaded chunks, and the items by which weights
+and state leave the ranks.  Items are the same on all ranks, in the order of the HF specs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rlhpc.training.megatron.hf_weights import (
     OwnedRange,
     load_weights,
     local_shard,
-    own_pieces,
+    own_shards,
     parameters_of_rank,
-    scattered_state,
-    scattered_weights,
+    sharded_float32_state,
+    sharded_weights,
     tensor_rank,
 )
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
-from rlhpc.training.megatron.optimizer_state import Shard
-from rlhpc.training.scattered import Scattered
+from rlhpc.training.megatron.optimizer_state import OptimizerShard
+from rlhpc.training.sharded_tensors import ShardedTensorSpec
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import TensorSpec
 
@@ -47,7 +47,7 @@ class RankModel:
     layout: ParallelLayout
     dtype: torch.dtype
     device: torch.device
-    items: tuple[Scattered, ...]  # all weights of the model
+    items: tuple[ShardedTensorSpec, ...]  # all weights of the model
     own: Callable[[int], Sequence[Tensor]]  # see gather_stream
 
     @classmethod
@@ -60,8 +60,8 @@ class RankModel:
             raise ConfigError(f"model.path={config.model.path}: no model that transformers knows: {error}") from error
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
         load_weights(chunks, TensorSource.of_model(config.model.path), model, layout)
-        items = scattered_weights(model, layout, dtype)
-        return cls(tuple(chunks), model, layout, dtype, device, items, own_pieces(chunks, model, layout))
+        items = sharded_weights(model, layout, dtype)
+        return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -77,8 +77,8 @@ class RankModel:
 class RankState:
     """Float32 main weights and moments: which numbers are this rank's to send, and how it reads its own."""
 
-    def __init__(self, model: RankModel, shards: Sequence[Shard], exchange: Exchange) -> None:
-        """Tell every rank what every other keeps.  A collective."""
+    def __init__(self, model: RankModel, shards: Sequence[OptimizerShard], exchange: Exchange) -> None:
+        """Exchange what every rank keeps.  A collective."""
         parameters = parameters_of_rank(model.chunks, model.config, model.layout)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._layout = model.layout
@@ -90,7 +90,7 @@ class RankState:
             for name, shard in self._shards.items()
         ]
         ranges = [OwnedRange(*each) for of_rank in exchange.of_all(kept) for each in of_rank]
-        self.items: tuple[Scattered, ...] = scattered_state(model.config, model.layout, ranges)
+        self.items: tuple[ShardedTensorSpec, ...] = sharded_float32_state(model.config, model.layout, ranges)
 
     def own(self, kind: str, index: int) -> Sequence[Tensor]:
         """This rank's live part of items[index], float32; see BackgroundSaver."""

@@ -1,6 +1,6 @@
 """What each context rank's tokens attend to: the plan of causal attention over a packed row that is cut in chunks.
 
-Eats segment borders, makes a RowPlan that travels to every layer.  Needs no process group.
+Input: segment borders.  Output: a RowPlan that travels to every layer.  Needs no process group.
 Legend: P tokens of the padded row, C context ranks; the row is cut into 2·C equal chunks, and rank r holds chunks r and
 2·C − 1 − r, in that order.
 

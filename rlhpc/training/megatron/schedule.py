@@ -1,9 +1,9 @@
 """Micro-batches through the stages of the model, forward alone or forward and backward, by Megatron's schedules.
 
-Eats packed micro-batches, hands the log-probabilities of whole rows to the caller on the last pipeline stage, and
-leaves gradients summed over micro-batches and ranks in the chunks' buffers.
-Promises: gradients are sums, never means; each micro-batch is judged exactly once on every rank of the last stage, in
-order; rows that only fill up the schedule are not shown to the caller.
+Input: packed micro-batches.  Output: the log-probabilities of whole rows, handed to the caller on the last pipeline
+stage, and gradients summed over micro-batches and ranks in the chunks' buffers.
+Guarantees: gradients are sums, never means; the loss of each micro-batch is computed exactly once on every rank of the
+last stage, in order; rows that only fill up the schedule are not shown to the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhpc.types import PackedMicrobatch
 
 # (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over wanted tokens)
 # → the loss to differentiate, a scalar
-Judge = Callable[[int, Tensor, Tensor], Tensor]
+LossCallback = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,23 @@ class Schedule:
             pauses = [chunk.no_sync for chunk in self._chunks]
             config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
 
-    def forward_backward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
-        """Accumulate the gradient of every loss that `judge` returns.  A collective; gradient buffers must be zero."""
-        self._run(work, request, judge, forward_only=False)
+    def forward_backward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
+        """Accumulate the gradients of the losses that `loss_callback` returns.  A collective; buffers must be zero."""
+        self._run(work, request, loss_callback, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, work: Sequence[Work], request: HeadRequest, judge: Judge) -> None:
-        """Forward alone; what `judge` returns is not looked at.  A collective."""
-        self._run(work, request, judge, forward_only=True)
+    def forward(self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback) -> None:
+        """Forward alone; what `loss_callback` returns is ignored.  A collective."""
+        self._run(work, request, loss_callback, forward_only=True)
 
-    def _run(self, work: Sequence[Work], request: HeadRequest, judge: Judge, *, forward_only: bool) -> None:
+    def _run(
+        self, work: Sequence[Work], request: HeadRequest, loss_callback: LossCallback, *, forward_only: bool
+    ) -> None:
         rows = self._filled_up(work)
         local_rows = [
             LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
         ]
-        step = partial(self._step, request, partial(self._judged, work, judge))
+        step = partial(self._step, request, partial(self._loss_of, work, loss_callback))
         iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
         is_interleaved = self._layout.chunks > 1
         get_forward_backward_func()(
@@ -76,13 +78,13 @@ class Schedule:
             data_iterator=iterators if is_interleaved else iterators[0],
             model=self._chunks if is_interleaved else self._chunks[0],
             num_microbatches=len(rows),
-            seq_length=1,  # rows differ: every stage tells the next the shape of what it sends
+            seq_length=1,  # rows differ: every stage announces the shape of what it sends
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _filled_up(self, work: Sequence[Work]) -> list[Work]:
-        """Interleaved stages want a multiple of their number; a row of one token without loss makes up for the rest."""
+        """Interleaved stages want a multiple of their number; rows of one token without loss fill up the rest."""
         if self._layout.chunks == 1:
             return list(work)
         missing = -len(work) % self._layout.pipeline
@@ -90,14 +92,14 @@ class Schedule:
 
     @staticmethod
     def _step(
-        request: HeadRequest, judged: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
+        request: HeadRequest, loss_of: Callable[..., Any], rows: Iterator[tuple[int, LocalRow]], chunk: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
         """Megatron's forward_step_func: the chunk's output, and what to do with it if it is the last chunk's."""
         index, row = next(rows)
-        return chunk(row, request), partial(judged, index)
+        return chunk(row, request), partial(loss_of, index)
 
-    def _judged(
-        self, work: Sequence[Work], judge: Judge, index: int, output: tuple[Tensor, Tensor]
+    def _loss_of(
+        self, work: Sequence[Work], loss_callback: LossCallback, index: int, output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, None]:
         """Loss, number of tokens (not used: the caller has divided already), nothing to report."""
         logprobs, entropy = output
@@ -109,13 +111,13 @@ class Schedule:
             whole_row(part, self._layout, self._context_rank, self._context_group, num_tokens)
             for part in (logprobs, entropy.detach())
         )
-        loss = judge(index, row, entropies.sum())
-        # Stages before this one wait for a gradient, also from a loss that does not depend on the model.
+        loss = loss_callback(index, row, entropies.sum())
+        # Earlier stages wait for a gradient, even of a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 
 
 def _finish_sums(chunks: list[Any], num_tokens: Tensor | None, **keywords: Any) -> None:
-    """Sum gradients over ranks; without a number of tokens Megatron divides by nothing."""
+    """Sum gradients over ranks; without a number of tokens Megatron does not divide."""
     finalize_model_grads(chunks, None, **keywords)
 
 

@@ -1,12 +1,14 @@
 """Float32 main weights and moments of one rank as Megatron's sharded tensors, which any layout can read back.
 
-Eats this rank's Shards and the model's own sharded_state_dict, makes dictionaries for megatron.core.dist_checkpointing.
-Promises: every number of the model is written by exactly one rank, tensors shared out over the replicas; only tensors
-that lie on several ranks are copied between them; a rank reads only tensors of which it keeps a part.
+Input: this rank's OptimizerShards and the model's own sharded_state_dict.  Output: dictionaries for
+megatron.core.dist_checkpointing.  Guarantees: every number of the model is written by exactly one rank, tensors are
+distributed over the replicas; only tensors that lie on several ranks are copied between them; a rank reads only tensors
+of which it keeps a part.
 
 The optimiser's own sharded_state_dict is not used: it asserts before the first step, asks for a "step" that
 "fully_reshardable" does not store, gives all parameters one shared step tensor after a load, and collects everything
-on the first replica, which then writes alone.  Shards know where the numbers are, step counters are set by the caller.
+on the first replica, which then writes alone.  An OptimizerShard knows where the numbers are; the caller sets step
+counters.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from torch import Tensor, nn
 
 from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.hf_weights import parameters_of_rank
-from rlhpc.training.megatron.optimizer_state import Shard
+from rlhpc.training.megatron.optimizer_state import OptimizerShard
 from rlhpc.training.megatron.rank_parts import RankModel
-from rlhpc.training.scattered import Piece, Scattered, gather_stream
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec, gather_stream
 from rlhpc.types import TensorSpec
 
 # Kind of state → what Megatron calls it on disk.
 NAMES = {"weights": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# One key per layer, expert and half of a gated layer: what depends on the number of stages stays out of the shapes.
+# One key per layer, expert and half of a gated layer: shapes must not depend on the number of stages.
 METADATA = {"singleton_local_shards": True}
 CPU = torch.device("cpu")
 
@@ -52,7 +54,7 @@ class _Kept(NamedTuple):
 class _Place:
     """One parameter of this rank: its shard here and where it belongs in the whole model."""
 
-    shard: Shard
+    shard: OptimizerShard
     entry: Any  # ShardedTensor of the model, or the factory of several
 
     def filled(self, kind: str, whole: Tensor, replica_id: Any) -> Any:
@@ -64,7 +66,7 @@ class _Place:
 class ShardedState:
     """What this rank keeps, by name of the parameter in the whole model."""
 
-    def __init__(self, model: RankModel, shards: Sequence[Shard]) -> None:
+    def __init__(self, model: RankModel, shards: Sequence[OptimizerShard]) -> None:
         """shards: of the optimiser over model.chunks."""
         entries = _entries(model.chunks)
         parameters = parameters_of_rank(model.chunks, model.config, model.layout)
@@ -82,17 +84,17 @@ class ShardedState:
 
     @torch.no_grad()
     def take(self, kind: str, loaded: dict[str, Tensor]) -> None:
-        """Keep this rank's part of what to_read() has become; MegatronAdamW.publish is the caller's."""
+        """Copy this rank's part from the loaded tensors of to_read(); the caller calls MegatronAdamW.publish."""
         for name, place in self._places.items():
             shard = place.shard
             shard.tensor(kind).copy_(loaded[name].reshape(-1)[shard.start : shard.end])
 
     def plan(self, exchange: Exchange) -> WritePlan:
-        """Tell every rank what every other keeps, and share out who writes what.  A collective."""
+        """Exchange what every rank keeps, and assign a writer to every tensor.  A collective."""
         kept = {name: (place.shard.start, place.shard.end) for name, place in self._places.items()}
         of_ranks: list[dict[str, tuple[int, int]]] = exchange.of_all(kept)
         writers: dict[str, int] = {}
-        scattered: dict[int, list[Scattered]] = {}
+        sharded: dict[int, list[ShardedTensorSpec]] = {}
         for index, name in enumerate(sorted(self._entries)):
             if any(self._entries[name].replica_id[:-1]):
                 continue  # a copy of what another tensor rank or stage writes
@@ -100,28 +102,28 @@ class ShardedState:
             pieces = [_Kept(*of_ranks[r][name], r) for r in _replicas_of(parameter) if name in of_ranks[r]]
             writers[name] = writer = _writer(pieces, index)
             if max(piece.num_elements for piece in pieces) < parameter.numel():
-                scattered.setdefault(writer, []).append(_scattered(name, parameter, sorted(pieces)))
-        return WritePlan(self._places, writers, scattered)
+                sharded.setdefault(writer, []).append(_sharded(name, parameter, sorted(pieces)))
+        return WritePlan(self._places, writers, sharded)
 
 
 class WritePlan:
     """Who writes which tensor of this rank's stage and tensor rank; the same on all its replicas."""
 
     def __init__(
-        self, places: dict[str, _Place], writers: dict[str, int], scattered: dict[int, list[Scattered]]
+        self, places: dict[str, _Place], writers: dict[str, int], sharded: dict[int, list[ShardedTensorSpec]]
     ) -> None:
-        """writers: rank that writes a tensor; scattered: by writer, those that it has to be sent parts of."""
-        self._places, self._writers, self._scattered = places, writers, scattered
+        """writers: rank that writes a tensor; sharded: by writer, those that it has to be sent parts of."""
+        self._places, self._writers, self._sharded = places, writers, sharded
 
     def to_write(self, kind: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
         """For dist_checkpointing's savers: what this rank writes, views of its shards where they are whole.
 
-        group: gloo, of all ranks.  A collective.  Needs host memory for what is brought together.
+        group: gloo, of all ranks.  A collective.  Needs host memory for gathered tensors.
         """
         rank = dist.get_rank()
         together: dict[str, Tensor] = {}
-        for writer in sorted(self._scattered):
-            items = self._scattered[writer]
+        for writer in sorted(self._sharded):
+            items = self._sharded[writer]
             names = [item.specs[0].name for item in items]
 
             def own(index: int, names: Sequence[str] = names) -> Sequence[Tensor]:
@@ -150,7 +152,7 @@ def _entries(chunks: Iterable[Any]) -> dict[int, Any]:
 
 
 def _replicas_of(parameter: nn.Parameter) -> list[int]:
-    """Ranks among which the optimiser's state of a parameter of this rank is shared out."""
+    """Ranks over which the optimiser's state of a parameter of this rank is sharded."""
     if getattr(parameter, "allreduce", True):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:
@@ -159,17 +161,17 @@ def _replicas_of(parameter: nn.Parameter) -> list[int]:
 
 
 def _writer(pieces: Sequence[_Kept], index: int) -> int:
-    """Who has most of it, in turn where several have the same."""
+    """The rank with most of it; ranks with equal parts take turns."""
     most = max(piece.num_elements for piece in pieces)
     candidates = sorted(piece.rank for piece in pieces if piece.num_elements == most)
     return candidates[index % len(candidates)]
 
 
-def _scattered(name: str, parameter: nn.Parameter, pieces: Sequence[_Kept]) -> Scattered:
+def _sharded(name: str, parameter: nn.Parameter, pieces: Sequence[_Kept]) -> ShardedTensorSpec:
     """pieces: end to end over the whole parameter."""
     assert sum(piece.num_elements for piece in pieces) == parameter.numel(), f"{name}: {pieces} do not cover it"
-    return Scattered(
+    return ShardedTensorSpec(
         specs=(TensorSpec(name, "float32", tuple(parameter.shape)),),
-        pieces=tuple(Piece(piece.rank, piece.num_elements) for piece in pieces),
+        shards=tuple(Shard(piece.rank, piece.num_elements) for piece in pieces),
         join=lambda parts: [torch.cat(list(parts))],
     )

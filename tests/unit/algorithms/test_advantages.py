@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.algorithms.advantages import ESTIMATORS, grpo, grpo_no_std, has_spread, make_estimator, rloo
+from rlhpc.algorithms.advantages import ESTIMATORS, grpo, grpo_no_std, has_reward_variance, make_estimator, rloo
 from rlhpc.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(name: str, group: 
     assert advantages.dtype == np.float32
     assert advantages.shape == group.shape
     assert abs(float(advantages.sum(dtype=np.float64))) < 1e-4 * len(group) * max(1.0, float(np.abs(group).max()))
-    if has_spread(group):
+    if has_reward_variance(group):
         order = np.argsort(group, kind="stable")
         assert (np.diff(advantages[order]) >= 0).all()
         assert advantages[order[-1]] > 0 > advantages[order[0]]
@@ -51,13 +51,13 @@ def test_rounding_noise_is_not_spread(name: str) -> None:
     """Divided by its standard deviation, the last bit of 0.1 + 0.2 would become advantages of ±1."""
     noisy = np.array([np.float32(0.1) + np.float32(0.7), 0.8, np.nextafter(np.float32(0.8), 1)], np.float32)
     assert len(set(noisy.tolist())) > 1
-    assert not has_spread(noisy)
+    assert not has_reward_variance(noisy)
     assert make_estimator(name)(noisy).tolist() == [0, 0, 0]
 
 
 def test_a_small_but_real_difference_is_spread() -> None:
-    assert has_spread(rewards(0.5, 0.5001))
-    assert has_spread(rewards(1e6, 1e6 + 10))
+    assert has_reward_variance(rewards(0.5, 0.5001))
+    assert has_reward_variance(rewards(1e6, 1e6 + 10))
 
 
 def test_a_group_of_one_has_no_spread() -> None:
@@ -67,7 +67,7 @@ def test_a_group_of_one_has_no_spread() -> None:
 @pytest.mark.parametrize("bad", [rewards(), rewards(1, float("nan")), rewards(1, float("inf")), rewards(1, 0)[:, None]])
 def test_what_is_not_a_group_of_finite_rewards_is_refused(bad: np.ndarray) -> None:
     with pytest.raises(ValueError, match="rewards of a group"):
-        has_spread(bad)
+        has_reward_variance(bad)
 
 
 def test_an_unknown_estimator_is_named_with_the_legal_ones() -> None:

@@ -50,7 +50,7 @@ def test_a_group_with_a_failed_verifier_is_refused() -> None:
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
-        (rollout(0, finish_reason=FinishReason.ABORT), "it was cut off"),
+        (rollout(0, finish_reason=FinishReason.ABORT), "it was aborted"),
         (rollout(0, prompt_length=0), "prompt 7 has no tokens"),
         (rollout(0, versions=np.zeros(2, np.int32)), r"arrays of shapes \[\(3,\), \(2,\), \(3,\)\]"),
         (rollout(0, length=0), r"for \(0,\) tokens"),

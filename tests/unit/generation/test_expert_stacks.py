@@ -91,5 +91,5 @@ def test_a_layer_that_is_not_as_expected_is_left_to_its_model(experts: Experts) 
 def test_an_expert_that_does_not_come_is_named() -> None:
     given = [each for each in tensors() if ".2.up" not in each[0]]
     stacks = ExpertStacks(model_with(Experts(UnquantizedFusedMoEMethod()), "experts"), CPU)
-    with pytest.raises(GroupFailed, match=r"up_proj of experts \[2\] did not come"):
+    with pytest.raises(GroupFailed, match=r"up_proj of experts \[2\] are missing"):
         names(stacks.taken_from(iter(given)))

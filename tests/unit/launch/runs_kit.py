@@ -16,7 +16,7 @@ from launch.jobs.begin_attempt import begin_attempt
 from launch.run_directory import Attempt, claim_for_jobs, note_attempt
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
@@ -66,7 +66,7 @@ class Runs:
             num_slots=4, window_groups=2, groups_per_step=2, group_size=2, sampling=SamplingParams(max_tokens=16),
             lease_deadline_s=60.0, max_attempts=3, clock=time.monotonic,
         )  # fmt: skip
-        board = StatusBoard(layout, config, Fleet("", 15.0, time.monotonic), ledger)
+        board = StatusBoard(layout, config, ProcessRegistry("", 15.0, time.monotonic), ledger)
         board.figures.phase, board.figures.step, board.figures.reward = phase, step, reward
         write_atomically(layout.status, board.document())
         age(layout.status, ago_s)

@@ -239,7 +239,7 @@ def test_a_checkpoint_that_comes_back_after_its_steps_were_undone_is_never_taken
     back = layout.checkpoints / "step_000012.damaged"
     flip_one_bit(back / "controller.json")
     back.rename(layout.checkpoint(12))
-    assert describe(layout.checkpoints)[-1].problem.endswith("attempt 1 went on from before it, and undid its steps")
+    assert describe(layout.checkpoints)[-1].problem.endswith("attempt 1 resumed before it and undid its steps")
     step, told = resume(config, layout)
     assert step == 10
     assert "step_000012 is set aside as step_000012.undone" in told[0]

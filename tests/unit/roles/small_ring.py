@@ -28,14 +28,14 @@ from rlhpc.messages import (
     PublishReport,
     PublishWeights,
     ReceiveWeights,
-    RollCall,
+    Reregister,
     StepReport,
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.publication import Publication, PublicationLimits
 from rlhpc.roles.train_loop import StepRecord, TrainLoop
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import (
@@ -52,7 +52,7 @@ from rlhpc.types import (
 from rlhpc.weights.membership import Membership
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
-LIMITS = PublicationLimits(first_member_s=5.0, settle_s=5.0)
+LIMITS = WeightSyncLimits(first_member_s=5.0, ack_timeout_s=5.0)
 
 
 def small_config(num_steps: int = 4, **admission: Any) -> Config:
@@ -153,8 +153,8 @@ class FakeCheckpoints:
 
     write_s = longest_s = 0.0
 
-    def __init__(self, publication: Publication) -> None:
-        self._publication = publication
+    def __init__(self, weight_sync: WeightSync) -> None:
+        self._weight_sync = weight_sync
         self.begun: list[tuple[int, int]] = []  # (step, version)
         self.live_versions: list[int] = []  # at each of them
         self.written = asyncio.Event()
@@ -176,7 +176,7 @@ class FakeCheckpoints:
         await self.written.wait()
         self.failure = None
         self.begun.append((step, policy_version))
-        self.live_versions.append(self._publication.live_version)
+        self.live_versions.append(self._weight_sync.live_version)
         if self.is_disk_slow:
             self.written.clear()
 
@@ -216,7 +216,7 @@ class FakeGenerator:
                     self.epochs.append(group.epoch)
                 case ReceiveWeights(manifest):
                     await self._receive(manifest)
-                case RollCall():
+                case Reregister():
                     pass
 
     async def _receive(self, manifest: WeightManifest) -> None:
@@ -233,33 +233,33 @@ class FakeGenerator:
 class SmallRing:
     """All parts, wired as the controller wires them; use small_ring()."""
 
-    def __init__(self, config: Config, directory: Path, limits: PublicationLimits) -> None:
+    def __init__(self, config: Config, directory: Path, limits: WeightSyncLimits) -> None:
         self.config = config
         self.control, batches = MemoryServer(CONTROL), MemoryServer(BATCHES)
         self.trainer, self.membership = FakeTrainer(), Membership()
         link = TrainerLink(batches)
-        self.publication = Publication(
+        self.weight_sync = WeightSync(
             self.control, link, self.membership, transport=config.weights.transport, limits=limits
         )
-        self.publication.describe(MANIFEST, "")
+        self.weight_sync.describe(MANIFEST, "")
         self.buffer = make_buffer(config, directory)
         self.ledger = self.buffer.ledger
         self.is_generating = True
         self.records: list[StepRecord] = []
         self.on_record: Callable[[StepRecord], None] = self.records.append
-        self.saving = FakeCheckpoints(self.publication)
+        self.saving = FakeCheckpoints(self.weight_sync)
         self.stop = asyncio.Event()
         self.loop = TrainLoop(
-            config, self.buffer, link, self.publication, make_estimator("grpo"), FlopCost(1.0, 0.0),
+            config, self.buffer, link, self.weight_sync, make_estimator("grpo"), FlopCost(1.0, 0.0),
             step=0, version=0, wake=self.generate,
         )  # fmt: skip
-        self._trainer_client = batches.connect(LEAD)
+        self._trainer_client = batches.connect(RANK_0)
         self._tasks: list[asyncio.Task[None]] = []
 
     def generate(self) -> None:
         """Fill every slot and finish every group, as generators do that sample in no time."""
-        while self.is_generating and self.ledger.has_slot and self.publication.ready_members:
-            group_id = self.ledger.admit(prompt(0), self.publication.live_version)
+        while self.is_generating and self.ledger.has_slot and self.weight_sync.ready_members:
+            group_id = self.ledger.admit(prompt(0), self.weight_sync.live_version)
             for index in range(self.config.admission.group_size):
                 self.ledger.grant("somebody", 1)
                 self.buffer.deliver("somebody", scored(group_id, index))
@@ -271,14 +271,14 @@ class SmallRing:
         """Start one and greet it as the controller does."""
         generator = FakeGenerator(name, self.control)
         self._start(generator.obey())
-        await self.publication.joined(name, devices, incarnation)
+        await self.weight_sync.joined(name, devices, incarnation)
         self.loop.groups_changed()
         return generator
 
     async def lose(self, generator: FakeGenerator) -> None:
-        """It died, and the fleet has noticed."""
+        """It died, and the registry has noticed."""
         await generator.client.close()
-        await self.publication.lost(generator.name)
+        await self.weight_sync.lost(generator.name)
         self.loop.groups_changed()
 
     def start_training(self) -> asyncio.Task[None]:
@@ -293,7 +293,7 @@ class SmallRing:
     async def _hear(self) -> None:
         while True:
             name, message = await self.control.receive()
-            await self.publication.acknowledge(name, message)
+            await self.weight_sync.acknowledge(name, message)
 
     def open(self) -> None:
         self._start(self.trainer.obey(self._trainer_client))
@@ -310,7 +310,7 @@ class SmallRing:
 
 
 @asynccontextmanager
-async def small_ring(config: Config, directory: Path, limits: PublicationLimits = LIMITS) -> AsyncIterator[SmallRing]:
+async def small_ring(config: Config, directory: Path, limits: WeightSyncLimits = LIMITS) -> AsyncIterator[SmallRing]:
     """The parts without a generator yet; everything is ended on the way out."""
     ring = SmallRing(config, directory, limits)
     ring.open()

@@ -6,7 +6,7 @@ import asyncio
 
 from rlhpc.messages import Heartbeat, Hello
 from rlhpc.roles.awake_clock import AwakeClock
-from rlhpc.roles.fleet import Fleet
+from rlhpc.roles.process_registry import ProcessRegistry
 from tests.unit.buffer.rollout_samples import ManualClock
 
 DEAD_AFTER_S = 10.0
@@ -35,18 +35,18 @@ def test_time_is_counted_whole_while_somebody_looks_and_a_pause_counts_for_one_s
 def test_nobody_is_silent_after_a_pause_of_our_own_and_who_stays_silent_then_is() -> None:
     clock = ManualClock()
     awake = AwakeClock(clock, longest_s=1.0)
-    fleet = Fleet("hash", DEAD_AFTER_S, awake)
+    registry = ProcessRegistry("hash", DEAD_AFTER_S, awake)
     for replica in (0, 1):
-        fleet.greet(f"generator-{replica}", Hello("generator", replica, "a", "hash", 1, "here", 1))
+        registry.register(f"generator-{replica}", Hello("generator", replica, "a", "hash", 1, "here", 1))
     live(clock, awake, 1)
     clock.advance(6 * DEAD_AFTER_S)
-    assert fleet.silent() == []
+    assert registry.silent() == []
     awake.look()
-    assert fleet.silent() == []
+    assert registry.silent() == []
     for _ in range(10):
         live(clock, awake, 1)
-        fleet.hear("generator-1", Heartbeat("running", "", 0))
-    assert fleet.silent() == ["generator-0"]
+        registry.record("generator-1", Heartbeat("running", "", 0))
+    assert registry.silent() == ["generator-0"]
 
 
 async def test_a_clock_that_is_run_keeps_up_with_the_loop() -> None:

@@ -18,12 +18,12 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.books import Books
 from rlhpc.roles.checkpoint_writer import CheckpointWriter
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
 from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
 from rlhpc.roles.totals import Totals
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint_directory import latest_complete
@@ -90,9 +90,9 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     layout.rollouts.mkdir()
     buffer = make_buffer(small_config(), layout.rollouts)
     totals, clock = Totals(), ManualClock()
-    books: Any = Books(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), totals, 0, 0)
+    state: Any = ControllerState(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), totals, 0, 0)
     asked: list[SaveCheckpoint] = []
-    client = batches.connect(LEAD)
+    client = batches.connect(RANK_0)
 
     async def take_snapshots() -> None:
         while True:
@@ -102,7 +102,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
 
     trainer = asyncio.create_task(take_snapshots())
     try:
-        writer = CheckpointWriter(layout, keep, TrainerLink(batches), books, clock=clock)
+        writer = CheckpointWriter(layout, keep, TrainerLink(batches), state, clock=clock)
         yield Desk(layout, buffer, writer, asked, totals, clock)
     finally:
         trainer.cancel()

@@ -62,11 +62,11 @@ def test_a_part_of_a_gpu_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) 
 
 async def placed(ring: SmallRing, trainer: str, *generators: tuple[str, ...]) -> str:
     """The transport of the epoch that the ring forms."""
-    ring.publication.describe(MANIFEST, trainer)
+    ring.weight_sync.describe(MANIFEST, trainer)
     for replica, devices in enumerate(generators):
         await ring.add_generator(f"generator-{replica}", devices=devices)
-    await ring.publication.publish(0)
-    await ring.publication.settle(0)
+    await ring.weight_sync.publish(0)
+    await ring.weight_sync.wait_until_live(0)
     return ring.trainer.transports[0]
 
 
@@ -89,10 +89,10 @@ async def test_a_run_whose_engines_share_the_trainers_gpu_in_part_ends_with_who_
 
 async def test_a_late_generator_that_weights_cannot_reach_is_turned_away_and_the_run_goes_on(tmp_path: Path) -> None:
     async with small_ring(small_config(), tmp_path) as ring:
-        assert ring.publication.misplaced("generator-1", ("GPU-a",)) == ""  # nobody has weights yet
+        assert ring.weight_sync.misplaced("generator-1", ("GPU-a",)) == ""  # nobody has weights yet
         assert await placed(ring, "GPU-a", ("GPU-b",)) == "nccl"
-        assert "trainer-0 and generator-1 on GPU-a, generator-0 on GPU-b" in ring.publication.misplaced(
+        assert "trainer-0 and generator-1 on GPU-a, generator-0 on GPU-b" in ring.weight_sync.misplaced(
             "generator-1", ("GPU-a",)
         )
-        assert ring.publication.misplaced("generator-1", ("GPU-c",)) == ""
-        assert ring.publication.misplaced("generator-0", ("GPU-b",)) == ""  # it was started again
+        assert ring.weight_sync.misplaced("generator-1", ("GPU-c",)) == ""
+        assert ring.weight_sync.misplaced("generator-0", ("GPU-b",)) == ""  # it was started again

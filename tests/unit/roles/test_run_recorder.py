@@ -13,10 +13,10 @@ from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import LoopLag
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.books import Books
-from rlhpc.roles.fleet import Fleet
-from rlhpc.roles.intake import Intake
+from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.roles.run_recorder import NUM_RECENT_STEPS, RunRecorder
 from rlhpc.roles.status_board import StatusBoard
 from rlhpc.roles.totals import Totals
@@ -42,12 +42,12 @@ async def recorded_ring(
         context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
         nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
         buffer = ring.buffer
-        books = Books(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
-        fleet = Fleet(context.config_hash, 15.0, clock)
-        board = StatusBoard(layout, config, fleet, ring.ledger)
-        intake = Intake(ring.buffer, ErrorGate(1.0), config.admission)
+        state = ControllerState(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
+        registry = ProcessRegistry(context.config_hash, 15.0, clock)
+        board = StatusBoard(layout, config, registry, ring.ledger)
+        sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(
-            context, books, board.figures, fleet, ring.publication, intake, LoopLag(clock), clock=clock
+            context, state, board.figures, registry, ring.weight_sync, sink, LoopLag(clock), clock=clock
         )
         ring.on_record = recorder.record
         try:

@@ -11,7 +11,7 @@ from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.pack import pack
-from rlhpc.roles.intake import Harvest
+from rlhpc.roles.rollout_sink import IntakeStats
 from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
@@ -39,8 +39,8 @@ def record() -> StepRecord:
 
 
 def test_every_name_is_in_the_table(record: StepRecord) -> None:
-    harvest = Harvest(groups=[*record.groups, group(2, 3, 0.0, 0.0), group(3, 3, 1.0, 1.0)])
-    figures = training_figures(record, 16) | sampling_figures(harvest)
+    stats = IntakeStats(groups=[*record.groups, group(2, 3, 0.0, 0.0), group(3, 3, 1.0, 1.0)])
+    figures = training_figures(record, 16) | sampling_figures(stats)
     for name, value in figures.items():
         find_metric(name)  # raises KeyError
         assert np.isfinite(value), name
@@ -60,10 +60,10 @@ def test_packing_fill_is_tokens_over_budget(record: StepRecord) -> None:
 
 
 def test_groups_without_spread_are_told_apart_by_why() -> None:
-    harvest = Harvest(
+    stats = IntakeStats(
         groups=[group(0, 0, 0.0, 0.0), group(1, 0, 1.0, 1.0), group(2, 0, 1.0, 1.0), group(3, 0, 0.0, 1.0)]
     )
-    figures = sampling_figures(harvest)
+    figures = sampling_figures(stats)
     assert figures["group/all_wrong_share"] == 0.25
     assert figures["group/all_correct_share"] == 0.5
     assert figures["reward/mean"] == pytest.approx(5 / 8)
@@ -71,4 +71,4 @@ def test_groups_without_spread_are_told_apart_by_why() -> None:
 
 
 def test_a_step_in_which_no_group_was_finished_says_nothing_of_rewards() -> None:
-    assert sampling_figures(Harvest()) == {}
+    assert sampling_figures(IntakeStats()) == {}

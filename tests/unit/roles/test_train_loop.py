@@ -12,8 +12,8 @@ import pytest
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
-from rlhpc.roles.publication import PublicationLimits
 from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
 
@@ -40,7 +40,7 @@ async def test_a_run_trains_every_step_on_a_full_batch_and_releases_everything(t
         assert [batch.policy_version for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
         assert {batch.num_samples for batch in ring.trainer.batches} == {4}
         assert [record.trained_version for record in ring.records] == [0, 1, 2, 3, 4]
-        assert ring.publication.live_version == 5
+        assert ring.weight_sync.live_version == 5
         assert ring.ledger.counts()["released"] == 10
         assert ring.ledger.counts()["taken"] == 0
         ring.ledger.conservation()
@@ -54,7 +54,7 @@ async def test_slots_of_a_step_stay_taken_until_the_next_version_is_live(tmp_pat
         await generator.until_received(1)
         await settle_down()
         assert ring.ledger.counts()["released"] == 0
-        assert ring.publication.live_version == 0
+        assert ring.weight_sync.live_version == 0
         live.set()
         await generator.until_received(2)
         assert ring.ledger.counts()["released"] >= 2
@@ -73,7 +73,7 @@ async def test_a_version_that_settles_late_releases_nothing_of_the_step_after_it
         first.set()
         await generator.until_received(2)
         await settle_down()
-        assert ring.publication.live_version == 1
+        assert ring.weight_sync.live_version == 1
         assert ring.ledger.counts()["released"] == 2  # those of step 0 alone
         second.set()
 
@@ -246,7 +246,7 @@ async def test_stop_saves_at_once_when_every_generator_left_while_it_loaded(tmp_
         await settle_down()
         assert not training.done()  # it waits for a generator
         ring.stop.set()
-        await ring.publication.stop_waiting()
+        await ring.weight_sync.stop_waiting()
         await asyncio.wait_for(training, PATIENCE_S)
         assert ring.saving.begun == [(ring.loop.step, ring.loop.version)]
         assert ring.loop.step >= 2
@@ -324,13 +324,13 @@ async def test_a_generator_that_fails_to_load_gets_no_lease_until_it_has_the_nex
         second = sound.hold(2)
         ring.start_training()
         await sound.until_received(2)
-        assert ring.publication.live_version == 1
-        assert ring.publication.ready_members == {"generator-0"}
+        assert ring.weight_sync.live_version == 1
+        assert ring.weight_sync.ready_members == {"generator-0"}
         second.set()
         await weak.until_received(2)
         await settle_down()
         assert ring.trainer.formed[:2] == [("generator-0", "generator-1")] * 2
-        assert "generator-1" in ring.publication.ready_members
+        assert "generator-1" in ring.weight_sync.ready_members
 
 
 async def test_a_generator_that_dies_while_it_loads_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -348,12 +348,12 @@ async def test_a_generator_that_dies_while_it_loads_is_left_out_and_the_run_goes
 
 
 async def test_a_generator_that_stays_silent_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
-    async with small_ring(small_config(), tmp_path, PublicationLimits(5.0, settle_s=0.03)) as ring:
+    async with small_ring(small_config(), tmp_path, WeightSyncLimits(5.0, ack_timeout_s=0.03)) as ring:
         await ring.add_generator("generator-0")
         silent = await ring.add_generator("generator-1")
         silent.hold(1)
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
-        assert ring.publication.ready_members == {"generator-0"}
+        assert ring.weight_sync.ready_members == {"generator-0"}
         assert ring.loop.step == 4
 
 
@@ -373,7 +373,7 @@ async def test_a_late_joiner_takes_part_from_the_next_version_on(tmp_path: Path)
         training = ring.start_training()
         await early.until_received(2)
         late = await ring.add_generator("generator-1")
-        assert "generator-1" not in ring.publication.ready_members
+        assert "generator-1" not in ring.weight_sync.ready_members
         gate.set()
         await asyncio.wait_for(training, PATIENCE_S)
         assert ring.trainer.formed == [("generator-0",), ("generator-0", "generator-1")]
@@ -423,7 +423,7 @@ async def test_when_all_die_between_two_updates_the_next_one_is_given_weights_at
         doomed = await ring.add_generator("generator-0")
         training = ring.start_training()
         await settle_down()
-        assert ring.publication.live_version == 0
+        assert ring.weight_sync.live_version == 0
         if joins_before:
             newcomer = await ring.add_generator("generator-1")
             await settle_down()
@@ -439,7 +439,7 @@ async def test_when_all_die_between_two_updates_the_next_one_is_given_weights_at
 
 
 async def test_a_run_that_no_generator_joins_fails_and_says_where_to_look(tmp_path: Path) -> None:
-    async with small_ring(small_config(), tmp_path, PublicationLimits(first_member_s=0.02)) as ring:
+    async with small_ring(small_config(), tmp_path, WeightSyncLimits(first_member_s=0.02)) as ring:
         with pytest.raises(RoleFailed, match="no generator for"):
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
 
@@ -447,7 +447,7 @@ async def test_a_run_that_no_generator_joins_fails_and_says_where_to_look(tmp_pa
 async def test_a_trainer_that_cannot_broadcast_at_all_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhpc.roles.publication.PAUSE_S", 0.0)
+    monkeypatch.setattr("rlhpc.roles.weight_sync.PAUSE_S", 0.0)
     async with small_ring(small_config(), tmp_path) as ring:
         await ring.add_generator()
         ring.trainer.failing_broadcasts = 1000

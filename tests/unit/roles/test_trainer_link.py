@@ -8,8 +8,8 @@ import pytest
 
 from rlhpc.errors import ChannelTimeout
 from rlhpc.messages import TrainerReady
-from rlhpc.roles.publication import FIRST_MEMBER_S, PublicationLimits
-from rlhpc.roles.trainer_link import LEAD, TrainerLink
+from rlhpc.roles.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.weight_sync import FIRST_MEMBER_S, WeightSyncLimits
 from rlhpc.topology import BATCHES
 from rlhpc.transport.memory import MemoryServer
 from tests.patience import PATIENCE_S
@@ -29,16 +29,16 @@ async def test_a_trainer_that_is_there_may_load_for_as_long_as_it_takes() -> Non
     waiting = asyncio.create_task(TrainerLink(batches).ready(0.01, list))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await batches.connect(LEAD).send(READY)
+    await batches.connect(RANK_0).send(READY)
     assert await asyncio.wait_for(waiting, PATIENCE_S) == READY
 
 
 async def test_a_trainer_that_is_quick_is_not_asked_for() -> None:
     batches = MemoryServer(BATCHES)
-    await batches.connect(LEAD).send(READY)
+    await batches.connect(RANK_0).send(READY)
     assert await TrainerLink(batches).ready(5.0, lambda: ["nobody"]) == READY
 
 
 def test_generators_may_turn_up_as_late_as_anybody_and_load_for_minutes() -> None:
-    assert PublicationLimits.of(120.0, 5.0) == PublicationLimits(FIRST_MEMBER_S, 5.0)
-    assert PublicationLimits.of(1800.0, 5.0).first_member_s == 1800.0
+    assert WeightSyncLimits.of(120.0, 5.0) == WeightSyncLimits(FIRST_MEMBER_S, 5.0)
+    assert WeightSyncLimits.of(1800.0, 5.0).first_member_s == 1800.0

@@ -38,7 +38,7 @@ def publish_to_nobody(rank: Rank, *, model):
     backend, ear = rank.open(model), Ear()
     config = tiny_config(model, **rank.layout)
     context = RoleContext("trainer", rank.rank, 1, 0, None, "first", RunLayout(rank.scratch), config, "hash")
-    trainer = Trainer(context, backend, ear if backend.is_lead else None, ear)
+    trainer = Trainer(context, backend, ear if backend.is_rank_zero else None, ear)
     trainer.begin()
     trainer.obey(PublishWeights(epoch=1, policy_version=0))
     reports = [answer for answer in ear.answers if isinstance(answer, PublishReport)]

@@ -15,14 +15,14 @@ from rlhpc.roles.lifecycle import RoleContext
 from rlhpc.roles.trainer import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
 
 
 class Ear:
-    """Hears what the trainer says, on the channel and through its presence."""
+    """Hears what the trainer says, on the channel and with its heartbeats."""
 
     def __init__(self) -> None:
         self.answers: list[Any] = []
@@ -48,10 +48,10 @@ def backend(tmp_path: Path) -> Iterator[Any]:
     backend.close()
 
 
-def trainer_of(backend: Any, ear: Any, root: Path, *, is_lead: bool = True) -> Trainer:
+def trainer_of(backend: Any, ear: Any, root: Path, *, is_rank_zero: bool = True) -> Trainer:
     config = tiny_config(root / "model")
     context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(root), config, "hash")
-    return Trainer(context, backend, ear if is_lead else None, ear)
+    return Trainer(context, backend, ear if is_rank_zero else None, ear)
 
 
 def slow_disk(directory: Path) -> Path:
@@ -96,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_reported_with_the_reason(backend, tmp
 def test_a_rank_that_does_not_lead_logs_a_failure_and_tells_nobody(backend, tmp_path, caplog):
     ear = Ear()
     (tmp_path / "save").write_text("")
-    trainer_of(backend, ear, tmp_path, is_lead=False).obey(SaveCheckpoint(4, str(tmp_path / "save")))
+    trainer_of(backend, ear, tmp_path, is_rank_zero=False).obey(SaveCheckpoint(4, str(tmp_path / "save")))
     backend.close()
     assert "the checkpoint of step 4 could not be written" in caplog.text
     assert ear.answers == ear.told == []
@@ -115,7 +115,7 @@ def test_a_trainer_in_haste_gives_the_write_up_and_reports_nothing(backend, tmp_
     assert not (tmp_path / "save" / TRAINER_DIRECTORY / STATE_FILE).exists()
 
 
-def test_a_trainer_that_is_told_to_stop_finishes_the_write(backend, tmp_path):
+def test_a_trainer_that_is_asked_to_stop_finishes_the_write(backend, tmp_path):
     ear = Ear()
     trainer = trainer_of(backend, ear, tmp_path)
     trainer.obey(SaveCheckpoint(4, str(tmp_path / "save")))

@@ -94,9 +94,9 @@ async def test_a_supervised_trainer_stays_when_slurm_asks_it_to_end_and_leaves_w
         assert it.process.poll() is None
         await it.batches.send("trainer-0", StopRole("the run has ended"))
         assert await it.ended(QUICK_S) == 0
-    said = [line for line in it.log.read_text().splitlines() if "Slurm asks for an end" in line]
+    said = [line for line in it.log.read_text().splitlines() if "signal from Slurm" in line]
     assert len(said) == 1
-    assert re.search(r"trainer SIG(TERM|USR1|USR2): Slurm asks for an end: the controller decides$", said[0])
+    assert re.search(r"trainer SIG(TERM|USR1|USR2): signal from Slurm: the controller decides when to stop$", said[0])
 
 
 async def test_a_trainer_on_its_own_leaves_at_once_when_asked_to(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Run one function on the ranks of a new gloo group, each a process of its own, and hand back what it returned.
 
-Eats a module-level function of (rank, world_size, *arguments), makes the list of its results in rank order.  All
+Input: a module-level function of (rank, world_size, *arguments).  Output: the list of its results in rank order.  All
 processes have ended when run_ranks returns or raises.
 """
 

@@ -13,7 +13,7 @@ from rlhpc.errors import CheckpointError
 from rlhpc.training.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.scattered import Piece, Scattered
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
 from tests.unit.training.rank_processes import run_ranks
 
@@ -33,7 +33,7 @@ class Gate:
         assert self.opened.wait(20)
 
 
-def halved(index: int, world_size: int, gate: Gate | None = None) -> Scattered:
+def halved(index: int, world_size: int, gate: Gate | None = None) -> ShardedTensorSpec:
     """A matrix cut by rows over all ranks."""
 
     def join(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -42,8 +42,8 @@ def halved(index: int, world_size: int, gate: Gate | None = None) -> Scattered:
         yield torch.cat(list(pieces)).view(SHAPE)
 
     share = SHAPE[0] * SHAPE[1] // world_size
-    pieces = tuple(Piece(rank, share) for rank in range(world_size))
-    return Scattered((TensorSpec(f"t{index}", "float32", SHAPE),), pieces, join)
+    pieces = tuple(Shard(rank, share) for rank in range(world_size))
+    return ShardedTensorSpec((TensorSpec(f"t{index}", "float32", SHAPE),), pieces, join)
 
 
 class Model:
@@ -224,7 +224,7 @@ def fail_then_succeed(rank: int, world_size: int, directory: Path) -> str:
 def test_a_write_that_fails_is_known_on_both_ranks_and_the_next_one_succeeds(tmp_path):
     lead, other = run_ranks(2, fail_then_succeed, tmp_path, tmp_path)
     assert "cannot be written" in lead
-    assert "the lead rank could not write it" in other
+    assert "rank 0 could not write it" in other
     assert_holds(tmp_path / "sound", 0)
 
 
@@ -247,7 +247,7 @@ def fail_half_way(rank: int, world_size: int, directory: Path) -> str:
 def test_a_write_that_fails_half_way_leaves_no_rank_waiting(tmp_path):
     lead, other = run_ranks(2, fail_half_way, tmp_path, tmp_path / "out")
     assert "cannot be written" in lead
-    assert "the lead rank could not write it" in other
+    assert "rank 0 could not write it" in other
 
 
 def lose_the_lead(rank: int, world_size: int, directory: Path) -> str:

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_ignored_and_the_file_is_named(layout, damage):
 
 def test_a_complete_step_is_not_written_twice_but_a_damaged_one_is_replaced(layout):
     path = save(layout, 1)
-    with pytest.raises(CheckpointError, match="there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         begin(path)
     (path / "controller.json").write_text("broken")
     save(layout, 1, "better")
@@ -95,7 +95,7 @@ def test_a_save_that_comes_too_late_leaves_a_sound_checkpoint_of_its_step_alone(
     late = begin(layout.checkpoint(1), layout.root)
     write_parts(late, "of one that was thought dead")
     save(layout, 1)
-    with pytest.raises(CheckpointError, match="has come meanwhile"):
+    with pytest.raises(CheckpointError, match="has appeared meanwhile"):
         complete(late, layout.checkpoint(1), {"step": 1})
     assert (layout.checkpoint(1) / "controller.json").read_text() == "state 1"
     assert latest_complete(layout.checkpoints) == (1, layout.checkpoint(1))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from rlhpc.training.reference import ReferenceBackend
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
@@ -43,7 +43,7 @@ def train(backend, rows, **overrides):
 def test_the_run_file_chooses_the_backend(model):
     backend = open_one(model)
     assert isinstance(backend, ReferenceBackend)
-    assert (backend.dp_rank, backend.dp_size, backend.is_lead, backend.device) == (0, 1, True, "cpu")
+    assert (backend.dp_rank, backend.dp_size, backend.is_rank_zero, backend.device) == (0, 1, True, "cpu")
 
 
 def test_metrics_are_sums_over_loss_tokens(model):

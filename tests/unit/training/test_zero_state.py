@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhpc.training.deepspeed_backend import DeepSpeedBackend
-from rlhpc.training.scattered import gather_stream
+from rlhpc.training.sharded_tensors import gather_stream
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 

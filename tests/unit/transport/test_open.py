@@ -143,7 +143,7 @@ async def test_the_error_tells_the_whole_wait_though_an_address_was_there_meanwh
 async def test_the_error_names_the_server_that_does_not_answer(layout: RunLayout):
     stale = Endpoint("control", "controller", 0, "ipc:///nowhere/s", "dead", 4711, socket.gethostname())
     publish(layout.rendezvous, stale)
-    with pytest.raises(ChannelTimeout, match=r"controller-0 \(process 4711 .*incarnation dead\).*nobody answers"):
+    with pytest.raises(ChannelTimeout, match=r"controller-0 \(process 4711 .*incarnation dead\).*no answer"):
         await join(layout, timeout_s=0.1)
 
 

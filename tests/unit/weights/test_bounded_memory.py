@@ -15,7 +15,7 @@ import torch
 from rlhpc.config import WeightsConfig
 from rlhpc.types import TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher, make_receiver
+from rlhpc.weights.factory import make_publisher, make_receiver
 from rlhpc.weights.shadow import fresh_blocks, named_tensors
 
 NUM_BUCKETS = 30

@@ -14,7 +14,7 @@ from rlhpc.errors import GroupFailed
 from rlhpc.host_address import host_address, interface_addresses
 from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
-from rlhpc.weights.make import make_publisher
+from rlhpc.weights.factory import make_publisher
 from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 from tests.listening import listening_addresses
@@ -95,5 +95,5 @@ def test_an_address_that_is_not_this_hosts_is_a_failed_group(tmp_path: Path) -> 
     publisher = make_publisher(
         WeightsConfig(transport="gloo", timeout_s=1.0), directory=tmp_path, device="cpu", host="203.0.113.7"
     )
-    with pytest.raises(GroupFailed, match="the meeting place could not be opened"):
+    with pytest.raises(GroupFailed, match="the rendezvous could not be opened"):
         publisher.open(WeightGroup(1, "gloo", "", ("g",), (1,)))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config

@@ -15,7 +15,7 @@ from rlhpc.contracts import TrainerBackend
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint import read_checkpoint
 from rlhpc.training.export import export_hf
-from rlhpc.training.make import open_backend
+from rlhpc.training.factory import open_backend
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, layout_keys, make_model, packed
 from tests.contracts.trainer_scenarios import refuse_to_load, train, weights_of
@@ -114,7 +114,7 @@ def saved(pool, tmp_path_factory):
 
 @pytest.fixture
 def continued(pool, tmp_path):
-    """(run, layout) → results and weights of the lead rank, and the state it loaded, by kind and HF name."""
+    """(run, layout) → results and weights of rank 0, and the state it loaded, by kind and HF name."""
 
     def go_on(run: Saved, layout: str) -> Any:
         scratch = tmp_path / layout

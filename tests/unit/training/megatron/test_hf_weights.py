@@ -21,15 +21,15 @@ from rlhpc.training.megatron.hf_weights import (
     OwnedRange,
     load_weights,
     local_shard,
-    own_pieces,
+    own_shards,
     parameters_of_rank,
-    scattered_state,
-    scattered_weights,
+    sharded_float32_state,
+    sharded_weights,
 )
 from rlhpc.training.megatron.model import build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.training.megatron.parallel import close_groups, open_groups
-from rlhpc.training.scattered import gather_stream
+from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.tensor_source import TensorSource
 from tests.unit.training.megatron.test_hf_layout import layout_of, random_checkpoint, reader, same_bits
 from tests.unit.training.megatron.weights_of_rank import share_of
@@ -123,8 +123,8 @@ def _wrong_parameters(chunks, case):
 
 def _exported_twice(chunks, model, layout, dtype):
     def weights():
-        items = scattered_weights(model, layout, dtype)
-        own = own_pieces(chunks, model, layout)
+        items = sharded_weights(model, layout, dtype)
+        own = own_shards(chunks, model, layout)
         return gather_stream(items, own, to_rank=0, dtype=dtype, device=CPU, bucket_elements=10_000)
 
     early = weights()
@@ -151,7 +151,7 @@ def _gathered_state(parameters, model, layout):
             mine[place.name] = OwnedRange(place.name, shard, dist.get_rank(), cuts[number], cuts[number + 1])
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, list(mine.values()))
-    items = scattered_state(model, layout, [each for ranges in everyones for each in ranges])
+    items = sharded_float32_state(model, layout, [each for ranges in everyones for each in ranges])
     names = [place.name for place in exported(maps)]
 
     def own(index):
@@ -163,7 +163,7 @@ def _gathered_state(parameters, model, layout):
 
 
 def check(results, checkpoint, number=0):
-    """Of case `number`: every rank holds what it should, and the lead's exports are the file."""
+    """Of case `number`: every rank holds what it should, and rank 0's exports are the file."""
     tensors = load_file(checkpoint / "model.safetensors")
     seen = [of_rank[number] for of_rank in results]
     assert [rank.wrong_parameters for rank in seen] == [[]] * len(seen)
@@ -224,8 +224,8 @@ def test_state_in_ranges_of_any_cut_comes_back_whole(tmp_path):
             ]
     held = {(each.name, each.rank): shards[each.name, each.shard][each.start : each.end] for each in ranges}
     names = [place.name for place in exported(parameter_maps(model, layout))]
-    for name, item in zip(names, scattered_state(model, layout, ranges), strict=True):
-        joined = item.join([held[name, piece.rank] for piece in item.pieces])
+    for name, item in zip(names, sharded_float32_state(model, layout, ranges), strict=True):
+        joined = item.join([held[name, piece.rank] for piece in item.shards])
         for spec, tensor in zip(item.specs, joined, strict=True):
             assert spec.dtype == "float32"
             assert same_bits(tensor, tensors[spec.name])
@@ -235,8 +235,8 @@ def test_ranges_with_a_gap_are_our_own_mistake(tmp_path):
     model, _ = random_checkpoint(tmp_path, "qwen2")
     layout = layout_of()
     ranges = [OwnedRange(place.name, 0, 0, 0, place.shard_elements - 1) for place in parameter_maps(model, layout)]
-    with pytest.raises(AssertionError, match=r"word_embeddings.weight: nobody keeps shard 0 from \d+ on"):
-        scattered_state(model, layout, ranges)
+    with pytest.raises(AssertionError, match=r"word_embeddings.weight: no rank keeps shard 0 from \d+ on"):
+        sharded_float32_state(model, layout, ranges)
 
 
 def failures(rank: int, world_size: int, checkpoints: list[Path]) -> list[str]:

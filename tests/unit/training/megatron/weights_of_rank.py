@@ -1,7 +1,7 @@
 """Give a Megatron model of the tests its share of a transformers model, the plainest way that can be read at a glance.
 
-Eats a state dict of transformers, fills the parameters of a PolicyModel.  Kept apart from the trainer's own loading,
-so that a mistake there and a mistake in the model cannot cancel.
+Input: a state dict of transformers.  Output: the parameters of a PolicyModel, filled.  Kept apart from the trainer's
+own loading, so that a mistake there and a mistake in the model cannot cancel.
 """
 
 from __future__ import annotations

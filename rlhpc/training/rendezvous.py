@@ -1,10 +1,9 @@
-"""Where ranks on several hosts meet when all they share is a directory: rank 0 listens, a file says where.
+"""Rendezvous of ranks on several hosts that share only a directory: rank 0 listens, a file holds its address.
 
-Eats the path of that file, makes a torch store that all ranks are connected to.  torch's own FileStore would need
-nothing but the file; it locks it, though, and many a shared filesystem has no locks or only pretends to.
-Promises: a port is bound before it is told, never looked for first; the address that a dead rank 0 has left behind, or
-another start's, misleads nobody for longer than it takes the new one to turn up; who does not meet everybody in time
-says who is missing.
+Input: the path of that file.  Output: a torch store that all ranks are connected to.  torch's own FileStore would need
+only the file, but it locks it, and many shared filesystems have no locks or only pretend to.
+Guarantees: a port is bound before its number is written, never searched for first; the stale address of a dead rank 0
+or of another start is replaced as soon as the new one appears; a time-out names the ranks that are missing.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.files import write_atomically
 
-POLL_S, LONGEST_POLL_S = 0.02, 0.5  # ever slower: hundreds of ranks may ask one file server
+POLL_S, LONGEST_POLL_S = 0.02, 0.5  # increasing: hundreds of ranks may poll one file server
 PROBE_S = 10.0  # for rank 0's host to answer
-# torch looks up the name of the other end when it connects, which takes some ten seconds where no name server answers.
+# torch looks up the name of the other end when it connects, which takes about ten seconds without a name server.
 CALL_TIMEOUT = timedelta(seconds=60)
 _ALL_HERE = "all here"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the file says."""
+    """Content of the file."""
 
     address: str  # "tcp://IPv4:port"
-    nonce: str  # of this start of rank 0: whoever has read an older file is in another room
+    nonce: str  # of this start of rank 0: readers of an older file use another store
     host: str  # for people
     pid: int
 
@@ -46,12 +45,12 @@ class Place:
         return host, int(port)
 
 
-def meet(file: Path, *, rank: int, world_size: int, host: str, timeout_s: float) -> Store:
-    """Connect this rank to all others; returns when each of them has done so, or when that is only a matter of time.
+def connect_ranks(file: Path, *, rank: int, world_size: int, host: str, timeout_s: float) -> Store:
+    """Connect this rank to all others; returns when each of them has connected, or is certain to.
 
     file: the same for all ranks and for no other start; it is made by rank 0, with its directory, and gone afterwards.
     host: IPv4 address under which the other ranks reach rank 0; the others' is not used.
-    Raises ChannelTimeout that says who is missing, RoleFailed if rank 0 cannot listen at `host` or write the file.
+    Raises ChannelTimeout that names missing ranks, RoleFailed if rank 0 cannot listen at `host` or write the file.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -63,7 +62,7 @@ def _receive_others(file: Path, world_size: int, host: str, deadline: float, tim
     try:
         place, room = _open(file, host, world_size)
     except (OSError, RuntimeError) as error:
-        raise RoleFailed(f"rank 0 of the trainer cannot wait for others at {host}, told in {file}: {error}") from error
+        raise RoleFailed(f"rank 0 of the trainer cannot listen at {host} and announce it in {file}: {error}") from error
     try:
         missing, pause_s = _missing(room, range(1, world_size)), POLL_S
         while missing:
@@ -78,11 +77,11 @@ def _receive_others(file: Path, world_size: int, host: str, deadline: float, tim
 
 
 def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
-    """Listen, then tell."""
+    """Listen, then write the address."""
     file.unlink(missing_ok=True)
     listener = socket.create_server((host, 0), backlog=max(128, world_size))
     port = listener.getsockname()[1]
-    # The store takes the socket over: it is bound to one address, where torch itself would listen at all of them.
+    # The store takes the socket over: it is bound to one address, while torch itself would listen on all of them.
     server = TCPStore(
         host,
         port,
@@ -100,14 +99,14 @@ def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
 def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: float, timeout_s: float) -> Store:
     place: Place | None = None
     room: Store | None = None  # where we are now
-    pause_s, why = POLL_S, f"rank 0 of the trainer has not turned up after {timeout_s:g} s: no {file}; see its log"
+    pause_s, why = POLL_S, f"rank 0 of the trainer has not appeared after {timeout_s:g} s: no {file}; see its log"
     while True:
         told = _read(file)
-        if told is not None and (told != place or room is None):  # rank 0 is new, or we could not reach it before
+        if told is not None and (told != place or room is None):  # rank 0 is new, or was not reachable before
             place, room = told, _enter(told, rank)
             if room is None:
                 why = (
-                    f"rank 0 of the trainer (process {told.pid} on {told.host}) has not answered at {told.address} "
+                    f"rank 0 of the trainer (process {told.pid} on {told.host}) has not replied at {told.address} "
                     f"after {timeout_s:g} s; do both hosts have the network of RLHPC_INTERFACE?"
                 )
         if room is not None and place is not None:
@@ -116,18 +115,18 @@ def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: float, timeo
                     return room
                 if time.monotonic() >= deadline:
                     why = _who_is_missing(_missing(room, range(1, world_size)), timeout_s, place)
-            except RuntimeError:  # whatever the network does to torch's store
+            except RuntimeError:  # any failure of torch's store
                 room = None
-                why = f"rank 0 of the trainer (process {place.pid} on {place.host}) is gone before all had met"
+                why = f"rank 0 of the trainer (process {place.pid} on {place.host}) died before all ranks connected"
         if time.monotonic() >= deadline:
             raise ChannelTimeout(why)
         pause_s = _pause(pause_s)
 
 
 def _enter(place: Place, rank: int) -> Store | None:
-    """Sign in with rank 0; None if it does not answer."""
+    """Register with rank 0; None if it does not reply."""
     try:
-        # torch's client would try for its whole time limit, loudly; this one knows at once that nobody listens.
+        # torch's client would retry for its whole time limit, with warnings; this one fails at once if nobody listens.
         socket.create_connection(place.endpoint, timeout=PROBE_S).close()
         client = TCPStore(*place.endpoint, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
         room = PrefixStore(place.nonce, client)
@@ -154,7 +153,7 @@ def _missing(room: Store, ranks: range | list[int]) -> list[int]:
 def _who_is_missing(ranks: list[int], timeout_s: float, place: Place) -> str:
     names = ", ".join(map(str, ranks))
     who = f"rank {names} of the trainer has" if len(ranks) == 1 else f"ranks {names} of the trainer have"
-    return f"{who} not turned up at {place.address} on {place.host} after {timeout_s:g} s; see their logs"
+    return f"{who} not appeared at {place.address} on {place.host} after {timeout_s:g} s; see their logs"
 
 
 def _key(rank: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhpc.messages import Heartbeat, Hello, SaveReport
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer_presence import TrainerPresence
+from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
@@ -20,7 +20,7 @@ from tests.unit.roles.small_ring import small_config
 
 
 @asynccontextmanager
-async def presence_and_controller(root: Path, heartbeat_s: float) -> AsyncIterator[tuple[TrainerPresence, Any]]:
+async def heartbeat_and_controller(root: Path, heartbeat_s: float) -> AsyncIterator[tuple[TrainerHeartbeat, Any]]:
     config = small_config()
     transport = config.transport.model_copy(update={"heartbeat_s": heartbeat_s})
     config = config.model_copy(update={"transport": transport})
@@ -29,34 +29,34 @@ async def presence_and_controller(root: Path, heartbeat_s: float) -> AsyncIterat
     context = RoleContext("trainer", 0, 1, 0, None, "first", layout, config, "hash")
     server = open_server(CONTROL, layout=layout, config=transport, replica=0, incarnation="one", interface="127.0.0.1")
     try:
-        yield TrainerPresence(context), server
+        yield TrainerHeartbeat(context), server
     finally:
         await server.close()
 
 
 async def test_what_another_thread_tells_comes_at_once_and_not_with_the_next_heartbeat(tmp_path: Path) -> None:
-    async with presence_and_controller(tmp_path, heartbeat_s=3600.0) as (presence, server):
-        with presence:
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=3600.0) as (heartbeat, server):
+        with heartbeat:
             assert isinstance((await server.receive(PATIENCE_S))[1], Hello)
             assert isinstance((await server.receive(PATIENCE_S))[1], Heartbeat)
             report = SaveReport(4, 0.5, "the disk is full")
-            threading.Thread(target=presence.tell, args=(report,)).start()
+            threading.Thread(target=heartbeat.tell, args=(report,)).start()
             assert await server.receive(PATIENCE_S) == ("trainer-0", report)
 
 
 async def test_what_was_told_before_leaving_is_still_sent(tmp_path: Path) -> None:
-    async with presence_and_controller(tmp_path, heartbeat_s=3600.0) as (presence, server):
-        with presence:
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=3600.0) as (heartbeat, server):
+        with heartbeat:
             for _ in range(2):
                 await server.receive(PATIENCE_S)
-            presence.tell(SaveReport(4, 0.5))
-            presence.tell(SaveReport(6, 0.5))
+            heartbeat.tell(SaveReport(4, 0.5))
+            heartbeat.tell(SaveReport(6, 0.5))
         assert [(await server.receive(PATIENCE_S))[1].step for _ in range(2)] == [4, 6]
 
 
 async def test_heartbeats_go_on_though_nothing_is_told(tmp_path: Path) -> None:
-    async with presence_and_controller(tmp_path, heartbeat_s=0.01) as (presence, server):
-        with presence:
-            presence.now("training", "", 3)
+    async with heartbeat_and_controller(tmp_path, heartbeat_s=0.01) as (heartbeat, server):
+        with heartbeat:
+            heartbeat.now("training", "", 3)
             seen = [(await server.receive(PATIENCE_S))[1] for _ in range(5)]
             assert seen[-1] == Heartbeat("training", "", 3)

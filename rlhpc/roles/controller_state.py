@@ -1,4 +1,4 @@
-"""All that a run must not forget: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
+"""The persistent state of a run: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.buffer.strikes import StrikeBook, StrikeFile
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -23,8 +23,8 @@ from rlhpc.weights.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """What a checkpoint carries, and where it stands."""
+class ControllerState:
+    """What a checkpoint holds, and where the run continues."""
 
     prompts: PromptSource
     tokenizer: PromptTokenizer
@@ -36,18 +36,18 @@ class Books:
     step: int  # the step to begin with
     policy_version: int
     attempt: int = 0  # of the run
-    strikes: StrikeBook = field(default_factory=StrikeBook)  # no checkpoint's: no resume undoes it
+    lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
 
 
-def open_books(context: RoleContext, clock: Clock) -> Books:
-    """Open a run's books, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
+def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
+    """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
-    strikes = _read_strikes(layout)
-    settings = _ledger_settings(context, tokenizer, clock) | {"strikes": strikes}
+    lost_leases = _read_lost_leases(layout)
+    settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
     ledger = (
         AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
         if saved is not None
@@ -72,14 +72,24 @@ def open_books(context: RoleContext, clock: Clock) -> Books:
         buffer.load(layout.checkpoint(saved.step))
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
-    return Books(
-        prompts, tokenizer, ledger, segments, buffer, membership, totals, step, policy_version, context.attempt, strikes
+    return ControllerState(
+        prompts,
+        tokenizer,
+        ledger,
+        segments,
+        buffer,
+        membership,
+        totals,
+        step,
+        policy_version,
+        context.attempt,
+        lost_leases,
     )
 
 
-def _read_strikes(layout: RunLayout) -> StrikeBook:
+def _read_lost_leases(layout: RunLayout) -> LostLeases:
     try:
-        return StrikeBook(StrikeFile(layout.strikes).read())
+        return LostLeases(LostLeaseFile(layout.strikes).read())
     except OSError as error:
         raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
 

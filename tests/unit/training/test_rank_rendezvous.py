@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.host_address import host_address
-from rlhpc.training.meeting import Place, meet
 from rlhpc.training.process_group import close_process_group, open_process_group
+from rlhpc.training.rendezvous import Place, connect_ranks
 from tests.listening import listening_addresses
 from tests.patience import PATIENCE_S
 
 
 def attend(file: Path, rank: int, world_size: int, timeout_s: float = PATIENCE_S) -> Any:
-    return meet(file, rank=rank, world_size=world_size, host="127.0.0.1", timeout_s=timeout_s)
+    return connect_ranks(file, rank=rank, world_size=world_size, host="127.0.0.1", timeout_s=timeout_s)
 
 
 def stale(file: Path, address: str) -> None:
@@ -82,7 +82,7 @@ def until_told(file: Path) -> Place:
 def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(attend, file, 2, 4, 1.0).add_done_callback(Future.exception)
-        with pytest.raises(ChannelTimeout, match=r"ranks 1, 3 of the trainer have not turned up .* after 0.6 s"):
+        with pytest.raises(ChannelTimeout, match=r"ranks 1, 3 of the trainer have not appeared .* after 0.6 s"):
             attend(file, 0, 4, 0.6)
     assert not file.exists()
 
@@ -90,7 +90,7 @@ def test_rank_0_names_the_ranks_that_are_missing(file: Path) -> None:
 def test_another_rank_names_those_that_are_missing_too(file: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(attend, file, 0, 3, 2.0)
-        with pytest.raises(ChannelTimeout, match=r"rank 2 of the trainer has not turned up .* after 0.4 s"):
+        with pytest.raises(ChannelTimeout, match=r"rank 2 of the trainer has not appeared .* after 0.4 s"):
             attend(file, 1, 3, 0.4)
         with pytest.raises(ChannelTimeout, match="rank 2 of the trainer has"):
             waiting.result(PATIENCE_S)
@@ -100,14 +100,14 @@ def test_another_rank_names_those_that_are_missing_too(file: Path) -> None:
 def test_a_rank_that_finds_no_address_names_rank_0_and_the_file(file: Path, has_directory: bool) -> None:
     if has_directory:
         file.parent.mkdir()
-    with pytest.raises(ChannelTimeout, match=rf"rank 0 of the trainer has not turned up after 0.1 s: no {file}"):
+    with pytest.raises(ChannelTimeout, match=rf"rank 0 of the trainer has not appeared after 0.1 s: no {file}"):
         attend(file, 1, 2, 0.1)
 
 
 def test_a_rank_that_rank_0_does_not_answer_says_where_it_tried(file: Path) -> None:
     address = nobody_listens()
     stale(file, address)
-    with pytest.raises(ChannelTimeout, match=rf"process 4711 on gone\) has not answered at {address} after 0.2 s"):
+    with pytest.raises(ChannelTimeout, match=rf"process 4711 on gone\) has not replied at {address} after 0.2 s"):
         attend(file, 1, 2, 0.2)
 
 
@@ -135,8 +135,8 @@ def test_a_rank_in_another_starts_room_leaves_it_for_the_new_one(tmp_path: Path,
 
 
 def test_an_address_that_is_not_this_hosts_is_said_so(file: Path) -> None:
-    with pytest.raises(RoleFailed, match=r"cannot wait for others at 203\.0\.113\.7"):
-        meet(file, rank=0, world_size=2, host="203.0.113.7", timeout_s=1.0)
+    with pytest.raises(RoleFailed, match=r"cannot listen at 203\.0\.113\.7"):
+        connect_ranks(file, rank=0, world_size=2, host="203.0.113.7", timeout_s=1.0)
     assert not file.exists()
 
 
@@ -144,7 +144,7 @@ def join(pipe: Any, file: Path, rank: int, host: str) -> None:
     """A trainer's rank: the default group, then a gloo group beside it, as the command stream makes one."""
     torch.set_num_threads(1)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    open_process_group(rank, 3, f"meet://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
+    open_process_group(rank, 3, f"rendezvous://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
     beside = dist.new_group(backend="gloo")
     number = torch.tensor([rank + 1])
     dist.all_reduce(number, group=beside)
@@ -179,6 +179,6 @@ def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file:
 
 
 def test_one_rank_meets_nobody(tmp_path: Path) -> None:
-    open_process_group(0, 1, f"meet://{tmp_path}/never", torch.device("cpu"))
+    open_process_group(0, 1, f"rendezvous://{tmp_path}/never", torch.device("cpu"))
     close_process_group()
     assert list(tmp_path.iterdir()) == []

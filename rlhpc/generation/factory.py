@@ -13,12 +13,12 @@ async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> Gener
     """One replica's engine, ready to sample.
 
     seed: differs between replicas, for whatever is not drawn by (run, group, sample).  layout: where an engine may keep
-    files of the run; neither of ours does.  Raises EngineError; no process is left then.
+    files of the run; neither of ours does.  Raises EngineError and leaves no process behind.
     """
     if config.generation.engine == "scripted":
         from rlhpc.generation.scripted_engine import ScriptedEngine
 
-        # Replicas share a seed, so that a sample is drawn alike wherever it is drawn: none gets the same one.
+        # Replicas share a seed, so that a sample is the same on any replica: no sample is drawn by two of them.
         return ScriptedEngine.of(
             config, seed=config.run.seed, make_receiver=partial(_receiver, config.weights.timeout_s)
         )
@@ -28,6 +28,6 @@ async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> Gener
 
 
 def _receiver(timeout_s: float, transport: str) -> WeightReceiver:
-    from rlhpc.weights.make import make_receiver  # loads torch, which a scripted engine needs only from here on
+    from rlhpc.weights.factory import make_receiver  # loads torch, which a scripted engine needs only from here on
 
     return make_receiver(transport, device="cpu", timeout_s=timeout_s)

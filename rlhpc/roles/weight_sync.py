@@ -1,8 +1,8 @@
-"""Bring a new version of the weights to the generators, and leave behind those that cannot follow.
+"""Publish a new version of the weights to the generators, and leave out those that fail.
 
 A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
-forming a new epoch first when members came or went; it ends when the trainer is free again.  settle(): every member has
-acknowledged, or has been left out.  Only then is the version live and slots may be released.
+forming a new epoch first when members came or went; it ends when the trainer is free again.  wait_until_live(): every
+member has acknowledged, or has been left out.  Only then is the version live and slots may be released.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhpc.messages import (
     PublishReport,
     PublishWeights,
     ReceiveWeights,
-    RollCall,
+    Reregister,
     WeightsLive,
 )
 from rlhpc.roles.trainer_link import TrainerLink
@@ -31,27 +31,27 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.choice import choose_transport
 from rlhpc.weights.membership import Membership
 
-log = logging.getLogger("rlhpc.publication")
+log = logging.getLogger("rlhpc.weight_sync")
 MAX_FAILED_BROADCASTS = 8
 FIRST_MEMBER_S = 900.0  # engines load for minutes
 PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationLimits:
+class WeightSyncLimits:
     """How long to wait for generators."""
 
-    first_member_s: float = FIRST_MEMBER_S  # for any generator to be there
-    settle_s: float = 120.0  # for acknowledgements of one broadcast
+    first_member_s: float = FIRST_MEMBER_S  # for the first generator to register
+    ack_timeout_s: float = 120.0  # for acknowledgements of one broadcast
 
     @classmethod
-    def of(cls, meet_timeout_s: float, settle_s: float) -> PublicationLimits:
-        """Limits where processes wait so long for each other: loading comes on top of turning up."""
-        return cls(max(FIRST_MEMBER_S, meet_timeout_s), settle_s)
+    def of(cls, meet_timeout_s: float, ack_timeout_s: float) -> WeightSyncLimits:
+        """Limits for processes that wait this long for each other; loading the engine comes on top."""
+        return cls(max(FIRST_MEMBER_S, meet_timeout_s), ack_timeout_s)
 
 
-class Publication:
-    """Owns the membership epochs and the way of one version from trainer to generators."""
+class WeightSync:
+    """Owns the membership epochs and the transfer of a version from trainer to generators."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class Publication:
         membership: Membership,
         *,
         transport: str,
-        limits: PublicationLimits,
+        limits: WeightSyncLimits,
         clock: Clock = time.monotonic,
     ) -> None:
-        """transport: weights.transport, with "auto" as it stands.  `clock` counts the time that others are given."""
+        """transport: weights.transport, "auto" not yet resolved.  `clock` measures time-outs of others."""
         self._control, self._trainer, self._membership = control, trainer, membership
         self._limits, self._clock = limits, clock
         self._wish, self._trainer_device = transport, ""
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
-        self._group: WeightGroup | None = None  # of the present epoch, while it is sound
+        self._group: WeightGroup | None = None  # of the current epoch, while it is intact
         self._changed = asyncio.Condition()
         self._is_ending = False
         self.live_version = -1  # newest version that every remaining member samples with
@@ -77,15 +77,15 @@ class Publication:
         self.last_acks: dict[str, WeightsLive] = {}
 
     def describe(self, manifest: WeightManifest, device: str) -> None:
-        """Note what the trainer will broadcast, and from which device."""
+        """Record what the trainer will broadcast, and from which device."""
         self._manifest, self._trainer_device = manifest, device
 
     # ---------------------------------------------------------------------------------------- what generators tell us
 
     def misplaced(self, name: str, devices: tuple[str, ...]) -> str:
-        """Why a generator with workers on these devices cannot get the weights that others get already; "" if it can.
+        """Why a generator with workers on these devices cannot receive weights as the others do; "" if it can.
 
-        Before the first version is live nobody is turned away: that its weights cannot travel then ends the run.
+        Before the first version is live none is refused: then an unreachable generator ends the run.
         """
         if self.live_version < 0:
             return ""
@@ -96,7 +96,7 @@ class Publication:
         return ""
 
     async def joined(self, name: str, devices: tuple[str, ...], incarnation: str) -> None:
-        """A generator is here, with a worker on each of these devices; it takes part from the next epoch on."""
+        """A generator has registered, with a worker on each of these devices; it takes part from the next epoch on."""
         async with self._changed:
             self._devices[name] = devices
             self._membership.hello(name, len(devices), incarnation)
@@ -109,7 +109,7 @@ class Publication:
             self._changed.notify_all()
 
     async def acknowledge(self, name: str, ack: WeightsLive) -> None:
-        """A generator samples with this version, or says why it does not; then it tries again in the next epoch."""
+        """A generator samples with this version, or reports why not; then it tries again in the next epoch."""
         async with self._changed:
             self.last_acks[name] = ack
             if ack.error:
@@ -126,7 +126,7 @@ class Publication:
 
     @property
     def is_deserted(self) -> bool:
-        """True if all who sampled with the live version are gone and somebody without it is here."""
+        """True if all generators with the live version are gone and one without it is registered."""
         return self.live_version >= 0 and not self.ready_members and bool(self._membership.candidates)
 
     @property
@@ -137,16 +137,16 @@ class Publication:
     # ------------------------------------------------------------------------------------------------------ publishing
 
     async def stop_waiting(self) -> None:
-        """The run is ending: whoever waits for a generator shall wait no longer."""
+        """The run is ending: end every wait for a generator."""
         async with self._changed:
             self._is_ending = True
             self._changed.notify_all()
 
     async def publish(self, version: int) -> bool:
-        """Broadcast `version` until the trainer got it out to some group.
+        """Broadcast `version` until it has reached some group.
 
-        False: the run is ending and no generator is there.  Raises RoleFailed when none is for `first_member_s`, or
-        broadcast after broadcast fails.
+        False: the run is ending and there is no generator.  Raises RoleFailed when there is none for `first_member_s`,
+        or after too many failed broadcasts.
         """
         if self._manifest is None:
             raise RoleFailed("weights cannot be published before the trainer has described them")
@@ -167,13 +167,13 @@ class Publication:
             f"version {version}: {MAX_FAILED_BROADCASTS} broadcasts in a row failed, the last: {report.error}"
         )
 
-    async def settle(self, version: int) -> bool:
+    async def wait_until_live(self, version: int) -> bool:
         """Wait for the acknowledgements.  True: the version is live on at least one generator.
 
-        Members that failed, died or stayed silent too long are left out of the next epoch; False: nobody is left, and
-        the caller publishes again.
+        Members that failed, died or stayed silent too long are left out of the next epoch; False: no member is left,
+        and the caller publishes again.
         """
-        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.settle_s):
+        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.ack_timeout_s):
             for name in self._membership.waiting_for(version):
                 log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
@@ -188,9 +188,9 @@ class Publication:
         return self._group
 
     async def _form(self) -> WeightGroup | None:
-        """Open a new epoch with everyone who is alive.
+        """Open a new epoch with every generator that is alive.
 
-        Raises RoleFailed when nobody turns up, ConfigError when weights cannot travel between these devices.
+        Raises RoleFailed when none appears, ConfigError when no transport connects these devices.
         """
         if not await self._somebody():
             return None
@@ -207,20 +207,20 @@ class Publication:
         return choose_transport(self._wish, self._trainer_device, engines)
 
     async def _somebody(self) -> bool:
-        """Wait until a generator that can be reached is there.  False: the run is ending, and none is."""
+        """Wait for a generator that can be reached.  False: the run is ending, and there is none."""
         while True:
             if not await self._until(
                 lambda: bool(self._membership.candidates) or self._is_ending, self._limits.first_member_s
             ):
                 raise RoleFailed(
-                    f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for what ended them"
+                    f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for the reason"
                 )
-            await asyncio.gather(*(self._tell(name, RollCall()) for name in self._membership.candidates))
+            await asyncio.gather(*(self._tell(name, Reregister()) for name in self._membership.candidates))
             if self._membership.candidates or self._is_ending:
                 return bool(self._membership.candidates)
 
     async def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until it is so; False: it is not after `limit_s`, by a clock that leaves our own pauses out."""
+        """Wait until the condition holds; False after `limit_s`, by a clock that excludes pauses of this process."""
         deadline = self._clock() + limit_s
         async with self._changed:
             while not is_so():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollout_samples import ManualClock, make_ledger, make_prompt
 
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import ANY_COMPANY, LostLeaseFile, LostLeases, Suspicion, key_of
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.buffer.strikes import ANY_COMPANY, StrikeBook, StrikeFile, Suspicion, key_of
 
 NUM_PROMPTS = 40
 
@@ -23,7 +23,7 @@ class Ring:
     """Generators that die when they hold a culprit, a ledger that grants to them, and crashes of the whole run."""
 
     def __init__(self, path: Path, chance: random.Random, culprits: set[int], **changes: Any) -> None:
-        self.file, self.chance, self.culprits = StrikeFile(path), chance, culprits
+        self.file, self.chance, self.culprits = LostLeaseFile(path), chance, culprits
         self.settings = {"num_slots": 16, "window_groups": 16, "groups_per_step": 1, "group_size": 2} | changes
         self.holders: dict[str, dict[tuple[int, int], None]] = {}
         self.finished: set[int] = set()  # prompts
@@ -32,8 +32,8 @@ class Ring:
         self.start()
 
     def start(self, state: dict[str, Any] | None = None, num_holders: int = 3) -> None:
-        self.book = StrikeBook(self.file.read())
-        clock, more = ManualClock(), {"strikes": self.book}
+        self.book = LostLeases(self.file.read())
+        clock, more = ManualClock(), {"lost_leases": self.book}
         self.ledger = make_ledger(clock, **self.settings, **more)
         if state is not None:
             self.ledger._restore(state)
@@ -137,7 +137,7 @@ def test_culprits_are_dropped_after_max_attempts_and_no_innocent_ever_is(
 
 def test_a_suspect_waits_until_a_busy_generator_is_empty_and_then_has_it_to_itself() -> None:
     known = [Suspicion(key_of(make_prompt(9)), 3, 4)]
-    ledger = make_ledger(ManualClock(), num_slots=8, group_size=1, max_attempts=5, strikes=StrikeBook(known))
+    ledger = make_ledger(ManualClock(), num_slots=8, group_size=1, max_attempts=5, lost_leases=LostLeases(known))
     for prompt_id in (0, 1):
         ledger.admit(make_prompt(prompt_id), 0)
     assert [ledger.grant("g-0", 4).group_id for _ in range(2)] == [0, 1]
@@ -183,9 +183,9 @@ def test_company_shrinks_with_strikes_and_the_last_two_attempts_are_alone(
 
 
 def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_strikes(tmp_path: Path) -> None:
-    file = StrikeFile(tmp_path / "strikes.jsonl")
-    book = StrikeBook(file.read())
-    ledger = make_ledger(ManualClock(), group_size=1, max_attempts=3, strikes=book)
+    file = LostLeaseFile(tmp_path / "strikes.jsonl")
+    book = LostLeases(file.read())
+    ledger = make_ledger(ManualClock(), group_size=1, max_attempts=3, lost_leases=book)
     for prompt_id in (0, 1):
         ledger.admit(make_prompt(prompt_id), 0)
         ledger.grant("g-0", 1)
@@ -195,7 +195,7 @@ def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_st
     ledger.deliver("g-1", 0, 0)
     file.append(book)
 
-    again = StrikeBook(file.read())
+    again = LostLeases(file.read())
     assert again.of(make_prompt(0)) is None
     drawn_again = make_prompt(1)
     assert again.of(type(drawn_again)(77, drawn_again.task, drawn_again.token_ids, "?")) == Suspicion(
@@ -204,8 +204,8 @@ def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_st
 
 
 def test_a_poisonous_prompt_is_dropped_at_once_by_a_later_attempt() -> None:
-    book = StrikeBook([Suspicion(key_of(make_prompt(0)), 3, 1)])
-    ledger = make_ledger(ManualClock(), group_size=2, max_attempts=3, strikes=book)
+    book = LostLeases([Suspicion(key_of(make_prompt(0)), 3, 1)])
+    ledger = make_ledger(ManualClock(), group_size=2, max_attempts=3, lost_leases=book)
     ledger.admit(make_prompt(0), 0)
     assert ledger.poisoned() == [0]
     assert ledger.grant("g-0", 2) is None
@@ -213,21 +213,21 @@ def test_a_poisonous_prompt_is_dropped_at_once_by_a_later_attempt() -> None:
 
 def test_a_line_that_a_crash_has_cut_off_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "strikes.jsonl"
-    file, book = StrikeFile(path), StrikeBook()
-    book.strike([(make_prompt(0), 1)])
+    file, book = LostLeaseFile(path), LostLeases()
+    book.record_death([(make_prompt(0), 1)])
     file.append(book)
     path.write_bytes(path.read_bytes() + b'\n{"prompt": "0af')
-    book.strike([(make_prompt(1), 1)])
+    book.record_death([(make_prompt(1), 1)])
     file.append(book)
     assert [suspicion.prompt for suspicion in file.read()] == [key_of(make_prompt(0)), key_of(make_prompt(1))]
 
 
 def test_strikes_that_the_disk_refuses_are_written_with_the_next(tmp_path: Path) -> None:
-    file, book = StrikeFile(tmp_path / "away" / "strikes.jsonl"), StrikeBook()
-    book.strike([(make_prompt(0), 1)])
+    file, book = LostLeaseFile(tmp_path / "away" / "strikes.jsonl"), LostLeases()
+    book.record_death([(make_prompt(0), 1)])
     file.append(book)
     (tmp_path / "away").mkdir()
-    book.strike([(make_prompt(1), 1)])
+    book.record_death([(make_prompt(1), 1)])
     file.append(book)
     assert len(file.read()) == 2
     assert book.unwritten == []

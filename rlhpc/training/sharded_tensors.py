@@ -1,9 +1,9 @@
-"""Bring together, tensor by tensor, what lies in pieces over the ranks.
+"""Gather, tensor by tensor, what is sharded over the ranks.
 
-Eats flat pieces of parameters as a backend keeps them, makes whole tensors under their HF names on one rank.  One way
-for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
-Promises: memory beyond what the ranks hold anyway is one bucket, or one item that is larger, and the tensors that one
-item is joined to; what is announced comes, in order; every other rank only sends.
+Input: flat shards of parameters as a backend keeps them.  Output: whole tensors under their HF names on one rank.  One
+way for weights on their way to the generators and for master weights and moments on their way into a checkpoint.
+Guarantees: extra memory is one bucket, or one item that is larger, and the tensors that one item is joined to; items
+arrive as announced and in order; every other rank only sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUCKET_ELEMENTS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """A flat run of numbers on one rank of the default process group."""
 
     rank: int
@@ -30,21 +30,21 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
-    """The HF tensors that come out of one parameter of a backend, and where its numbers lie."""
+class ShardedTensorSpec:
+    """The HF tensors that one parameter of a backend becomes, and the shards that it consists of."""
 
     specs: tuple[TensorSpec, ...]
-    pieces: tuple[Piece, ...]
-    join: Callable[[Sequence[Tensor]], Iterable[Tensor]]  # flat pieces, in order → tensors in the order of specs
+    shards: tuple[Shard, ...]
+    join: Callable[[Sequence[Tensor]], Iterable[Tensor]]  # flat shards, in order → tensors in the order of specs
 
     @property
     def num_elements(self) -> int:
-        """Of all pieces."""
-        return sum(piece.num_elements for piece in self.pieces)
+        """Of all shards."""
+        return sum(shard.num_elements for shard in self.shards)
 
 
 def gather_stream(
-    items: Sequence[Scattered],
+    items: Sequence[ShardedTensorSpec],
     own: Callable[[int], Sequence[Tensor]],
     *,
     to_rank: int,
@@ -55,14 +55,14 @@ def gather_stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, whole tensor) on to_rank, in the order of items; yield nothing elsewhere.  A collective.
 
-    own(index): this rank's pieces of items[index], flat, contiguous, of `dtype` on `device`, in the order of its
-    pieces; asked once per item and only where there are any.  group: of to_rank and all ranks that hold pieces; NCCL
+    own(index): this rank's shards of items[index], flat, contiguous, of `dtype` on `device`, in the order of its
+    shards; called once per item and only if there are any.  group: of to_rank and all ranks that hold shards; NCCL
     wants a collective of the whole group before.  A tensor is valid until the next one is asked for, and may be the
     rank's own memory: it is not to be written to.
 
-    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, takes what the
-    others still send and throws it away.  An error in own or on the wire is passed on at once: the ranks are out of
-    step then, and the group is of no more use.
+    Every rank must run the iterator to its end.  Closing it early on to_rank, or an error in join, receives what the
+    others still send and discards it.  An error in own or of the network is raised at once: the ranks are out of step
+    then, and the group cannot be used any more.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = _Here(items, own, rank, to_rank, dtype, device, group)
@@ -80,8 +80,8 @@ def gather_stream(
             raise
 
 
-def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[list[int]]:
-    """Cut indices, in order, into runs of at most bucket_elements; a larger item stands alone."""
+def _buckets_of(items: Sequence[ShardedTensorSpec], bucket_elements: int) -> Iterator[list[int]]:
+    """Cut indices, in order, into runs of at most bucket_elements; a larger item has its own."""
     bucket: list[int] = []
     room = bucket_elements
     for index, item in enumerate(items):
@@ -94,7 +94,7 @@ def _buckets_of(items: Sequence[Scattered], bucket_elements: int) -> Iterator[li
         yield bucket
 
 
-def _joined(items: Sequence[Scattered], arrived: dict[int, list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _joined(items: Sequence[ShardedTensorSpec], arrived: dict[int, list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Join one item after the other, each leaving `arrived` as it is joined."""
     for index in tuple(arrived):
         item = items[index]
@@ -105,7 +105,7 @@ def _joined(items: Sequence[Scattered], arrived: dict[int, list[Tensor]]) -> Ite
 class _Here:
     """This rank's side of the stream."""
 
-    items: Sequence[Scattered]
+    items: Sequence[ShardedTensorSpec]
     own: Callable[[int], Sequence[Tensor]]
     rank: int
     to_rank: int
@@ -114,18 +114,18 @@ class _Here:
     group: Any
 
     def exchange(self, bucket: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Send this rank's pieces; on to_rank return all pieces of all items of the bucket, elsewhere nothing."""
+        """Send this rank's shards; on to_rank return all shards of all items of the bucket, elsewhere nothing."""
         arrived: dict[int, list[Tensor]] = {}
         exchanges: list[dist.P2POp] = []
         for index in bucket:
-            pieces = self.items[index].pieces
+            shards = self.items[index].shards
             mine = iter(self._own_pieces(index))
             if self.rank == self.to_rank:
-                arrived[index] = [next(mine) if piece.rank == self.rank else self._room(piece) for piece in pieces]
+                arrived[index] = [next(mine) if shard.rank == self.rank else self._room(shard) for shard in shards]
                 exchanges += [
-                    dist.P2POp(dist.irecv, tensor, piece.rank, self.group)
-                    for piece, tensor in zip(pieces, arrived[index], strict=True)
-                    if piece.rank != self.rank and piece.num_elements
+                    dist.P2POp(dist.irecv, tensor, shard.rank, self.group)
+                    for shard, tensor in zip(shards, arrived[index], strict=True)
+                    if shard.rank != self.rank and shard.num_elements
                 ]
             else:
                 exchanges += [dist.P2POp(dist.isend, t, self.to_rank, self.group) for t in mine if t.numel()]
@@ -134,12 +134,14 @@ class _Here:
         return arrived
 
     def _own_pieces(self, index: int) -> Sequence[Tensor]:
-        announced = [piece.num_elements for piece in self.items[index].pieces if piece.rank == self.rank]
+        announced = [shard.num_elements for shard in self.items[index].shards if shard.rank == self.rank]
         tensors = self.own(index) if announced else ()
         found = [tensor.numel() for tensor in tensors]
-        assert found == announced, f"{self.items[index].specs[0].name}: {found} numbers where {announced} are announced"
+        assert found == announced, (
+            f"{self.items[index].specs[0].name}: {found} numbers where {announced} were announced"
+        )
         assert all(tensor.dtype == self.dtype for tensor in tensors)
         return tensors
 
-    def _room(self, piece: Piece) -> Tensor:
-        return torch.empty(piece.num_elements, dtype=self.dtype, device=self.device)
+    def _room(self, shard: Shard) -> Tensor:
+        return torch.empty(shard.num_elements, dtype=self.dtype, device=self.device)

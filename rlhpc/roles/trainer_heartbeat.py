@@ -1,6 +1,6 @@
-"""The trainer's heartbeat, from a thread of its own: its main thread is busy for whole steps.
+"""The trainer's heartbeat, from its own thread: the main thread is busy for whole steps.
 
-The same connection carries what other threads of the trainer have to say, since a socket belongs to one thread.
+The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Self
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import ChannelError
 from rlhpc.messages import Heartbeat, SaveReport
+from rlhpc.roles.heartbeat import hello
 from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.presence import hello
 from rlhpc.topology import CONTROL
 from rlhpc.transport.open import connect_blocking
 
 
-class TrainerPresence:
-    """Says hello, then beats, until left.  Any thread may call `now` and `tell`; the rest happens in one of its own."""
+class TrainerHeartbeat:
+    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; a separate thread does the
+    rest."""
 
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._current = Heartbeat("starting", "", -1)
-        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: it is time to leave
+        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -37,16 +38,16 @@ class TrainerPresence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Send what was told before, and stop beating."""
+        """Send the messages that are queued, and stop."""
         self._told.put(None)
         self._thread.join(timeout=5.0)
 
     def now(self, state: str, waits_for: str, policy_version: int) -> None:
-        """Replace what the next heartbeats say."""
+        """Replace the content of the next heartbeats."""
         self._current = Heartbeat(state, waits_for, policy_version)
 
     def tell(self, message: SaveReport) -> None:
-        """Send a message to the controller at once, out of turn with the heartbeats."""
+        """Send a message to the controller at once, between heartbeats."""
         self._told.put(message)
 
     def _beat(self) -> None:
@@ -66,7 +67,7 @@ class TrainerPresence:
             return  # the controller is gone; the main thread finds out at its next message
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
-        """Send what is told while the next heartbeat is not due.  False when it is time to leave."""
+        """Send queued messages until the next heartbeat is due.  False when asked to stop."""
         deadline = time.monotonic() + self._context.config.transport.heartbeat_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:

@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import PromptSource
-from rlhpc.roles.granting import Granting
+from rlhpc.roles.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import Lease, Prompt
@@ -37,7 +37,7 @@ class CountedPrompts(PromptSource):
 
 
 class Exchange:
-    """Granting with two generators that say what they can hold."""
+    """LeaseDispatcher with two generators that say what they can hold."""
 
     def __init__(self) -> None:
         self.server = MemoryServer(LEASES)
@@ -46,7 +46,7 @@ class Exchange:
         self.capacity = Counter({"generator-0": 0, "generator-1": 0})
         self.ready = set(self.clients)
         self.version = 3
-        self.granting = Granting(
+        self.dispatcher = LeaseDispatcher(
             self.server,
             self.ledger,
             self.prompts,
@@ -57,7 +57,7 @@ class Exchange:
 
     async def leases(self) -> dict[str, list[Lease]]:
         """Wake it, and return what each generator is sent because of that."""
-        self.granting.wake()
+        self.dispatcher.wake()
         for _ in range(20):
             await asyncio.sleep(0)
         return {name: await _drain(client) for name, client in self.clients.items()}
@@ -77,7 +77,7 @@ def num_samples(leases: list[Lease]) -> int:
 @pytest.fixture
 async def exchange() -> AsyncIterator[Exchange]:
     exchange = Exchange()
-    task = asyncio.create_task(exchange.granting.run())
+    task = asyncio.create_task(exchange.dispatcher.run())
     yield exchange
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -140,7 +140,7 @@ async def test_who_does_not_sample_with_the_live_version_gets_nothing(exchange: 
 async def test_a_lease_that_cannot_be_delivered_goes_to_another_at_once(exchange: Exchange) -> None:
     exchange.capacity.update({"generator-0": 100, "generator-1": 99})
     await exchange.clients["generator-0"].close()
-    exchange.granting.wake()
+    exchange.dispatcher.wake()
     for _ in range(20):
         await asyncio.sleep(0)
     leases = await _drain(exchange.clients["generator-1"])

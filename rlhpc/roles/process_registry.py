@@ -1,6 +1,6 @@
-"""Who is there: every process of the run, as the controller last heard of it.
+"""Registry of the run's processes, as the controller last heard of them.
 
-Eats Hello and Heartbeat; says who has fallen silent.  Time is passed in.
+Input: Hello and Heartbeat.  Output: who is registered, and who has fallen silent.  Time is passed in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlhpc.contracts import Clock
 from rlhpc.messages import Heartbeat, Hello
 from rlhpc.transport.incarnation import is_earlier
 
-log = logging.getLogger("rlhpc.fleet")
+log = logging.getLogger("rlhpc.process_registry")
 
 
 @dataclass(slots=True)
@@ -25,37 +25,37 @@ class RoleProcess:
     heard_at: float
 
 
-class Fleet:
+class ProcessRegistry:
     """Members by name; a newer incarnation of a name replaces the older one, never one of a later start."""
 
     def __init__(self, config_hash: str, dead_after_s: float, clock: Clock) -> None:
         self._config_hash, self._dead_after_s, self._clock = config_hash, dead_after_s, clock
         self._members: dict[str, RoleProcess] = {}
-        self._latest: dict[str, str] = {}  # name → incarnation, also of those that are gone
+        self._latest: dict[str, str] = {}  # name → incarnation, including processes that are gone
 
-    def is_outlived(self, name: str, hello: Hello) -> bool:
-        """True for a process of an earlier start than one that was taken in under this name."""
+    def is_superseded(self, name: str, hello: Hello) -> bool:
+        """True for an incarnation that is older than one registered under this name."""
         return is_earlier(hello.incarnation, self._latest.get(name, ""))
 
-    def greet(self, name: str, hello: Hello) -> bool:
-        """Take a process in.  False, and it stays out, if it runs with other settings than ours or is outlived."""
+    def register(self, name: str, hello: Hello) -> bool:
+        """Register a process.  False, without effect, if its settings differ or a later incarnation is registered."""
         if hello.config_hash != self._config_hash:
             log.error("%s has settings %s, the run has %s: not admitted", name, hello.config_hash, self._config_hash)
             return False
-        if self.is_outlived(name, hello):
-            log.error("%s, pid %d on %s: a later incarnation has taken its place", name, hello.pid, hello.host)
+        if self.is_superseded(name, hello):
+            log.error("%s, pid %d on %s: refused, a later incarnation is registered", name, hello.pid, hello.host)
             return False
         self._latest[name] = hello.incarnation
         known = self._members.get(name)
-        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers a roll call
+        if known is not None and known.hello.incarnation == hello.incarnation:  # it answers Reregister
             known.heard_at = self._clock()
             return True
         self._members[name] = RoleProcess(hello, Heartbeat("starting", "", -1), self._clock())
-        log.info("%s is here: pid %d on %s", name, hello.pid, hello.host)
+        log.info("%s registered: pid %d on %s", name, hello.pid, hello.host)
         return True
 
-    def hear(self, name: str, beat: Heartbeat) -> bool:
-        """Note a heartbeat.  False: it is of a stranger to this controller, and ignored until that one says hello."""
+    def record(self, name: str, beat: Heartbeat) -> bool:
+        """Record a heartbeat.  False, without effect, if the sender is not registered with this controller."""
         member = self._members.get(name)
         if member is None:
             return False
@@ -63,20 +63,20 @@ class Fleet:
         return True
 
     def silent(self) -> list[str]:
-        """Names unheard of for dead_after_s."""
+        """Names that have been silent for dead_after_s."""
         oldest = self._clock() - self._dead_after_s
         return [name for name, member in self._members.items() if member.heard_at < oldest]
 
     def forget(self, name: str) -> None:
-        """Strike a name off.  Idempotent."""
+        """Remove a name.  Idempotent."""
         self._members.pop(name, None)
 
     def names(self, role: str | None = None) -> list[str]:
-        """Names of all, or of those of one role."""
+        """Names of all processes, or of those of one role."""
         return [name for name, member in self._members.items() if role in (None, member.hello.role)]
 
     def member(self, name: str) -> RoleProcess | None:
-        """One member, if it is there."""
+        """One process, if it is registered."""
         return self._members.get(name)
 
     def capacity(self, name: str) -> int:
@@ -89,7 +89,7 @@ class Fleet:
         return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
 
     def report(self) -> list[dict[str, Any]]:
-        """One row a member, for status.json."""
+        """One row per process, for status.json."""
         now = self._clock()
         return [
             {

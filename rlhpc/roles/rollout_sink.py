@@ -1,6 +1,6 @@
-"""What happens to a rollout that comes back: its group, its verdict, its place in the buffer.
+"""Receives rollouts from generators: verdict, group, place in the buffer.
 
-Eats ScoredRollout, makes finished groups.  Active sampling (OlmoRL): a group without spread teaches nothing;
+Input: ScoredRollout.  Output: finished groups.  Active sampling (OlmoRL): a zero-variance group teaches nothing;
 it is dropped and its slot is free at once, so that batches are always full.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_spread
+from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import AdmissionConfig
@@ -19,38 +19,38 @@ from rlhpc.errors import StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import RolloutGroup, ScoredRollout, Verdict
 
-log = logging.getLogger("rlhpc.intake")
+log = logging.getLogger("rlhpc.rollout_sink")
 
 
 @dataclass(slots=True)
-class Harvest:
-    """Groups that were finished since the last step was recorded, whatever became of them."""
+class IntakeStats:
+    """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    num_without_spread: int = 0
+    num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
 
 
-class Intake:
-    """Takes scored rollouts in; synchronous, so that a rollout is never half taken."""
+class RolloutSink:
+    """Receives scored rollouts; synchronous, so that a rollout is never half received."""
 
     def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
         self._buffer, self._gate, self._admission = buffer, gate, admission
-        self._num_without_spread_in_a_row = 0
+        self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
-        self.harvest = Harvest()
-        self.cancelled: list[int] = []  # groups dropped while members of them are sampled: somebody should say so
+        self.stats = IntakeStats()
+        self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
     def take(self, holder: str, scored: ScoredRollout) -> bool:
-        """Take one rollout in.  True: a slot came free or a group is finished.
+        """Receive one rollout.  True: a slot became free or a group is finished.
 
-        Raises StarvedError when nothing with spread has come for too long, RoleFailed when verifiers fail too often.
+        Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
         """
         rollout = scored.rollout
         if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
-        self.harvest.num_tokens += len(rollout.token_ids)
+        self.stats.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()
         group = self._buffer.deliver(holder, scored)
@@ -60,41 +60,41 @@ class Intake:
             return True
         if group is None:
             return False
-        self.harvest.groups.append(group)
-        self._judge_spread(group)
+        self.stats.groups.append(group)
+        self._check_reward_variance(group)
         return True
 
     @property
     def verifier_error_share(self) -> float:
-        """Of the last verdicts, 0–1."""
+        """Share of verifier errors among the last verdicts, 0–1."""
         return self._gate.error_share
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Give a group up; its slot is free at once.  Nothing happens if it is resolved already."""
+        """Drop a group; its slot is free at once.  No effect if it is already resolved."""
         ledger = self._buffer.ledger
         if ledger.is_open(group_id):
             if not ledger.group(group_id).is_finished:
                 self.cancelled.append(group_id)
             self._buffer.drop(group_id, reason)
-            self.harvest.num_dropped[reason.value] = self.harvest.num_dropped.get(reason.value, 0) + 1
+            self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
 
-    def reap(self) -> Harvest:
-        """Return what has come in since the last call, and start anew."""
-        harvest, self.harvest = self.harvest, Harvest()
-        return harvest
+    def drain(self) -> IntakeStats:
+        """Return what was received since the last call, and start over."""
+        stats, self.stats = self.stats, IntakeStats()
+        return stats
 
-    def _judge_spread(self, group: RolloutGroup) -> None:
+    def _check_reward_variance(self, group: RolloutGroup) -> None:
         rewards = np.array([member.reward for member in group.members], dtype=np.float32)
-        if has_spread(rewards):
-            self._num_without_spread_in_a_row = 0
+        if has_reward_variance(rewards):
+            self._num_consecutive_zero_variance = 0
             return
-        self.harvest.num_without_spread += 1
+        self.stats.num_zero_variance += 1
         if not self._admission.active_sampling:
             return
-        self._num_without_spread_in_a_row += 1
+        self._num_consecutive_zero_variance += 1
         self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
         self.drop(group.group_id, DropReason.NO_SPREAD)
-        if self._num_without_spread_in_a_row >= self._admission.max_groups_without_spread:
+        if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
             raise StarvedError(self._advice())
 
     def _advice(self) -> str:
@@ -106,7 +106,7 @@ class Intake:
             "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
         )
         return (
-            f"{self._num_without_spread_in_a_row} groups in a row had no spread in their rewards (the last ones "
+            f"{self._num_consecutive_zero_variance} consecutive groups had rewards of zero variance (the last ones "
             f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
             "trains regardless"
         )

@@ -1,7 +1,7 @@
 """Keep every slot filled and every generator supplied.
 
-Draws prompts while slots are free, and grants leases up to the credit each generator has stated.  The only backpressure
-of the system is here: no slot, no prompt.
+Draws prompts while slots are free, and grants leases up to the credit that each generator has stated.  The only
+backpressure of the system is here: no free slot, no prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.contracts import PromptSource, ServerChannel
 from rlhpc.errors import ChannelFull, PeerUnreachable
 
-log = logging.getLogger("rlhpc.granting")
+log = logging.getLogger("rlhpc.lease_dispatcher")
 
 
-class Granting:
+class LeaseDispatcher:
     """Admits and grants whenever it is woken."""
 
     def __init__(
@@ -37,11 +37,11 @@ class Granting:
         self.is_open = True  # False: nothing new is admitted, the run is ending
 
     def wake(self) -> None:
-        """Something changed: a slot, a credit, a generator, a version."""
+        """Call when a slot, a credit, a generator or a version has changed."""
         self._work.set()
 
     async def run(self) -> None:
-        """Admit and grant for ever."""
+        """Admit and grant, endlessly."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -54,7 +54,7 @@ class Granting:
             self._ledger.admit(self._prompts.draw(), self._version())
 
     async def _grant(self) -> None:
-        """Deal leases round, the generator with most credit first, so that replicas stay equally full."""
+        """Grant leases, the generator with most credit first, so that replicas stay equally full."""
         credit = {name: self._capacity(name) - self._ledger.outstanding(name) for name in self._generators()}
         while credit:
             name = max(credit, key=lambda generator: credit[generator])

@@ -1,4 +1,4 @@
-"""Choose how weights travel, by name."""
+"""Create weight publishers and receivers by the name of the transport."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhpc.weights.ipc import IpcPublisher, IpcReceiver
 def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host: str = "") -> WeightPublisher:
     """The trainer's end.
 
-    weights: with the transport that was chosen, not "auto" (choice.py).
+    weights: with the transport that choice.py chose, not "auto".
     directory: the run's weights directory.  device: "cpu" or "cuda", where the trainer yields its tensors.
     host: address under which other machines reach this one; "" is right when all members run on this machine.
     The size of buckets comes with the manifest.  Raises ConfigError for an unknown transport.
@@ -32,7 +32,7 @@ def make_publisher(weights: WeightsConfig, *, directory: Path, device: str, host
 
 
 def make_receiver(transport: str, *, device: str, timeout_s: float) -> WeightReceiver:
-    """An engine worker's end.  transport: a WeightGroup's; where it meets the publisher comes with the group.
+    """An engine worker's end.  transport: a WeightGroup's; the address of the publisher comes with the group.
 
     device: the worker's; "cuda" without an index is the calling thread's current GPU, whatever thread receives later.
     Raises ConfigError for an unknown transport.

@@ -26,14 +26,14 @@ def open_backend(
     host: str = LOOPBACK,
     meet_timeout_s: float = MEET_TIMEOUT_S,
 ) -> TrainerBackend:
-    """Load the model into config.trainer.backend on this rank; the ranks meet at store_address.
+    """Load the model into config.trainer.backend on this rank; the ranks' rendezvous is store_address.
 
-    store_address: "meet:///path" of a file that rank 0 will write; "file:///path" of one that does not exist yet; or
-    "tcp://host:port".  host: IPv4 address under which the other ranks reach this one.  meet_timeout_s: how long to wait
-    for them.  All three are unused by one rank; training/process_group.py says more.
-    Raises ConfigError for a model that the backend cannot train, ChannelTimeout for ranks that do not turn up.
+    store_address: "rendezvous:///path" of a file that rank 0 will write; "file:///path" of one that does not exist yet;
+    or "tcp://host:port".  host: IPv4 address under which the other ranks reach this one.  meet_timeout_s: how long to
+    wait for them.  All three are unused by one rank; training/process_group.py says more.
+    Raises ConfigError for a model that the backend cannot train, ChannelTimeout for ranks that do not appear.
     """
-    # What is not installed here they say at every start, and what torch will rename some day, at every collective.
+    # Backends warn of missing packages at every start, and torch of future renames at every collective.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     module, name = _BACKENDS[config.trainer.backend]

@@ -9,18 +9,18 @@ import pytest
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.intake import Intake
+from rlhpc.roles.rollout_sink import RolloutSink
 from rlhpc.types import Verdict
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
 
 
 class Door:
-    """An intake before a buffer of groups of two that are all admitted and leased."""
+    """A sink before a buffer of groups of two that are all admitted and leased."""
 
     def __init__(self, directory: Path, max_error_share: float = 1.0, **admission: object) -> None:
         config = small_config(max_staleness=20, **admission)
         self.buffer = make_buffer(config, directory)
-        self.intake = Intake(self.buffer, ErrorGate(max_error_share), config.admission)
+        self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission)
         while self.buffer.ledger.has_slot:
             self.buffer.ledger.admit(prompt(0), 0)
         while self.buffer.ledger.grant("generator-0", 2) is not None:
@@ -29,12 +29,12 @@ class Door:
     def bring(self, group_id: int, *rewards: float) -> list[bool]:
         """Bring members 0, 1, … of a group."""
         members = (scored(group_id, index, reward) for index, reward in enumerate(rewards))
-        return [self.intake.take("generator-0", member) for member in members]
+        return [self.sink.take("generator-0", member) for member in members]
 
     def fail(self, group_id: int, detail: str = "no compiler") -> bool:
         """Bring a member whose verifier failed."""
         member = scored(group_id, 0, 0.0, verdict=Verdict.VERIFIER_ERROR, detail=detail)
-        return self.intake.take("generator-0", member)
+        return self.sink.take("generator-0", member)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def door(tmp_path: Path) -> Door:
 
 def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(door: Door) -> None:
     assert door.bring(0, 0.0, 1.0) == [False, True]
-    harvest = door.intake.reap()
-    assert [group.group_id for group in harvest.groups] == [0]
-    assert (harvest.num_tokens, harvest.num_without_spread, harvest.num_dropped) == (6, 0, {})
+    stats = door.sink.drain()
+    assert [group.group_id for group in stats.groups] == [0]
+    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (6, 0, {})
     assert door.buffer.ledger.counts()["finished"] == 1
 
 
@@ -55,35 +55,35 @@ def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Doo
     assert door.bring(0, 1.0, 1.0) == [False, True]
     assert door.buffer.ledger.has_slot
     assert door.buffer.segments.num_pending == 1
-    harvest = door.intake.reap()
-    assert harvest.num_dropped == {"no_spread": 1}
-    assert len(harvest.groups) == 1  # what the policy can now is measured on all groups
-    assert door.intake.reap().groups == []
+    stats = door.sink.drain()
+    assert stats.num_dropped == {"no_spread": 1}
+    assert len(stats.groups) == 1  # what the policy can now is measured on all groups
+    assert door.sink.drain().groups == []
 
 
 def test_a_second_copy_counts_nowhere(door: Door) -> None:
     door.bring(0, 0.0)
     assert door.bring(0, 1.0) == [False]
     door.bring(0, 0.0, 1.0)
-    assert door.intake.reap().num_tokens == 6
+    assert door.sink.drain().num_tokens == 6
     door.bring(0, 0.0, 1.0)
-    assert door.intake.reap().num_tokens == 0
+    assert door.sink.drain().num_tokens == 0
 
 
 def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Door) -> None:
     door.bring(0, 1.0)
-    assert door.intake.take("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
+    assert door.sink.take("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
     assert door.buffer.ledger.counts()["dropped_verifier_error"] == 1
-    assert door.intake.reap().groups == []
+    assert door.sink.drain().groups == []
     assert door.fail(1)
     assert door.bring(1, 0.0, 1.0) == [False, False]  # the rest of that group comes too late
-    assert door.intake.cancelled == [1]  # while group 0 had no member left to cancel
+    assert door.sink.cancelled == [1]  # while group 0 had no member left to cancel
 
 
 def test_groups_without_spread_in_a_row_end_the_run_with_advice(door: Door) -> None:
     door.bring(0, 0.0, 0.0)
     door.bring(1, 0.0, 0.0)
-    with pytest.raises(StarvedError, match=r"^3 groups in a row .*no answer is right: warm-start") as starved:
+    with pytest.raises(StarvedError, match=r"^3 consecutive groups .*no answer is right: warm-start") as starved:
         door.bring(2, 0.0, 0.0)
     assert "admission.active_sampling=false" in str(starved.value)
     assert "\n" not in str(starved.value)
@@ -101,7 +101,7 @@ def test_one_group_with_spread_begins_the_count_anew(door: Door) -> None:
         door.bring(group_id, 0.0, 0.0)
         door.bring(group_id + 1, 0.0, 0.0)
         door.bring(group_id + 2, 0.0, 1.0)
-    assert door.intake.reap().num_without_spread == 8
+    assert door.sink.drain().num_zero_variance == 8
 
 
 def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: 
     for group_id in range(5):
         door.bring(group_id, 0.0, 0.0)
     assert door.buffer.ledger.counts()["finished"] == 5
-    harvest = door.intake.reap()
-    assert (harvest.num_without_spread, harvest.num_dropped) == (5, {})
+    stats = door.sink.drain()
+    assert (stats.num_zero_variance, stats.num_dropped) == (5, {})
 
 
 def test_too_large_a_share_of_verifier_errors_ends_the_run_with_the_latest_reasons(tmp_path: Path) -> None:
@@ -123,6 +123,6 @@ def test_too_large_a_share_of_verifier_errors_ends_the_run_with_the_latest_reaso
 
 def test_dropping_what_is_resolved_already_does_nothing(door: Door) -> None:
     door.bring(0, 1.0, 1.0)
-    door.intake.drop(0, DropReason.POISON)
-    assert door.intake.reap().num_dropped == {"no_spread": 1}
+    door.sink.drop(0, DropReason.POISON)
+    assert door.sink.drain().num_dropped == {"no_spread": 1}
     door.buffer.ledger.conservation()

@@ -12,9 +12,9 @@ import pytest
 from rlhpc.config_file import write_resolved
 from rlhpc.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
 from rlhpc.messages import StopRole
+from rlhpc.roles.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.heartbeat import hello
 from rlhpc.roles.lifecycle import RoleContext, parse_role
-from rlhpc.roles.presence import hello
-from rlhpc.roles.visits import Visit, visit_controllers
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.incarnation import order_of
@@ -28,7 +28,7 @@ OTHER_LEARNING_RATE = 0.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhpc.roles.visits.LOOK_S", 0.02)
+    monkeypatch.setattr("rlhpc.roles.controller_session.LOOK_S", 0.02)
 
 
 @pytest.fixture
@@ -48,23 +48,23 @@ def controller(of: RoleContext, incarnation: str) -> Any:
     )  # fmt: skip
 
 
-async def serve(visit: Visit, *loops: Callable[[], Awaitable[None]]) -> None:
+async def serve(session: ControllerSession, *loops: Callable[[], Awaitable[None]]) -> None:
     """What a role does, with no work between hello and farewell."""
-    control = await visit.meet(CONTROL)
+    control = await session.connect(CONTROL)
     try:
-        await control.send(hello(visit.context))
+        await control.send(hello(session.context))
 
         async def hear() -> None:
-            visit.told_to_stop(await control.receive())
+            session.asked_to_stop(await control.receive())
 
-        await visit.until_over(hear(), *(loop() for loop in loops))
+        await session.until_over(hear(), *(loop() for loop in loops))
     finally:
         await control.close()
 
 
 def serving(of: RoleContext, *loops: Callable[[], Awaitable[None]]) -> tuple[asyncio.Event, asyncio.Task[None]]:
     stop = asyncio.Event()
-    return stop, asyncio.create_task(visit_controllers(of, stop, lambda visit: serve(visit, *loops)))
+    return stop, asyncio.create_task(serve_controllers(of, stop, lambda session: serve(session, *loops)))
 
 
 async def greeted(server: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.training.scattered import Piece, Scattered, gather_stream
+from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec, gather_stream
 from rlhpc.types import TensorSpec
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.rank_processes import run_ranks
@@ -22,7 +22,9 @@ def halves(index, *, num_elements=None, joined=torch.cat):
     """One tensor, an equal piece of it on each rank."""
     size = SIZES[index] if num_elements is None else num_elements
     spec = TensorSpec(f"tensor {index}", "float32", (RANKS * size,))
-    return Scattered((spec,), tuple(Piece(rank, size) for rank in range(RANKS)), lambda pieces: [joined(pieces)])
+    return ShardedTensorSpec(
+        (spec,), tuple(Shard(rank, size) for rank in range(RANKS)), lambda pieces: [joined(pieces)]
+    )
 
 
 def piece(rank, index, size):
@@ -32,7 +34,7 @@ def piece(rank, index, size):
 
 def stream(rank, items, *, own=None, bucket=BUCKET):
     def held(index):
-        return [piece(rank, index, p.num_elements) for p in items[index].pieces if p.rank == rank]
+        return [piece(rank, index, p.num_elements) for p in items[index].shards if p.rank == rank]
 
     return gather_stream(items, own or held, to_rank=0, dtype=torch.float32, device=CPU, bucket_elements=bucket)
 
@@ -130,14 +132,14 @@ def test_an_error_in_joining_leaves_no_rank_waiting(seen):
 def from_one_rank_only(rank):
     spec = TensorSpec("elsewhere", "float32", (6,))
     items = [
-        Scattered((spec,), (Piece(1, 2), Piece(0, 0), Piece(1, 4)), lambda pieces: [torch.cat(pieces)]),
-        Scattered((spec,), (Piece(0, 6),), lambda pieces: pieces),
+        ShardedTensorSpec((spec,), (Shard(1, 2), Shard(0, 0), Shard(1, 4)), lambda pieces: [torch.cat(pieces)]),
+        ShardedTensorSpec((spec,), (Shard(0, 6),), lambda pieces: pieces),
     ]
     asked = []
 
     def own(index):
         asked.append(index)
-        return [piece(rank, index, p.num_elements) for p in items[index].pieces if p.rank == rank]
+        return [piece(rank, index, p.num_elements) for p in items[index].shards if p.rank == rank]
 
     return [tensor.clone() for _, tensor in stream(rank, items, own=own)], asked
 
@@ -152,7 +154,7 @@ def test_ranks_are_asked_only_for_items_of_which_they_hold_something(seen):
 def test_one_rank_alone_needs_no_group_and_copies_nothing():
     spec = TensorSpec("whole", "float32", (4,))
     held = torch.arange(4.0)
-    items = [Scattered((spec,), (Piece(0, 4),), lambda pieces: pieces)]
+    items = [ShardedTensorSpec((spec,), (Shard(0, 4),), lambda pieces: pieces)]
     ((name, tensor),) = stream(0, items, own=lambda index: [held])
     assert name == "whole"
     assert tensor.data_ptr() == held.data_ptr()
@@ -160,8 +162,8 @@ def test_one_rank_alone_needs_no_group_and_copies_nothing():
 
 def test_a_piece_of_another_size_or_dtype_than_announced_is_our_own_mistake():
     spec = TensorSpec("whole", "float32", (4,))
-    items = [Scattered((spec,), (Piece(0, 4),), lambda pieces: pieces)]
-    with pytest.raises(AssertionError, match=r"whole: \[3\] numbers where \[4\] are announced"):
+    items = [ShardedTensorSpec((spec,), (Shard(0, 4),), lambda pieces: pieces)]
+    with pytest.raises(AssertionError, match=r"whole: \[3\] numbers where \[4\] were announced"):
         list(stream(0, items, own=lambda index: [torch.zeros(3)]))
     with pytest.raises(AssertionError):
         list(stream(0, items, own=lambda index: [torch.zeros(4, dtype=torch.bfloat16)]))

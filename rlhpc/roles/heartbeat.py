@@ -1,6 +1,6 @@
-"""Say hello to the controller and go on saying that one is alive.
+"""Register with the controller and send heartbeats.
 
-A role's presence is one connection on the control channel: Hello first, then a Heartbeat every heartbeat_s.
+One connection on the control channel: Hello first, then a Heartbeat every heartbeat_s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:
 
 
 async def beat(control: ClientChannel, interval_s: float, current: Callable[[], Heartbeat]) -> None:
-    """Send a heartbeat now and every `interval_s`, for ever.  Raises ChannelClosed, ChannelFull."""
+    """Send a heartbeat now and every `interval_s`, endlessly.  Raises ChannelClosed, ChannelFull."""
     while True:
         await control.send(current())
         await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""Read the path out of a meeting place's address."""
+"""Parse the address of a rendezvous file."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def file_of(address: str) -> Path:
     """The path of file:///absolute/path.  Raises GroupFailed for any other address."""
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not path.is_absolute():
-        raise GroupFailed(f"no meeting place at {address!r}; legal here: file:// and an absolute path")
+        raise GroupFailed(f"no rendezvous at {address!r}; legal here: file:// and an absolute path")
     return path

@@ -1,11 +1,12 @@
-"""Remember which prompts were being sampled when a generator died: one of them may have killed it.
+"""Count the leases that each prompt has lost to deaths of generators: a prompt may have caused them.
 
-Eats Prompt, makes Suspicion, which the ledger grants by.  A prompt is known by its content, so that it keeps its
-strikes when a failed run starts again or another epoch draws it anew.  Pure; `StrikeFile` keeps it on disk.
+Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
+so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `LostLeaseFile`
+keeps it on disk.
 
-Most deaths are a node's or a neighbour's, and strike whole generations of innocents: a first strike has no
-consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent is
-ever struck often enough to be dropped (docs/faults.md).
+Most deaths are caused by the node or by another prompt, and hit many innocent prompts at once: the first lost lease has
+no consequence.  After the next ones a group shares its generator with few others, then with none, so that no innocent
+prompt ever loses enough leases to be dropped (docs/faults.md).
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from rlhpc.files import sync_directory
 from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
-log = logging.getLogger("rlhpc.strikes")
+log = logging.getLogger("rlhpc.lost_leases")
 ANY_COMPANY = 0
 COMPANY_SHRINKS_BY = 8  # from one death to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What is held against a prompt."""
+    """The leases that a prompt has lost to deaths of generators."""
 
     prompt: str  # key_of
-    strikes: int  # leases lost by its unluckiest sample since it was last completed; 0: forgiven
-    together: int  # groups that the generator held which died with it last
+    strikes: int  # the name in the file: most leases lost by one of its samples since it was last completed; 0: cleared
+    together: int  # groups that the generator held at the last death
 
     def company(self, max_attempts: int) -> int:
-        """Groups that a generator may hold when this is one of them; ANY_COMPANY: as many as it likes.
+        """Groups that a generator may hold when this is one of them; ANY_COMPANY: any number.
 
-        Alone from the last but one attempt on: whoever is struck by a neighbour's fault has one left.
+        Alone from the last but one attempt on: a prompt that lost leases because of others has one left.
         """
         if self.strikes >= max(1, max_attempts - 2):
             return 1
         return ANY_COMPANY if self.strikes <= 1 else max(1, self.together // COMPANY_SHRINKS_BY)
 
 
-class StrikeBook:
-    """Suspicions by prompt, and what has changed since they were last written down."""
+class LostLeases:
+    """Suspicions by prompt, and which have changed since they were last written."""
 
     def __init__(self, known: Iterable[Suspicion] = ()) -> None:
         """known: in the order in which they were recorded; later ones replace earlier ones."""
@@ -57,19 +58,19 @@ class StrikeBook:
             self._note(suspicion)
 
     def of(self, prompt: Prompt) -> Suspicion | None:
-        """What is held against it, if anything."""
+        """The suspicion of this prompt, if any."""
         return self._by_prompt.get(key_of(prompt)) if self._by_prompt else None
 
-    def strike(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
-        """A generator has died that sampled these prompts, each with the leases it has lost by now."""
+    def record_death(self, struck: Sequence[tuple[Prompt, int]]) -> list[Suspicion]:
+        """A generator has died that sampled these prompts, each with the leases it has lost so far."""
         suspicions = [Suspicion(key_of(prompt), strikes, len(struck)) for prompt, strikes in struck]
         for suspicion in suspicions:
             self._note(suspicion)
         self.unwritten += suspicions
         return suspicions
 
-    def forgive(self, prompt: Prompt) -> None:
-        """It was sampled to the end."""
+    def clear(self, prompt: Prompt) -> None:
+        """The prompt was sampled to the end: clear its count."""
         suspicion = self.of(prompt)
         if suspicion is not None:
             forgiven = Suspicion(suspicion.prompt, 0, 0)
@@ -83,16 +84,16 @@ class StrikeBook:
             self._by_prompt.pop(suspicion.prompt, None)
 
 
-class StrikeFile:
-    """One JSON line a strike or pardon, appended and synced; of the run, not of an attempt: no resume undoes it."""
+class LostLeaseFile:
+    """One JSON line per lost lease or clearing, appended and synced; it belongs to the run, and no resume undoes it."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
-        """fence: asked before each change; a line under way may still follow a take-over, and is at worst a strike."""
+        """fence: checked before each change; a line in progress may follow a take-over: at worst one lost lease."""
         self._path, self._fence = path, fence
         self._writing = threading.Lock()
 
     def read(self) -> list[Suspicion]:
-        """All lines, oldest first.  A line that a crash cut off is passed over.  Raises OSError."""
+        """All lines, oldest first.  A line that a crash cut off is skipped.  Raises OSError."""
         try:
             lines = self._path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -102,18 +103,18 @@ class StrikeFile:
             try:
                 found += [Suspicion(**json.loads(line))] if line else []
             except (ValueError, TypeError):
-                log.warning("%s: a line is no strike: %r", self._path, line[:80])
+                log.warning("%s: skipped a malformed line: %r", self._path, line[:80])
         return found
 
-    def append(self, book: StrikeBook) -> None:
-        """Write down what has changed; any thread may.
+    def append(self, book: LostLeases) -> None:
+        """Write the changes to disk; any thread may call this.
 
-        A disk that refuses costs a warning: the next call tries again.  Raises OwnershipLost.
+        A failed write is a warning: the next call tries again.  Raises OwnershipLost.
         """
         with self._writing:
             self._append(book)
 
-    def _append(self, book: StrikeBook) -> None:
+    def _append(self, book: LostLeases) -> None:
         changes = book.unwritten[:]
         if not changes:
             return
@@ -136,7 +137,7 @@ class StrikeFile:
 
 
 def key_of(prompt: Prompt) -> str:
-    """What makes a prompt the same when it is drawn again."""
+    """The identity of a prompt across epochs and attempts."""
     digest = hashlib.sha256(prompt.task.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(prompt.token_ids.astype("<i4").tobytes())
     return digest.hexdigest()[:24]

@@ -7,7 +7,7 @@ import pytest
 from rlhpc.config import WeightsConfig
 from rlhpc.errors import ConfigError, GroupFailed
 from rlhpc.types import WeightGroup
-from rlhpc.weights.make import make_publisher, make_receiver
+from rlhpc.weights.factory import make_publisher, make_receiver
 
 
 @pytest.mark.parametrize("transport", ["auto", "pigeon"])

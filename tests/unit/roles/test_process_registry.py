@@ -1,0 +1,168 @@
+"""Who is there, and how busy, as far as heartbeats tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.messages import Heartbeat, Hello
+from rlhpc.roles.generator_meter import Activity, GeneratorMeter
+from rlhpc.roles.process_registry import ProcessRegistry
+from tests.unit.buffer.rollout_samples import ManualClock
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def registry(clock: ManualClock) -> ProcessRegistry:
+    return ProcessRegistry("hash", 10.0, clock)
+
+
+def hello(role: str = "generator", replica: int = 0, incarnation: str = "a", config_hash: str = "hash") -> Hello:
+    return Hello(role, replica, incarnation, config_hash, pid=100 + replica, host="here", num_weight_ranks=1)
+
+
+def beat(capacity: int = 0, **metrics: float) -> Heartbeat:
+    return Heartbeat("running", "leases", 3, capacity, metrics)
+
+
+def test_a_process_with_other_settings_stays_out(registry: ProcessRegistry) -> None:
+    assert not registry.register("generator-0", hello(config_hash="other"))
+    assert registry.names() == []
+    assert registry.register("generator-0", hello())
+    assert registry.names() == ["generator-0"]
+
+
+def test_a_process_of_an_earlier_start_stays_out_even_after_its_successor_is_gone(registry: ProcessRegistry) -> None:
+    assert registry.register("generator-0", hello(incarnation="3.1.0-new"))
+    for incarnation in ("3.0.2-old", "2.5.0-older"):
+        assert registry.is_superseded("generator-0", hello(incarnation=incarnation))
+        assert not registry.register("generator-0", hello(incarnation=incarnation))
+    member = registry.member("generator-0")
+    assert member is not None
+    assert member.hello.incarnation == "3.1.0-new"
+    registry.forget("generator-0")
+    assert not registry.register("generator-0", hello(incarnation="3.0.2-old"))
+    assert registry.register("generator-0", hello(incarnation="3.1.0-again"))  # equal in order: the newest wins
+    assert registry.register("generator-0", hello(incarnation="4.0.0-later"))
+
+
+def test_silence_is_counted_from_the_last_sign_of_life(registry: ProcessRegistry, clock: ManualClock) -> None:
+    registry.register("generator-0", hello())
+    registry.register("reward-0", hello("reward"))
+    clock.advance(8)
+    registry.record("reward-0", beat())
+    clock.advance(3)
+    assert registry.silent() == ["generator-0"]
+    registry.forget("generator-0")
+    registry.forget("generator-0")
+    assert registry.silent() == []
+
+
+def test_a_heartbeat_of_someone_unknown_changes_nothing(registry: ProcessRegistry) -> None:
+    assert not registry.record("generator-7", beat(capacity=64))
+    assert registry.names() == []
+    assert registry.capacity("generator-7") == 0
+
+
+def test_credit_is_what_the_last_heartbeat_said_and_nothing_before_the_first(registry: ProcessRegistry) -> None:
+    registry.register("generator-0", hello())
+    assert registry.capacity("generator-0") == 0
+    registry.record("generator-0", beat(capacity=64))
+    assert registry.capacity("generator-0") == 64
+    registry.register("generator-0", hello(incarnation="b"))  # started again
+    assert registry.capacity("generator-0") == 0
+
+
+def test_an_answer_to_a_roll_call_costs_no_credit(registry: ProcessRegistry, clock: ManualClock) -> None:
+    registry.register("generator-0", hello())
+    assert registry.record("generator-0", beat(capacity=64))
+    clock.advance(8)
+    assert registry.register("generator-0", hello())
+    assert registry.capacity("generator-0") == 64
+    clock.advance(8)
+    assert registry.silent() == []  # it is a sign of life
+
+
+def test_totals_are_of_one_role(registry: ProcessRegistry) -> None:
+    for name, member in (("generator-0", hello()), ("generator-1", hello(replica=1)), ("reward-0", hello("reward"))):
+        registry.register(name, member)
+        registry.record(name, beat(running=2.0))
+    assert registry.total("running", "generator") == 4
+    assert registry.total("never heard of", "generator") == 0
+    assert registry.names("generator") == ["generator-0", "generator-1"]
+
+
+def test_the_report_has_a_row_for_everyone_with_pid_and_wait(registry: ProcessRegistry, clock: ManualClock) -> None:
+    registry.register("reward-0", hello("reward"))
+    registry.register("generator-0", hello())
+    registry.record("generator-0", beat(running=2.0))
+    clock.advance(1.5)
+    first, second = registry.report()
+    assert (first["name"], second["name"]) == ("generator-0", "reward-0")
+    assert {key: first[key] for key in ("state", "waits_for", "version", "silent_s", "pid", "metrics")} == {
+        "state": "running", "waits_for": "leases", "version": 3, "silent_s": 1.5, "pid": 100,
+        "metrics": {"running": 2.0},
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ meter
+
+
+def test_idle_time_is_what_lies_between_heartbeats_and_was_not_busy(
+    registry: ProcessRegistry, clock: ManualClock
+) -> None:
+    meter = GeneratorMeter(registry)
+    registry.register("generator-0", hello())
+    registry.record("generator-0", beat(busy_s=5.0, tokens=100.0))
+    assert meter.look() == Activity()  # the first look only reads
+    clock.advance(4)
+    registry.record("generator-0", beat(busy_s=8.0, tokens=160.0))
+    assert meter.look() == Activity(seconds=4.0, idle_s=1.0, tokens=60.0)
+    assert meter.look() == Activity()  # nothing new was heard
+
+
+def test_a_restart_counts_nothing_backwards(registry: ProcessRegistry, clock: ManualClock) -> None:
+    meter = GeneratorMeter(registry)
+    registry.register("generator-0", hello())
+    registry.record("generator-0", beat(busy_s=50.0, tokens=1000.0))
+    meter.look()
+    clock.advance(10)
+    registry.register("generator-0", hello(incarnation="b"))
+    registry.record("generator-0", beat(busy_s=1.0, tokens=10.0))
+    assert meter.look() == Activity()
+    clock.advance(2)
+    registry.record("generator-0", beat(busy_s=2.0, tokens=30.0))
+    assert meter.look() == Activity(seconds=2.0, idle_s=1.0, tokens=20.0)
+
+
+def test_time_of_several_generators_adds_up_and_a_lost_one_no_longer_counts(
+    registry: ProcessRegistry, clock: ManualClock
+) -> None:
+    meter = GeneratorMeter(registry)
+    for replica in (0, 1):
+        registry.register(f"generator-{replica}", hello(replica=replica))
+        registry.record(f"generator-{replica}", beat())
+    registry.register("reward-0", hello("reward"))
+    meter.look()
+    clock.advance(3)
+    for replica in (0, 1):
+        registry.record(f"generator-{replica}", beat(busy_s=3.0 * replica))
+    assert meter.look() == Activity(seconds=6.0, idle_s=3.0)
+    registry.forget("generator-0")
+    clock.advance(1)
+    registry.record("generator-1", beat(busy_s=4.0))
+    assert meter.look() == Activity(seconds=1.0)
+
+
+def test_an_engine_that_counts_more_than_passed_is_never_idle_below_zero(
+    registry: ProcessRegistry, clock: ManualClock
+) -> None:
+    meter = GeneratorMeter(registry)
+    registry.register("generator-0", hello())
+    meter.look()
+    clock.advance(1)
+    registry.record("generator-0", beat(busy_s=1.2))
+    assert meter.look().idle_s == 0
