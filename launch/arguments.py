@@ -1,6 +1,7 @@
-"""Arguments that commands take: what stands behind `rlhpc COMMAND --help`.
+"""Arguments shared by commands of `rlhpc`: what `rlhpc COMMAND --help` lists.
 
-Input: a parser.  Output: the same parser, with arguments.  Imports nothing heavy: every command loads this.
+Input: an argument parser.  Output: the same parser with arguments added.  Imports nothing heavy, because every command
+loads this module.
 """
 
 from __future__ import annotations

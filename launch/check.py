@@ -1,4 +1,4 @@
-"""`rlhpc check`: of a run file what can be refused before a start, of a run directory what is damaged."""
+"""`rlhpc check`: find errors in a run file before a start, and damage in a run directory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which checkpoint a resume goes on from, and what becomes of the newer ones.
+"""Which checkpoint a resume starts from, and what happens to newer ones.
 
-Input: the checkpoints of a run and what the user asked for.  Output: a step, after every byte of its checkpoint was
-read.  Guarantees: a look changes nothing; what is newer than the chosen step is set aside by name before an attempt
-begins, so that a checkpoint that was passed over is never taken later, repaired or not.
+Input: the checkpoints of a run and the user's request.  Output: a step whose checkpoint was read and verified in full.
+Guarantees: looking changes nothing; checkpoints newer than the chosen step are renamed before an attempt begins, so
+that a checkpoint that was skipped is never used later, repaired or not.
 """
 
 from __future__ import annotations

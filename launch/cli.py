@@ -1,6 +1,6 @@
-"""The command line: ``rlhpc run | submit | status | stop | …``; `rlhpc --help` lists all.
+"""The command line: ``rlhpc run | submit | status | stop | …``; `rlhpc --help` lists all commands.
 
-Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no torch.
+Commands import what they need when they are called: ``rlhpc --help`` and ``rlhpc check`` do not load torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The lock of a run directory: held by the launcher and every process that it starts, as long as one of them lives.
 
-In: a RunLayout.  Out: an open file whose lock children inherit; the kernel frees it with the last of them, however
-they ended.  It makes "something of this run still lives on this machine" a question with an answer, also where a killed
-launcher has left a process that stands still.  On filesystems without locks there is none, and ownership.py alone keeps
-attempts apart.
+Input: a RunLayout.  Output: an open file whose lock children inherit; the kernel releases it with the last of them,
+however they ended.  It answers whether a process of this run still lives on this machine, even where a killed launcher
+has left a suspended process behind.  On filesystems without locks ownership.py alone keeps attempts apart.
 """
 
 from __future__ import annotations

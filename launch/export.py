@@ -1,4 +1,4 @@
-"""Take a trained model home: the weights of a checkpoint as an HF directory."""
+"""Export a trained model: the weights of a checkpoint as an HF directory."""
 
 from __future__ import annotations
 

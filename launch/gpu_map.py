@@ -1,8 +1,8 @@
-"""Which GPU each process of a run on one machine gets: trainer ranks first, a GPU each, then the engines.
+"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines.
 
-Input: a Config and the GPUs that may be used.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that
-says how many are wanted, how many there are, and what would fit.  Pure.  On Slurm the jobs ask for GPUs by the task,
-and nothing of this applies.
+Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
+GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
+module is not used.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a run was begun with: digests of tokenizer, weights and dataset, noted at the first start and held on resume.
+"""The inputs of a run: digests of tokenizer, weights and dataset, recorded at the first start and verified on resume.
 
 Input: the settings and the files they name.  Output: inputs.json in the run directory, or what differs from it.
-Guarantees: a file counts as the same by its content, wherever it lies, so that a directory may move; a file whose path,
-inode, size and times are those that were noted is not read again, so that a resume costs a few `stat` calls.
+Guarantees: files are compared by content, wherever they lie, so that a directory may move; a file whose path, inode,
+size and times are unchanged is not read again, so that a resume costs a few `stat` calls.
 
-Of safetensors above FULL_BYTES the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
-finds another model, or another training of the same one, in 140 GB within seconds.  Everything else is read in full.
+Of safetensors above FULL_BYTES, the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
+detects another model, or another training of the same one, in 140 GB within seconds.  Other files are read in full.
 """
 
 from __future__ import annotations

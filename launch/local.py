@@ -1,7 +1,7 @@
-"""The local executor: every process of a run on this machine, started, watched, and ended by pid.
+"""The local executor: start, watch and end every process of a run on this machine.
 
-Eats RunPlan; returns the run's exit status.  Each process leads a session of its own, so that whatever it started
-(engine workers, verifiers) ends with it.
+Input: RunPlan.  Output: the run's exit status.  Each process leads its own session, so that whatever it started (engine
+workers, verifiers) ends with it.
 """
 
 from __future__ import annotations

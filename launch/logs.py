@@ -1,7 +1,7 @@
-"""`rlhpc logs`: the logs of a run, merged, with the name of the process before each line; and on as they grow.
+"""`rlhpc logs`: the logs of a run, merged, each line prefixed with its process's name; optionally followed.
 
-Eats RUN_DIR/logs, prints.  Follows by looking again every second: a file on NFS tells nobody that it has grown.  New
-attempts and new replicas are taken up as their files appear.
+Input: RUN_DIR/logs.  Output: printed lines.  Follows by polling every second, because NFS sends no notification when a
+file grows.  Logs of new attempts and new replicas are included as their files appear.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which process is meant, on which machine: a pid that comes again, and a clock that is set, deceive nobody.
+"""Identify a process on a machine, robust against reused pids and changed clocks.
 
-In: a pid.  Out: ProcessIdentity, which can be written down and asked later, by any process of any machine, whether that
-process lives.  Linux: /proc.
+Input: a pid.  Output: ProcessIdentity, which can be stored and later checked, by any process on any machine, for
+whether that process is alive.  Linux: /proc.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options that say where a resume begins: of `run`, `submit` and `resume`."""
+"""The options of `run`, `submit` and `resume` that choose the checkpoint to resume from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`rlhpc check RUN_DIR`: read all that a run has written and say what of it is damaged.
+"""`rlhpc check RUN_DIR`: read everything that a run has written and report what is damaged.
 
-Input: a run directory, of a run that lives or not.  Output: a row for each thing that was looked at.
-Guarantees: it changes nothing.  What a living run writes or deletes meanwhile is no damage: files count from when they
-have their final name, and what has gone by the time that it is read is left out.
+Input: the directory of a run, alive or not.  Output: one row per item checked.
+Guarantees: it changes nothing.  What a live run writes or deletes meanwhile is no damage: files count once they have
+their final names, and files deleted before they could be read are left out.
 """
 
 from __future__ import annotations

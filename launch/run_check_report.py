@@ -1,4 +1,4 @@
-"""Print what `rlhpc check RUN_DIR` has found: a table for people, JSON for programs; say what is read meanwhile."""
+"""Print the results of `rlhpc check RUN_DIR`: a table for people, JSON for programs, progress while reading."""
 
 from __future__ import annotations
 

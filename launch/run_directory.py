@@ -1,7 +1,7 @@
-"""The life of a run directory: made once, resumed on request, never taken over from a run that lives.
+"""The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
 
-Eats Config, makes the directory with settings, keys and a line per attempt.  A run lives here as processes of this
-machine, whose launcher counts attempts, or as jobs of Slurm, of which the first one does (jobs/begin_attempt.py).
+Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
+machine, whose launcher counts attempts, or Slurm jobs, the first of which does (jobs/begin_attempt.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One launcher at a time for a run directory: on this machine by a lock, among machines by signs of life.
+"""One launcher at a time for a run directory: on one machine by a lock, between machines by heartbeat files.
 
-In: a run directory that somebody wants to start or resume.  Out: a RunOwner, or RunDirectoryError that says who is
-there.  Guaranteed: of two that ask at once on one machine one is refused; and on a filesystem with locks nothing of an
-earlier attempt lives on this machine any more when it is granted.  That a process of another machine, which stood still
-for longer than SILENCE_S, does no harm when it wakes is ownership.py's to see to.
+Input: a run directory that somebody wants to start or resume.  Output: a RunOwner, or RunDirectoryError that names the
+owner.  Guarantees: of two simultaneous launchers on one machine one is refused; on a filesystem with locks no process
+of an earlier attempt is alive on this machine when ownership is granted.  A process on another machine that was
+suspended for longer than SILENCE_S is kept from doing harm by ownership.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run is doing, read from its directory: for the live line, for `rlhpc status`.
+"""What a run is doing, read from its directory: for the progress line and `rlhpc status`.
 
-Eats status.json, which the controller replaces about once a second, and, for a run under Slurm, what
-launch/jobs/status.py makes of its jobs.
+Input: status.json, which the controller replaces about once a second, and, for a run under Slurm, the job view of
+launch/jobs/status.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
+"""The program that a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
 
-Runs one life of one job of a run to its verdict, and does what follows from it.  Python 3.9 and the standard library;
-launch/batch has the parts.
+Supervises one job from its start to an outcome, and then requeues, ends or gives up accordingly.  Python 3.9 and the
+standard library; the parts are in launch/batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Show a run while it runs: one live line on a terminal, a line now and then elsewhere.
+"""Show a run's progress: one updated line on a terminal, a line from time to time elsewhere.
 
-Eats status.json; prints.
+Input: status.json.  Output: printed lines.
 """
 
 from __future__ import annotations

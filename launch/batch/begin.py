@@ -1,4 +1,4 @@
-"""Begin an attempt: in the roles' own Python, which knows checkpoints and keys."""
+"""Begin an attempt by a command in the roles' Python environment, which can read checkpoints and make keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One component of a heterogeneous job, as the batch step sees it: a process here, or an srun with its tasks.
+"""One component of a heterogeneous job as the batch step runs it: a local process, or an srun with its tasks.
 
-Eats a part of plan.json.  Makes processes that write JOB_RANK_result.pkl and, when they ask for another life,
-JOB_requeue.json.  An srun is never sent SIGTERM while there is time: it would kill its tasks at once.
+Input: one component of plan.json.  Output: processes that write JOB_RANK_result.pkl and, to ask for a requeue,
+JOB_requeue.json.  An srun is not sent SIGTERM while there is time left, because it would kill its tasks at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Supervise a heterogeneous job whose tasks are pickled callables: `python -m launch.batch.callables --folder F`.
 
-Eats FOLDER/plan.json (launch/het/script.py writes it); runs in the batch step, FOLDER's name being the job's id.
-Makes one step per component, and nothing but results: every rank leaves its own (launch/batch/callable_step.py).
-Promises: a component has succeeded only with exit status 0 and the result of every rank; an essential one that fails
-ends the others; a job that asks for another life gets it by `scontrol requeue` from here, after every srun has ended,
-which is the one form that Slurm 22.05 to 26.05 agree on (from inside a step, 25.11 cancels the job instead).
+Input: FOLDER/plan.json, written by launch/het/script.py; runs in the batch step; FOLDER is named after the job id.
+Output: one step per component; results are written by the ranks themselves (launch/batch/callable_step.py).
+Guarantees: a component succeeds only with exit status 0 and a result from every rank; if an essential component fails,
+the others are ended; a requested requeue is done by `scontrol requeue` from here after every srun has ended, the one
+form that works on Slurm 22.05 to 26.05 (from inside a step, 25.11 cancels the job instead).
 """
 
 from __future__ import annotations

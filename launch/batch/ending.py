@@ -1,4 +1,4 @@
-"""What follows the life of a job: back into the queue, or a result."""
+"""What a job does at its end: requeue itself, submit a successor, or write its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor has done and why: a JSON line per event in the run directory, and the same in the batch log."""
+"""The supervisor's event log: one JSON line per event in the run directory, and the same text in the batch log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How the processes of an attempt have ended: one small file each, written by the task around it.
+"""Exit records of the processes of an attempt: one small file per process, written by its wrapper (role_task.py).
 
-srun knows one status for all tasks, and says 0 for tasks that never started; these files say who ended how.
+srun returns one status for all tasks, and 0 for tasks that never started; these files give the status of each process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The supervisor of a job without the controller: trainer, generators or reward services of their own.
+"""The supervisor of a job without the controller: a trainer, generators or reward services in a job of their own.
 
-Waits for an attempt, starts its part, and follows: a trainer is started anew for every attempt, generators and reward
-services outlast them.  Before its own time is over it asks the controller to save (trainer), or has its generators hand
-back what they hold, and goes back into the queue.
+It waits for an attempt and starts its component.  A trainer is restarted for every attempt; generators and reward
+services keep running across attempts.  Before the job's time limit it asks the controller to save (trainer) or lets its
+generators hand back their leases, and the job is requeued.
 """
 
 from __future__ import annotations

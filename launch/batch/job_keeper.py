@@ -1,7 +1,7 @@
-"""Keep the other planned jobs of a run alive: what has ended while its role is missing is submitted again.
+"""Resubmit planned jobs of a run that have ended although their roles are still needed.
 
-Takes what the controller says of its roles and what Slurm says of jobs, of arrays task by task.  Guarantees: what
-somebody has cancelled stays away, also after this job was requeued; what lives, or may live, is not submitted again.
+Input: the roles that the controller lists, and job states from Slurm (arrays per task).  Guarantees: a job that was
+cancelled by hand is not resubmitted, not even after this job was requeued; neither is a job that is, or may be, alive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which jobs a run has submitted, and which numbers its generators bear.
+"""Records of the jobs that a run has submitted, and the replica numbers of its generators.
 
-Eats and makes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record is
-written once, after sbatch has said the id, and never changed: what has become of the job is Slurm's to say.
-Python 3.9 and the standard library suffice, so that a supervisor can record the successor that it submits.
+Reads and writes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record
+is written once, after sbatch has returned the id, and never changed; the state of the job is always asked of Slurm.
+Python 3.9 and the standard library only, so that a supervisor can record a successor that it submits.
 """
 
 from __future__ import annotations

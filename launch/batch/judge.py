@@ -1,6 +1,6 @@
-"""What an attempt comes to: read from exit statuses, exit records, and what Slurm says of components.
+"""Determine the outcome of an attempt from exit statuses, exit records and the states of Slurm components.
 
-Eats how the controller ended and why it was asked to, makes Verdict.  Starts and ends nothing.
+Input: how the controller exited and why it was asked to.  Output: Verdict.  Starts and ends no process.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The supervisor of the job that the controller runs in: it owns the attempts of the run.
+"""The supervisor of the job that hosts the controller: it owns the attempts of the run.
 
-    begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ verdict
+    begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ outcome
           ▲                                                              │
-          └── failed, and a retry is left ───────────────────────────────┤
-                                     time is over: save, requeue ◀───────┤
+          └── failed, retries left ──────────────────────────────────────┤
+                              time limit is near: save, requeue ◀────────┤
                        complete, stopped, given up: end all jobs ◀───────┘
 
-Promises: an attempt is begun only when nothing of the one before writes to the run any more; what is requeued is
-requeued when no srun is alive; a run that is complete leaves no job behind.
+Guarantees: an attempt begins only when no process of the previous one writes to the run any more; a job is requeued
+only when no srun is alive; a completed run leaves no job behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The other jobs of a run, by the ids that were recorded when they were submitted.  Never by name.
+"""The other jobs of a run, identified by the ids recorded when they were submitted, never by name.
 
-Takes jobs/ID.json and what squeue says.  Guarantees: a job counts as gone only where squeue says that it is over, or
-does not show it although it is old enough to have been forgotten, in an answer that shows this job itself.  Every
-function raises SlurmError where Slurm refuses or does not answer.
+Input: jobs/ID.json and the output of squeue.  Guarantees: a job counts as gone only if squeue shows it in a final
+state, or does not show it although it is old enough to have been purged, in an answer that does show this job itself.
+Every function raises SlurmError if Slurm refuses or does not answer.
 """
 
 from __future__ import annotations

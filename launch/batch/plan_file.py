@@ -1,6 +1,6 @@
-"""Read job_plan.json: what one job of a run starts.
+"""Read job_plan.json: which processes one job of a run starts.
 
-Eats the file that launch/jobs/report.py writes (docs/slurm.md, "Interface of the supervisor"), makes JobPart.
+Input: the file written by launch/jobs/report.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
 """
 
 from __future__ import annotations

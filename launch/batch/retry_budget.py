@@ -1,6 +1,6 @@
-"""How often a run may fail.  Refilled by progress, not by time: a run that fails every hour at the same step ends.
+"""How many failures a run may have.  Reset by progress, not by time: a run that keeps failing at the same step ends.
 
-Kept in the run directory, so that it outlasts requeues.
+Kept in the run directory, so that it survives requeues.
 """
 
 from __future__ import annotations

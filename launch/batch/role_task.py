@@ -1,10 +1,10 @@
-"""Around one process of a run: ``python -m launch.batch.role_task`` is what a Slurm task starts.
+"""The wrapper around one process of a run: ``python -m launch.batch.role_task`` is the command of every Slurm task.
 
-Eats its place among the tasks (SLURM_PROCID, SLURM_LOCALID) and the job's plan; starts ``python -m rlhpc.roles ROLE``
-with a log, temporary files and GPUs of its own, starts it again where the plan allows that, and writes down how it
-ended.  Promises: its exit status is the role's, and nothing of the role is left when it ends.
+Input: the task's rank (SLURM_PROCID, SLURM_LOCALID) and the job's plan.  Starts ``python -m rlhpc.roles ROLE`` with its
+own log, temporary directory and GPUs, restarts it where the plan allows that, and writes an exit record.
+Guarantees: exits with the role's exit status and leaves no process of the role behind.
 
-Slurm's signals go to every process of a step.  This one ignores them: the role has had them too, and decides.
+Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a supervisor reads of a run: how far it is, what it does, what people ask of it.
+"""What a supervisor reads from the run directory: attempt, progress, and requests by users and other jobs.
 
-Eats files of the run directory; a file that is not there, or half there, is simply not known.
+A file that is missing or incomplete counts as absent; nothing here raises for it.
 """
 
 from __future__ import annotations

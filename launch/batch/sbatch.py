@@ -1,7 +1,7 @@
-"""Submit a script so that no job is lost: one whose number never arrived is looked for by the tag that it bears.
+"""Submit a script without losing the job: if sbatch's answer is lost, the job is found by a tag in its comment.
 
-Eats a script and options of sbatch, makes a job id.  Promises: sbatch is repeated only where nothing was submitted;
-Ctrl-C does not reach it, and what it has submitted meanwhile is cancelled; what cannot be known is said.
+Input: a script and options of sbatch.  Output: a job id.  Guarantees: sbatch is repeated only if nothing was submitted;
+Ctrl-C does not interrupt it, a job submitted meanwhile is cancelled; if the result is unknown, the error says so.
 """
 
 from __future__ import annotations

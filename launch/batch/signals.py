@@ -1,6 +1,6 @@
 """Slurm's signals to the batch step, as flags.
 
-USR2 comes `warn_s` before the time limit; TERM with scancel, pre-emption, a sibling's dead node, and at the limit.
+USR2 arrives `warn_s` before the time limit; TERM at scancel, preemption, the failure of another node, and the limit.
 """
 
 from __future__ import annotations

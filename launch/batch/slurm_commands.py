@@ -1,7 +1,8 @@
-"""The one place that calls Slurm's commands: in an environment of its own, and patient with a controller that is away.
+"""The only place that runs Slurm's commands, with a clean environment and retries while slurmctld does not answer.
 
-Takes words, returns what the command prints.  Guarantees: no variable of a user's shell, of a site's module or of the
-job around this process changes what a command does, selects or prints.  Raises SlurmError in the command's own words.
+Input: a command line.  Output: what the command prints.  Guarantees: no variable of the user's shell, of a site's
+module or of the surrounding job changes what a command does, selects or prints.  Raises SlurmError with the command's
+own message.
 """
 
 from __future__ import annotations

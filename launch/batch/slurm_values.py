@@ -1,6 +1,6 @@
-"""Values that Slurm's commands print: durations, and the states in which a job has ended.
+"""Values printed by Slurm's commands: durations, array tasks, and the final states of a job.
 
-Text in, numbers out.  Pure; Python 3.9 and the standard library.
+Input: text.  Output: numbers.  Pure; Python 3.9 and the standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Start the processes of a part: one srun for all its tasks, or each by itself in the batch step.
+"""Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
 
-Eats Part, makes Step, which can be asked to leave, killed, and asked whether it has ended.  Every srun says its sizes
-itself: what Slurm has set for component 0 would hold for it otherwise.
+Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
+otherwise the values that Slurm sets for component 0 would apply to it.
 """
 
 from __future__ import annotations

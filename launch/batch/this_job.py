@@ -1,6 +1,6 @@
-"""The Slurm job that this process is the batch step of: who it is, when it ends, and how it is put back into the queue.
+"""The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
 
-Eats the environment that Slurm sets.  Promises nothing about other jobs.
+Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
 """
 
 from __future__ import annotations

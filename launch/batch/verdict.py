@@ -1,4 +1,4 @@
-"""What an attempt, or the life of a job, comes to."""
+"""Outcomes of an attempt, or of one run of a job between two requeues."""
 
 from __future__ import annotations
 

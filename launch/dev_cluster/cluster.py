@@ -1,7 +1,7 @@
-"""One dev cluster: start it, ask it, end it.
+"""One dev cluster: start it, query it, end it.
 
-Eats a directory and a shape.  Promises: everything lies below the directory; only recorded processes and those of the
-cluster's own jobs are ever signalled; `stop` leaves none of them; job ids go on where the last start left off.
+Input: a directory and a shape.  Guarantees: everything lies below the directory; only recorded processes and those of
+the cluster's own jobs are ever signalled; `stop` leaves none of them; job ids continue after the last start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`rlhpc cluster up | status | down`: what a person sees.
+"""The commands `rlhpc cluster up | status | down`.
 
-Eats parsed options, prints, returns the exit status.
+Input: parsed options.  Output: printed text and the exit status.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The daemons of one cluster: start each, find each again by its record, end each.
+"""The daemons of one cluster: start, find by record, and end each of them.
 
-Eats Installation and ClusterLayout.  A daemon is known by the file in run/ that holds its pid and birth, so any
-process of the same user can watch it or end it.
+Input: Installation and ClusterLayout.  A daemon is identified by the file in run/ that holds its pid and start time, so
+that any process of the same user can watch or end it.
 """
 
 from __future__ import annotations

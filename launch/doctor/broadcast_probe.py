@@ -1,9 +1,9 @@
-"""How fast do weights travel between two nodes?  A broadcast of torch.distributed, gloo or NCCL.
+"""Measure the bandwidth of a weight broadcast between two nodes: torch.distributed with gloo or NCCL.
 
 Runs as a plain file on both nodes:
     python broadcast_probe.py STORE_FILE ADDRESS RANK BACKEND
-ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 tells the free port of its store
-in STORE_FILE, which lies on the shared filesystem.
+ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 writes the port of its store into
+STORE_FILE, which lies on the shared filesystem.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a cluster is: partitions, nodes, accounts, reservations, settings.  Asked of Slurm once.
+"""Properties of a cluster: partitions, nodes, accounts, reservations, settings.  Slurm is queried once.
 
-Eats the output of scontrol and sacctmgr, makes ClusterFacts.  `ask_cluster` alone runs commands; the rest is pure.
-Promises: what a site hides (PrivateData, no accounting) is empty or None here and named in `hidden`, never an error.
+Input: the output of scontrol and sacctmgr.  Output: ClusterFacts.  Only `ask_cluster` runs commands; the rest is pure.
+Guarantees: what a site hides (PrivateData, no accounting) is empty or None here and listed in `hidden`, never an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `rlhpc doctor SITE.toml [RUN.toml] [--quick] [--report FILE]`.
 
-Eats options, prints the table, returns the exit status: 1 if anything fails.  Without a run file a made-up run stands
-in, as small as the site allows: one trainer rank, one generator.
+Input: parsed options.  Output: the printed table and the exit status: 1 if any check fails.  Without a run file a
+minimal run is assumed, as small as the site allows: one trainer rank, one generator.
 """
 
 from __future__ import annotations

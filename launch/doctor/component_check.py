@@ -1,7 +1,7 @@
-"""Hold one component of a plan against the partitions, nodes and accounts of a cluster.  Pure.
+"""Check one component of a plan against the partitions, nodes and accounts of a cluster.  Pure.
 
-Eats Component and ClusterFacts, makes Findings: key and value of the site file, and what is legal.  Where several
-partitions are named, what only some of them refuse is a warning.
+Input: Component and ClusterFacts.  Output: Findings: key and value of the site file, and what is legal.  If several
+partitions are listed, what only some of them refuse is a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Can the GPUs of a node run the torch that is installed there?  Driver, architecture, compiler.  Pure.
 
-Eats a probe's report, makes Findings.  The tables are NVIDIA's and torch's; they are looked at only where the node has
-GPUs that nvidia-smi names.
+Input: a probe's report.  Output: Findings.  The tables are NVIDIA's and torch's; they are consulted only where
+nvidia-smi lists GPUs.
 """
 
 from __future__ import annotations

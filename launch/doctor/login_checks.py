@@ -1,7 +1,6 @@
-"""What the login node alone can tell: Slurm's version and clock, the shared directory, room, Python, image, modules.
+"""Checks on the login node: Slurm's version and clock, the shared directory, free space, Python, image, modules.
 
-Eats JobPlan, ClusterFacts and a Config, makes Findings.  Writes only below the directory that it is given, and nothing
-stays there.
+Input: JobPlan, ClusterFacts and a Config.  Output: Findings.  Writes only below the given directory and removes it all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What this machine knows of the shared directory: is it there, may we write, what kind of filesystem is it?
+"""Check the shared directory from this machine: does it exist, is it writable, which filesystem is it?
 
-Eats a path and /proc/mounts, makes Findings.  Whether compute nodes see the same is for `rlhpc doctor` to find out.
+Input: a path and /proc/mounts.  Output: Findings.  Whether compute nodes see the same, `rlhpc doctor` finds out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Refuse before submission what the cluster would refuse, or let wait for ever.
+"""Refuse before submission what the cluster would refuse, or keep pending for ever.
 
-Eats JobPlan and ClusterFacts, makes Findings.  `check_plan` is pure; `ask_sbatch` has sbatch itself try each component;
-`refuse_unfit` does all of it and raises.  What is checked of one component alone stands in component_check.py.
+Input: JobPlan and ClusterFacts.  Output: Findings.  `check_plan` is pure; `ask_sbatch` runs sbatch --test-only for each
+component; `refuse_unfit` does both and raises.  Checks of a single component are in component_check.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Room on the shared filesystem: what is free, what quotas leave, and what a run will write.
+"""Free space on the shared filesystem, quotas, and how much a run will write.
 
-Eats a directory, the output of `lfs quota` and `quota`, and a Config; makes Findings.  The forecast is a bound: 12
-bytes a parameter, and its weights, for every checkpoint kept and the one being written, and what rollouts take.
+Input: a directory, the output of `lfs quota` and `quota`, and a Config.  Output: Findings.  The forecast is an upper
+bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the probes' reports mean.  Pure: Reports and JobPlan in, Findings out."""
+"""Evaluate the probes' reports.  Pure.  Input: Reports and JobPlan.  Output: Findings."""
 
 from __future__ import annotations
 

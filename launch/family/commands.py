@@ -1,6 +1,6 @@
 """`rlhpc submit` of several runs at once: its options, and what it prints.
 
-Input: the command line.  Light until it is called: every command builds these options.
+Input: the command line.  Imports little, because every command builds these options.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Submit the runs of a family: all are checked before the first is submitted.
 
-Input: members, a site file.  Output: jobs.  Guarantees: what is refused is refused for all, with nothing made; of a
-submission that fails in the middle it is said which runs are in the queue, how they are ended, and how the rest is
-submitted.  With `resume` the same command may be given again: what lives or is complete is left alone.
+Input: members, a site file.  Output: jobs.  Guarantees: if one run is refused, none is submitted and nothing is
+written; if submission fails midway, the error says which runs are queued, how to stop them, and how to submit the rest.
+With `resume` the same command can be repeated: runs that are alive or complete are left alone.
 """
 
 from __future__ import annotations

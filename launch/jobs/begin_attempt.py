@@ -1,10 +1,10 @@
-"""Begin an attempt of a run whose jobs are up: `python -m launch.jobs.begin_attempt`.
+"""Begin an attempt of a run whose jobs are running: `python -m launch.jobs.begin_attempt`.
 
-Runs in the roles' Python, called by the supervisor of the job in which the controller lives, while no role of an
-earlier attempt does.  Makes clean meeting places and new keys, finds the checkpoint to go on from, and writes
-attempt.json last of all: whoever reads that finds the rest.  Prints what it holds as its last line.
-A damaged checkpoint is set aside and the one before is taken, for nobody is there to be asked; the run ends if none is
-sound.
+Runs in the roles' Python environment, called by the supervisor of the controller's job while no role of an earlier
+attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
+attempt.json last: whoever reads that file finds everything else.  Prints its content as its last line.
+A damaged checkpoint is set aside and the previous one is used, because nobody can be asked; the run ends if none is
+intact.
 """
 
 from __future__ import annotations

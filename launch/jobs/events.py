@@ -1,6 +1,6 @@
-"""The last event of each supervisor of a run, and other files of the run directory that may not be there yet.
+"""The last event of each supervisor of a run, and other files of the run directory that may not exist yet.
 
-Eats jobs/NAME.events.jsonl (launch/batch/event_log.py).  A file that is not there, or half there, is not known.
+Input: jobs/NAME.events.jsonl (launch/batch/event_log.py).  A file that is missing or incomplete counts as absent.
 """
 
 from __future__ import annotations

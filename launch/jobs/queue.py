@@ -1,7 +1,7 @@
-"""What Slurm knows of some jobs, by one call of squeue, and one of sacct for those that squeue has forgotten.
+"""Ask Slurm about given jobs: one call of squeue, and one of sacct for those that squeue no longer lists.
 
-Eats job ids, makes JobRow.  Nothing here fails for want of Slurm: a command that is not there, an answer that does not
-come, are a sentence in the result.  Bounded: squeue gives up after 9 s when slurmctld is away, and this after ANSWER_S.
+Input: job ids.  Output: JobRow.  Nothing here raises if Slurm is missing or does not answer: the result then contains
+a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, and this module after ANSWER_S.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Why a job waits, in words: Slurm's reason, what it means, and what to do where something can be done.
+"""Why a job is pending, in words: Slurm's reason, what it means, and what can be done about it.
 
-Eats the reason that squeue prints, makes a sentence.  Pure.  Limits have some two hundred names, built from four parts
-(whose, which kind, of what, for whom); they are taken apart instead of listed.
+Input: the reason that squeue prints.  Output: a sentence.  Pure.  Names of limits number some two hundred and have four
+parts (whose, which kind, of what, for whom); they are parsed instead of listed.
 """
 
 from __future__ import annotations

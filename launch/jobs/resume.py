@@ -1,6 +1,6 @@
-"""Go on with a run from its directory alone: settings and site file lie there.
+"""Resume a run from its directory alone, which holds settings and site file.
 
-Eats a run directory, submits its jobs again (submit.py) where the last complete checkpoint ends.
+Input: a run directory.  Submits its jobs again (submit.py), to continue from the last complete checkpoint.
 """
 
 from __future__ import annotations

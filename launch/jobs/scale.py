@@ -1,8 +1,8 @@
-"""Add generators to a run that is up, and retire them again.
+"""Add generators to a running run, and retire them again.
 
-Eats a run directory and +N or -N, makes an array job of its own for each addition, with scripts/generation-K.json as
-its plan.  Promises: no number that a generator of the run has borne is given to another; only generators that were
-added are retired, the youngest first, and those that wait before those that work.
+Input: a run directory and +N or -N.  Output: one array job for each addition, with scripts/generation-K.json as its
+plan.  Guarantees: replica numbers are never reused within a run; only generators that were added are retired, the
+newest first, pending ones before running ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What each state of a Slurm job means for a run: does it live, who ended it, does it come back, what to do.
+"""What each state of a Slurm job means for a run: is it alive, who ended it, does it come back, what to do.
 
-Eats the words that squeue and sacct print (22.05 to 26.05), makes values.  Pure.  States and flags are one list here,
-because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in the
-table counts as alive, so that nothing is submitted a second time on a misunderstanding, and says that it is unknown.
+Input: the states printed by squeue and sacct (22.05 to 26.05).  Output: values.  Pure.  States and flags are one list
+here, because squeue prints one word: a flag, if there is one, in place of the state below it.  A word that is not in
+the table counts as alive, so that nothing is submitted twice by mistake, and is reported as unknown.
 """
 
 from __future__ import annotations

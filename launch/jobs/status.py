@@ -1,7 +1,7 @@
-"""The jobs of a run under Slurm, in words: what each is, where it stands, who waits for whom, what happens next.
+"""The jobs of a run under Slurm, in words: what each is, its state, what it waits for, what happens next.
 
-Eats the run directory and launch/jobs/queue.py's answer, makes SlurmView, lines of text and a JSON document.  A file
-that is not there yet is not known; nothing here fails because of it.
+Input: the run directory and the answer of launch/jobs/queue.py.  Output: SlurmView, lines of text and a JSON document.
+A file that does not exist yet counts as absent; nothing here fails because of it.
 """
 
 from __future__ import annotations

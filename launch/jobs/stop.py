@@ -1,7 +1,7 @@
-"""End a run: well, with a checkpoint, or at once.
+"""Stop a run: gracefully with a checkpoint, or at once.
 
-Eats a run directory, ends the launcher of this machine or the jobs of Slurm.  Promises: only the recorded launcher and
-recorded job ids are touched, nothing by its name.
+Input: a run directory.  Ends the launcher on this machine or the jobs in Slurm.  Guarantees: only the recorded launcher
+and recorded job ids are signalled or cancelled, nothing by name.
 """
 
 from __future__ import annotations

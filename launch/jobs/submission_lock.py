@@ -1,7 +1,7 @@
-"""One submission at a time: a file that exists while somebody claims a run directory and submits its jobs.
+"""One submission at a time: a file that exists while a process prepares a run directory and submits its jobs.
 
-Eats the path of that file.  Promises: of two that ask at once one goes on and one is refused; what a dead process has
-left behind is taken over.  Made with O_EXCL, which holds on every shared filesystem, as locks of files do not.
+Input: the path of that file.  Guarantees: of two simultaneous submissions one proceeds and one is refused; the lock of
+a dead process is taken over.  Created with O_EXCL, which works on every shared filesystem, unlike file locks.
 """
 
 from __future__ import annotations

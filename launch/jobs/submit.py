@@ -1,7 +1,7 @@
-"""From a run file and a site file to jobs in the queue: everything that can be refused is refused before the first.
+"""Submit the jobs of a run: everything that can be refused is refused before the first submission.
 
-Eats Config and a site file, makes the run directory with plan, scripts and site file, and jobs.  Promises: all jobs of
-a run are submitted, or none; what lives is never submitted a second time.
+Input: Config and a site file.  Output: the run directory with plan, scripts and site file, and jobs in the queue.
+Guarantees: all jobs of a run are submitted, or none; a job that is alive is never submitted a second time.
 """
 
 from __future__ import annotations

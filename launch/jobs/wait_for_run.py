@@ -1,6 +1,6 @@
-"""Stay with a submitted run until its jobs have ended: the live line, and a line when a job changes its state.
+"""Follow a submitted run until its jobs have ended: the progress line, and a line whenever a job changes its state.
 
-Eats status.json and the queue; prints.
+Input: status.json and the queue.  Output: printed lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`rlhpc list`: which runs are shown.
 
-Input: the command line.  Output: a table, or JSON.  Light until it is called: every command builds this parser.
+Input: the command line.  Output: a table, or JSON.  Imports little until called, because every command builds this
+parser.
 """
 
 from __future__ import annotations

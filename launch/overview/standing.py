@@ -1,8 +1,8 @@
-"""Where a run stands: who lives in its directory, or how it ended.
+"""The state of a run: which processes or jobs are alive, or how it ended.
 
-Input: RunFiles, the lines of the queue that are its jobs.  Output: Standing.  Pure but for reading the directory.
-What lives is believed first to Slurm and to the process table, then to a status that is still being written; a run
-that says "training" while nobody lives is lost.
+Input: RunFiles and the run's lines of the queue.  Output: Standing.  Pure except that it reads the directory.
+Slurm and the process table are trusted first, then a status file that is still being updated; a run that says
+"training" while nothing is alive is lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""All runs below some directories and in the queue, each judged; Slurm is asked once for all.
+"""All runs below some directories and in the queue, with their states; Slurm is queried once for all.
 
-Input: directories.  Output: Survey, sorted by the last sign of life.
+Input: directories.  Output: Survey, sorted by the last sign of activity.
 """
 
 from __future__ import annotations
