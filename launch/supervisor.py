@@ -13,11 +13,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from launch.batch.controller_job import ControllerJobSupervisor
 from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
-from launch.batch.follower import Follower
 from launch.batch.judge import asked_to_end
-from launch.batch.lead import Lead
 from launch.batch.other_jobs import PATIENCE_S, end_other_jobs
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete
@@ -25,6 +24,7 @@ from launch.batch.signals import Notices
 from launch.batch.slurm_commands import slurm
 from launch.batch.this_job import ThisJob, TimeLimit
 from launch.batch.verdict import Cause, Verdict
+from launch.batch.worker_job import WorkerJobSupervisor
 from rlhpc.errors import RlhpcError
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
@@ -57,8 +57,8 @@ def main() -> int:
 
 
 def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> Verdict:
-    kind = Lead if plan.is_lead else Follower
-    supervisor: Lead | Follower = kind(plan, job, limit, log, notices)
+    kind = ControllerJobSupervisor if plan.hosts_controller else WorkerJobSupervisor
+    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, notices)
     try:
         verdict = supervisor.run()
     except RlhpcError as error:
@@ -101,7 +101,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, suc
         return go_back_into_queue(plan, job, log)
     if verdict.cause.follows == "end":
         try:
-            if plan.is_lead:
+            if plan.hosts_controller:
                 end_other_jobs(plan.layout, job, log)
             elif successor is not None:  # it would only come to the same
                 slurm("scancel", str(successor), patience_s=PATIENCE_S)

@@ -18,7 +18,7 @@ from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
-LEADS = ("hetjob", "controller")  # names of the jobs in which the controller runs
+CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs in which the controller runs
 _ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
 
 
@@ -41,9 +41,9 @@ class JobRecord:
     tasks: list[int] | None = None  # of its array, those that were submitted; None: all
 
     @property
-    def is_lead(self) -> bool:
+    def hosts_controller(self) -> bool:
         """True if the run goes on as long as this job does."""
-        return self.name in LEADS and not self.is_elastic
+        return self.name in CONTROLLER_JOBS and not self.is_elastic
 
     def is_for(self, task: int | None) -> bool:
         """True if it was submitted for this task of its array; None: it is no array."""

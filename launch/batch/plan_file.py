@@ -75,7 +75,7 @@ class JobPart:
     other_jobs: tuple[str, ...]  # names of the jobs beside this one
 
     @property
-    def is_lead(self) -> bool:
+    def hosts_controller(self) -> bool:
         """True if the controller runs in this job."""
         return any(share.role == "controller" for part in self.parts for share in part.shares)
 

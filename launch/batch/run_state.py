@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def has_trainer(self) -> bool:
-        """True if its lead rank is there."""
+        """True if its rank 0 is registered."""
         return any(role["name"] == "trainer-0" for role in self.roles)
 
     @property

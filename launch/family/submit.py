@@ -41,7 +41,7 @@ class _Run:
     submission: Submission
     resume: bool = False
     left_alone: str = ""  # why; "" if it is to be submitted
-    lead: int | None = None  # job with the controller of one that lives
+    controller_job: int | None = None  # job with the controller of one that lives
 
     @property
     def root(self) -> Path:
@@ -123,7 +123,14 @@ def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:
         elif found.state is State.UNKNOWN:
             raise RunDirectoryError(f"{run.root}: jobs of this run may be queued or running: Slurm does not answer")
         elif found.state.is_alive:
-            judged.append(_Run(run.member, run.submission, left_alone=f"{found.state} already", lead=_lead_of(run)))
+            judged.append(
+                _Run(
+                    run.member,
+                    run.submission,
+                    left_alone=f"{found.state} already",
+                    controller_job=_controller_job_of(run),
+                )
+            )
         elif found.state is State.COMPLETE and run.member.config.run.num_steps <= (found.figures.num_steps or 0):
             judged.append(_Run(run.member, run.submission, left_alone="complete"))
         else:
@@ -131,9 +138,9 @@ def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:
     return judged
 
 
-def _lead_of(run: _Run) -> int | None:
-    leads = [record.job_id for record in read_records(run.submission.layout) if record.is_lead]
-    return leads[-1] if leads else None
+def _controller_job_of(run: _Run) -> int | None:
+    controller_jobs = [record.job_id for record in read_records(run.submission.layout) if record.hosts_controller]
+    return controller_jobs[-1] if controller_jobs else None
 
 
 # ---------------------------------------------------------------------------------------------------------- submission
@@ -144,7 +151,7 @@ def _submit(runs: Sequence[_Run], how: How, tell: Tell) -> None:
     before: int | None = None  # the job after whose end the next run of a chain begins
     for run in runs:
         if run.left_alone:
-            before = run.lead if run.lead is not None else before
+            before = run.controller_job if run.controller_job is not None else before
             continue
         after = f"afterany:{before}" if how.chain and before is not None else how.after
         try:
@@ -155,7 +162,7 @@ def _submit(runs: Sequence[_Run], how: How, tell: Tell) -> None:
             text = str(interrupt) or "interrupted"
             raise KeyboardInterrupt(f"{run.member.name}: {text}{_what_stands(done, len(runs))}") from None
         done.append((run, records))
-        before = next((record.job_id for record in records if record.is_lead), before)
+        before = next((record.job_id for record in records if record.hosts_controller), before)
 
 
 def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int) -> str:

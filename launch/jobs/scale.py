@@ -85,7 +85,7 @@ def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
 
 
 def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
-    look = look_at_jobs(record.job_id for record in records if record.is_lead)
+    look = look_at_jobs(record.job_id for record in records if record.hosts_controller)
     if look.trouble:
         raise SlurmError(look.trouble)
     if not any(row.state.is_alive for row in look.rows):

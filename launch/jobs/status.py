@@ -157,7 +157,7 @@ def _what_follows(view: SlurmView, row: JobRow) -> str:
         return f"job {successors[-1].job_id} has taken its place"
     if job.is_elastic:
         return "`rlhpc scale RUN_DIR --generators +1` adds another"
-    if job.placement != "jobs" or job.is_lead or not _is_led(view):
+    if job.placement != "jobs" or job.hosts_controller or not _is_led(view):
         return ""
     return "stays away" if row.state.name == "CANCELLED" else "job JOB is submitted again by the controller's"
 
@@ -240,7 +240,7 @@ def upcoming(view: SlurmView) -> list[str]:
 
 
 def _limit_line(view: SlurmView, row: JobRow) -> str:
-    """What the lead does at its time limit, or when it starts."""
+    """What the controller's job does at its time limit, or when it starts."""
     if _is_held(row):
         return ""
     if row.state.life is Life.WAITING:

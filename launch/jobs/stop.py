@@ -79,9 +79,9 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
     said, said_at = "", 0.0
     led_at, pause_s = time.monotonic(), 0.2
     while rows := _living(layout):
-        leads = {record.job_id for record in read_records(layout) if record.is_lead}
+        controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
-        if any(row.job_id in leads for row in rows):
+        if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
         if now or time.monotonic() - led_at > FOLLOWERS_S:
             cancel(str(row.job_id) for row in rows if row.state.life is not Life.ENDING)

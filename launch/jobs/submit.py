@@ -196,7 +196,7 @@ def write_plan(plan: JobPlan) -> None:
 
 
 def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda remarks: None) -> list[JobRecord]:
-    """Submit the scripts of a plan, the lead first, and record them.  tell: what sbatch remarks of them.
+    """Submit the scripts of a plan, the controller's first, and record them.  tell: what sbatch remarks of them.
 
     Raises SlurmError with what sbatch said; the jobs before it are cancelled then, or named where even that failed.
     """

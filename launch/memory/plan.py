@@ -175,7 +175,7 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
 
 
 def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """The lead alone saves."""
+    """Only rank 0 saves."""
     b = ELEMENT_BYTES[config.model.dtype]
     return _ModelState(
         parameters=0 if b == 4 else b * held.total,

@@ -112,10 +112,14 @@ def _living(rows: Sequence[JobRow]) -> tuple[JobRow, ...]:
 
 def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | None:
     """By Slurm, or by this machine's processes; None: neither knows of anybody."""
-    leads, living = {record.job_id for record in records if record.is_lead}, _living(found.rows)
-    leading = [row for row in living if not row.component and (row.job_id in leads or not leads)]
-    if leading and not (all(row.state.life is Life.ENDING for row in leading) and _told(found, records)):
-        return _in_slurm(found, living, leading)
+    controller_jobs, living = {record.job_id for record in records if record.hosts_controller}, _living(found.rows)
+    controller_rows = [
+        row for row in living if not row.component and (row.job_id in controller_jobs or not controller_jobs)
+    ]
+    if controller_rows and not (
+        all(row.state.life is Life.ENDING for row in controller_rows) and _told(found, records)
+    ):
+        return _in_slurm(found, living, controller_rows)
     if (pid := launcher_of(found.files.layout)) is not None:
         return replace(found, state=_phase(found.figures), where=socket.gethostname(), remark=f"launcher pid {pid}")
     return None
@@ -145,24 +149,29 @@ def _is_submitted(figures: Figures, records: Sequence[JobRecord]) -> bool:
     return bool(records) and (figures.is_in_a_job or records[-1].submitted_unix_s > figures.attempt_unix_s)
 
 
-def _in_slurm(found: Standing, living: tuple[JobRow, ...], leading: Sequence[JobRow]) -> Standing:
+def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequence[JobRow]) -> Standing:
     """By the job with the controller; a successor waits while the one before it runs."""
-    there = [row for row in leading if row.state.life not in (Life.WAITING, Life.HELD)]
-    lead, names = (there or leading)[0], found.files.names
+    there = [row for row in controller_rows if row.state.life not in (Life.WAITING, Life.HELD)]
+    controller_row, names = (there or controller_rows)[0], found.files.names
     state, remark = State.QUEUED, ""
     if there:
-        is_of_this_life = found.figures.status_unix_s > (lead.start_unix_s or 0.0) - _CLOCK_SKEW_S
+        is_of_this_life = found.figures.status_unix_s > (controller_row.start_unix_s or 0.0) - _CLOCK_SKEW_S
         state = _phase(found.figures) if is_of_this_life else State.STARTING
-    elif lead.state.life is Life.HELD or is_stuck(lead.reason):
-        remark = f"stays where it is: {reason_in_words(lead.reason) or lead.state.sentence}"
-    elif lead.reason:
-        remark = reason_in_words(lead.reason)
+    elif controller_row.state.life is Life.HELD or is_stuck(controller_row.reason):
+        remark = f"stays where it is: {reason_in_words(controller_row.reason) or controller_row.state.sentence}"
+    elif controller_row.reason:
+        remark = reason_in_words(controller_row.reason)
     if {"STOP", "ABORT"} & names:
         remark = "is being stopped"
     waiting = {part for row in living if row.state.life is Life.WAITING and (part := row.partition)}
     if there and waiting and state is State.STARTING and not remark:
         remark = f"waits for jobs in {', '.join(sorted(waiting))}"
-    return replace(found, state=state, where=_nodes(living, lead), remark=remark.replace("JOB", str(lead.job_id)))
+    return replace(
+        found,
+        state=state,
+        where=_nodes(living, controller_row),
+        remark=remark.replace("JOB", str(controller_row.job_id)),
+    )
 
 
 def _phase(figures: Figures) -> State:
@@ -174,16 +183,16 @@ def _phase(figures: Figures) -> State:
 
 def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | None:
     """What the job with the controller said of its end, or else what Slurm still knows of it."""
-    lead = next((record for record in reversed(records) if record.is_lead), None)
-    if lead is None:
+    controller_job = next((record for record in reversed(records) if record.hosts_controller), None)
+    if controller_job is None:
         return None
-    cause, _, text = last_verdict(found.files.layout, str(lead.job_id)).partition(": ")
+    cause, _, text = last_verdict(found.files.layout, str(controller_job.job_id)).partition(": ")
     known = Cause.__members__.get(cause.upper())
     if known in _STOPS:
         return State.STOPPED, "" if known is Cause.STOP else known.words
     if known is not None and known not in _GOES_ON:
         return State.FAILED, text
-    row = next((row for row in found.rows if row.job_id == lead.job_id and not row.component), None)
+    row = next((row for row in found.rows if row.job_id == controller_job.job_id and not row.component), None)
     if row is None or row.state.ended_by in (EndedBy.NOBODY, EndedBy.SUCCESS):
         return None
     state = State.STOPPED if row.state.ended_by is EndedBy.PERSON else State.FAILED
@@ -210,10 +219,12 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
 # --------------------------------------------------------------------------------------------------------------- where
 
 
-def _nodes(living: Sequence[JobRow], lead: JobRow | None = None) -> str:
+def _nodes(living: Sequence[JobRow], controller_job: JobRow | None = None) -> str:
     """The controller's node, and the partitions of all: "c0 (cpu, gen, train)"."""
     partitions = ", ".join(sorted({row.partition for row in living if row.partition}))
-    return " ".join(filter(None, (lead.nodes if lead else "", f"({partitions})" if partitions else "")))
+    return " ".join(
+        filter(None, (controller_job.nodes if controller_job else "", f"({partitions})" if partitions else ""))
+    )
 
 
 def is_mine(files: RunFiles) -> bool:

@@ -52,7 +52,11 @@ def test_a_heterogeneous_run_reaches_the_queue_as_one_job(desk: Desk, capsys: py
     assert layout.site.read_bytes() == site.read_bytes()
     assert json.loads(layout.job_plan.read_bytes())["schema"] == 2
     (record,) = read_records(layout)
-    assert (record.is_lead, record.replicas_per_task, record.script) == (True, 2, str(layout.scripts / "hetjob.sbatch"))
+    assert (record.hosts_controller, record.replicas_per_task, record.script) == (
+        True,
+        2,
+        str(layout.scripts / "hetjob.sbatch"),
+    )
     assert (layout.logs / "slurm").is_dir()
     assert not layout.attempts.exists()
 

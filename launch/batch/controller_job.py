@@ -48,7 +48,7 @@ LIMIT_MARGIN_S = 5.0
 MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
 
 
-class Lead:
+class ControllerJobSupervisor:
     """Runs one life of the job."""
 
     def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:

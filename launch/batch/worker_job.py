@@ -34,7 +34,7 @@ STOP_S = 900.0  # for the controller to have finished its step and saved
 MAX_STARTS = 6  # of a part in one life, without a step in between
 
 
-class Follower:
+class WorkerJobSupervisor:
     """Runs one life of the job."""
 
     def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:
@@ -77,7 +77,7 @@ class Follower:
         if self._is_time_over():
             return self._give_way()
         attempt = read_attempt(self._layout)
-        if attempt is None or not self._has_lead(attempt):
+        if attempt is None or not self._has_controller(attempt):
             return self._wait_alone()
         self._alone_since = time.monotonic()
         if is_running and self._follows_attempts and self._attempt is not None and self._attempt != attempt:
@@ -88,7 +88,7 @@ class Follower:
             is_running = False
         return None if is_running else self._start_or_judge(attempt)
 
-    def _has_lead(self, attempt: Attempt) -> bool:
+    def _has_controller(self, attempt: Attempt) -> bool:
         """True if the controller of this attempt has shown itself of late, or has had no time to."""
         progress = read_progress(self._layout)
         if progress is not None:
