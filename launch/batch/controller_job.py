@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
-from launch.batch.job_keeper import JobKeeper
 from launch.batch.judge import Judge, asked_to_end
 from launch.batch.plan_file import JobPart, Part
+from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import (
     Attempt,
@@ -59,7 +59,7 @@ class ControllerJobSupervisor:
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # of each, in this life
-        self._keeper = JobKeeper(plan, job, log, self._budget)
+        self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to stop
         self._why = ""  # the same, in words
         self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
@@ -171,7 +171,7 @@ class ControllerJobSupervisor:
             self._kill_attempt(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
             return
         progress = read_progress(self._layout)
-        missing = self._keeper.look(progress)
+        missing = self._resubmitter.look(progress)
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
         if self._cause is None:

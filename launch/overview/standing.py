@@ -219,11 +219,11 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
 # --------------------------------------------------------------------------------------------------------------- where
 
 
-def _nodes(living: Sequence[JobRow], controller_job: JobRow | None = None) -> str:
+def _nodes(living: Sequence[JobRow], controller_row: JobRow | None = None) -> str:
     """The controller's node, and the partitions of all: "c0 (cpu, gen, train)"."""
     partitions = ", ".join(sorted({row.partition for row in living if row.partition}))
     return " ".join(
-        filter(None, (controller_job.nodes if controller_job else "", f"({partitions})" if partitions else ""))
+        filter(None, (controller_row.nodes if controller_row else "", f"({partitions})" if partitions else ""))
     )
 
 

@@ -30,7 +30,7 @@ SUBMIT_PATIENCE_S = 10.0  # with a slurmctld that is away: the next look tries a
 _Key = tuple[str, "int | None"]  # name of a job, and task of its array
 
 
-class JobKeeper:
+class Resubmitter:
     """Looks after the jobs of one plan, with the retry budget of its run."""
 
     def __init__(self, plan: JobPart, job: ThisJob, log: EventLog, budget: RetryBudget) -> None:

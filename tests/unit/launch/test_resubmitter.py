@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import job_keeper, other_jobs
+from launch.batch import other_jobs, resubmitter
 from launch.batch.event_log import EventLog
-from launch.batch.job_keeper import JobKeeper
 from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.batch.plan_file import JobPart, Limits
+from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress
 from launch.batch.slurm_commands import SlurmError
@@ -60,7 +60,7 @@ class Site:
         job = ThisJob.of({"SLURM_JOB_ID": str(CONTROLLER)})
         self.plan, self.job = plan, job
         log = EventLog(self.layout.job_events(job.name), 0)
-        self.keeper = JobKeeper(plan, job, log, RetryBudget(self.layout, limits.max_retries))
+        self.resubmitter = Resubmitter(plan, job, log, RetryBudget(self.layout, limits.max_retries))
 
     def queue(self, lines: Iterable[str], status: int = 0) -> None:
         (self.bin / "queue").write_text("".join(f"{line}\n" for line in lines))
@@ -70,7 +70,7 @@ class Site:
         """One look, so long after the one before, at a run with these roles."""
         self._clock[0] += after_s
         there = tuple({"name": role} for role in roles)
-        return self.keeper.look(Progress(0, "training", step, 1.0, 0.0, 0.1, there))
+        return self.resubmitter.look(Progress(0, "training", step, 1.0, 0.0, 0.1, there))
 
     @property
     def submitted(self) -> list[str]:
@@ -99,7 +99,7 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     clock = [time.monotonic()]
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(job_keeper.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(resubmitter.time, "monotonic", lambda: clock[0])
     return Site(tmp_path, clock)
 
 
