@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.batch.exit_records import ExitRecord, last_words, write_record
+from launch.batch.exit_records import ExitRecord, last_error_line, write_record
 from launch.batch.run_state import wants_abort, wants_stop
 from launch.plan import ProcessPlan, RunPlan
 from launch.run_owner import RunOwner
@@ -156,12 +156,12 @@ class LocalExecutor:
     def _obituary(self, running: _Running, status: int) -> str:
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
-        return f"{running.plan.name} ended with {cause}: {last_words(path.read_bytes())} (log: {path})"
+        return f"{running.plan.name} ended with {cause}: {last_error_line(path.read_bytes())} (log: {path})"
 
     def _record_failure(self, plan: ProcessPlan, status: int) -> None:
         """For those who look later: a process that was killed has said nothing, and the controller ends well."""
         layout, attempt = self._plan.layout, self._plan.attempt
-        words = last_words(layout.log(plan.role, plan.replica, attempt).read_bytes())
+        words = last_error_line(layout.log(plan.role, plan.replica, attempt).read_bytes())
         as_a_shell = 128 - status if status < 0 else status
         record = ExitRecord(plan.name, as_a_shell, words, starts=1, host=socket.gethostname(), job="")
         with contextlib.suppress(OSError):  # a full disk is perhaps what it failed of

@@ -16,14 +16,14 @@ from pathlib import Path
 from launch.batch.controller_job import ControllerJobSupervisor
 from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
-from launch.batch.judge import asked_to_end
 from launch.batch.other_jobs import PATIENCE_S, end_other_jobs
+from launch.batch.outcome import Cause, Outcome
+from launch.batch.outcome_classifier import asked_to_end
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.slurm_commands import slurm
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 from launch.batch.worker_job import WorkerJobSupervisor
 from rlhpc.errors import RlhpcError
 
@@ -44,42 +44,42 @@ def main() -> int:
         sys.stderr.write(f"rlhpc supervisor: {error}\n")
         return 2
     log = EventLog(plan.layout.job_events(job.name), job.restart)
-    notices, limit = Notices(), TimeLimit(job, os.environ)
+    signals, limit = SlurmSignals(), TimeLimit(job, os.environ)
     log.say("life", _opening(plan, job, limit))
-    if not _is_recorded(plan, job, notices):
+    if not _is_recorded(plan, job, signals):
         text = f"job {job.submitted_id} is not in {plan.layout.jobs}: whoever submitted it has given it up"
-        return _follow_up(plan, job, log, Verdict(Cause.UNRECORDED, text))
+        return _follow_up(plan, job, log, Outcome(Cause.UNRECORDED, text))
     over = _over_before_it_began(plan)
     if over is not None:
         return _follow_up(plan, job, log, over)
     successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
-    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, notices), successor)
+    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, signals), successor)
 
 
-def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> Verdict:
+def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> Outcome:
     kind = ControllerJobSupervisor if plan.hosts_controller else WorkerJobSupervisor
-    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, notices)
+    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, signals)
     try:
-        verdict = supervisor.run()
+        outcome = supervisor.run()
     except RlhpcError as error:
-        verdict = Verdict(Cause.SETTINGS, str(error))
+        outcome = Outcome(Cause.SETTINGS, str(error))
     except OSError as error:
-        verdict = Verdict(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
-    if verdict.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
-        verdict.cause = Cause.TIME  # saving took longer than it ever had
-    elif verdict.cause is Cause.TIME and notices.told_to_end and limit.left_s() > LIMIT_S:
-        verdict.cause = Cause.SIGNAL  # somebody has cancelled it meanwhile, or Slurm requeues it itself
-    return verdict
+        outcome = Outcome(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
+    if outcome.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
+        outcome.cause = Cause.TIME  # saving took longer than it ever had
+    elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
+        outcome.cause = Cause.SIGNAL  # somebody has cancelled it meanwhile, or Slurm requeues it itself
+    return outcome
 
 
-def _over_before_it_began(plan: JobPart) -> Verdict | None:
+def _over_before_it_began(plan: JobPart) -> Outcome | None:
     """A life of a run that is complete, or that somebody has stopped, does nothing."""
     if is_complete(plan.layout):
-        return Verdict(Cause.COMPLETE, "the run is complete")
+        return Outcome(Cause.COMPLETE, "the run is complete")
     return asked_to_end(plan.layout)
 
 
-def _is_recorded(plan: JobPart, job: ThisJob, notices: Notices) -> bool:
+def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
     """Wait for the record of this job: sbatch's answer may still be on its way to whoever writes it.
 
     A job whose answer was lost must not join a run that may have been submitted a second time.
@@ -89,17 +89,17 @@ def _is_recorded(plan: JobPart, job: ThisJob, notices: Notices) -> bool:
         # Listed, since NFS may remember for half a minute that a name was not there.
         if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
             return True
-        if time.monotonic() > deadline or notices.told_to_end:
+        if time.monotonic() > deadline or signals.end_requested:
             return False
-        notices.sleep(RECORD_POLL_S)
+        signals.sleep(RECORD_POLL_S)
 
 
-def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, successor: int | None = None) -> int:
-    """Do what follows from a verdict; successor: the job that begins when this one ends."""
-    log.say("verdict", f"{verdict.cause.name.lower()}: {verdict.text}")
-    if verdict.cause.follows == "requeue":
+def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, successor: int | None = None) -> int:
+    """Do what follows from a outcome; successor: the job that begins when this one ends."""
+    log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
+    if outcome.cause.follows == "requeue":
         return go_back_into_queue(plan, job, log)
-    if verdict.cause.follows == "end":
+    if outcome.cause.follows == "end":
         try:
             if plan.hosts_controller:
                 end_other_jobs(plan.layout, job, log)
@@ -108,8 +108,8 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, suc
         except (RlhpcError, OSError) as error:
             log.say("not_ended", f"other jobs of the run may be left: {error}")
     with suppress(OSError):  # a full disk
-        write_result(plan, job, verdict)
-    return verdict.cause.status
+        write_result(plan, job, outcome)
+    return outcome.cause.status
 
 
 def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:

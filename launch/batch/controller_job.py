@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
-from launch.batch.judge import Judge, asked_to_end
+from launch.batch.outcome import Cause, Outcome
+from launch.batch.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.batch.plan_file import JobPart, Part
 from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
@@ -33,11 +34,10 @@ from launch.batch.run_state import (
     wants_stop,
     yield_requests,
 )
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.stall_watch import StallWatch
 from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
@@ -51,11 +51,11 @@ MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt wo
 class ControllerJobSupervisor:
     """Runs one life of the job."""
 
-    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:
-        self._plan, self._job, self._limit, self._log, self._notices = plan, job, limit, log, notices
+    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
+        self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
-        self._judge = Judge(plan, job)
+        self._classifier = OutcomeClassifier(plan, job)
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
         self._starts: dict[str, int] = {}  # of each, in this life
@@ -64,16 +64,16 @@ class ControllerJobSupervisor:
         self._why = ""  # the same, in words
         self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
 
-    def run(self) -> Verdict:
-        """Attempt after attempt, until there is a verdict that this life cannot change."""
+    def run(self) -> Outcome:
+        """Attempt after attempt, until there is a outcome that this life cannot change."""
         try:
             while True:
                 saved_before = saved_step(self._layout)
-                verdict = self._attempt()
-                pause_s = self._pause_before_another(verdict, has_saved=saved_step(self._layout) > saved_before)
+                outcome = self._attempt()
+                pause_s = self._pause_before_another(outcome, has_saved=saved_step(self._layout) > saved_before)
                 if pause_s is None:
-                    return verdict
-                self._log.say("retry", f"{verdict.text}; another attempt in {pause_s:.0f} s")
+                    return outcome
+                self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
         finally:
             self._end_everything()
@@ -84,14 +84,14 @@ class ControllerJobSupervisor:
         """Wait before another attempt, unless there is to be none."""
         deadline = time.monotonic() + pause_s
         while time.monotonic() < deadline and self._asked_not_to_begin() is None:
-            self._notices.sleep(POLL_S)
+            self._signals.sleep(POLL_S)
 
-    def _asked_not_to_begin(self) -> Verdict | None:
-        if self._notices.told_to_end:
-            return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
+    def _asked_not_to_begin(self) -> Outcome | None:
+        if self._signals.end_requested:
+            return Outcome(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
         return asked_to_end(self._layout)
 
-    def _begin(self) -> Attempt | Verdict:
+    def _begin(self) -> Attempt | Outcome:
         """Begin an attempt, or say why not."""
         asked = self._asked_not_to_begin()
         if asked is not None:
@@ -101,15 +101,15 @@ class ControllerJobSupervisor:
         try:
             attempt = begin_attempt(self._plan, self._job, self._log.say)
         except BeginError as error:
-            if self._notices.told_to_end:  # the signal ended that command too
-                return Verdict(Cause.SIGNAL, str(error))
+            if self._signals.end_requested:  # the signal ended that command too
+                return Outcome(Cause.SIGNAL, str(error))
             causes = {EXIT_REFUSED: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
-            return Verdict(causes.get(error.status, Cause.FAILED), str(error))
+            return Outcome(causes.get(error.status, Cause.FAILED), str(error))
         return self._asked_not_to_begin() or attempt
 
-    def _attempt(self) -> Verdict:
+    def _attempt(self) -> Outcome:
         attempt = self._begin()
-        if isinstance(attempt, Verdict):
+        if isinstance(attempt, Outcome):
             return attempt
         self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
@@ -118,7 +118,7 @@ class ControllerJobSupervisor:
         began = time.monotonic()
         watch = _Watch(StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, began))
         while self._controller is not None and self._controller.status() is None:
-            self._notices.sleep(POLL_S)
+            self._signals.sleep(POLL_S)
             self._look(attempt, watch)
         return self._wind_up(attempt)
 
@@ -186,7 +186,7 @@ class ControllerJobSupervisor:
     def _stop_if_asked(self, progress: Progress | None) -> None:
         """Let the controller finish the step and save, for whichever reason comes first."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
-        if self._notices.told_to_end:
+        if self._signals.end_requested:
             self._ask_controller(Cause.SIGNAL, "Slurm signals the end of this job")
         elif wants_stop(self._layout):
             self._ask_controller(Cause.STOP, f"{self._layout.stop_request} is there")
@@ -198,7 +198,7 @@ class ControllerJobSupervisor:
             if self._limit.left_s() < needed_s:
                 left_s = self._limit.left_s()
                 self._ask_controller(Cause.TIME, f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s")
-        elif self._notices.warned and self._limit.end is None:
+        elif self._signals.warned and self._limit.end is None:
             self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
@@ -235,7 +235,7 @@ class ControllerJobSupervisor:
 
     def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
         """A part has ended although nobody asked it to."""
-        self._log.say("part_end", f"{name} has ended: {self._judge.obituary(name, attempt, step.status())}")
+        self._log.say("part_end", f"{name} has ended: {self._classifier.exit_summary(name, attempt, step.status())}")
         if self._controller is None or self._controller.status() is not None or self._cause is not None:
             return
         if name == "trainer":
@@ -262,7 +262,7 @@ class ControllerJobSupervisor:
 
     # ---------------------------------------------------------------------------------------------------- winding up
 
-    def _wind_up(self, attempt: Attempt) -> Verdict:
+    def _wind_up(self, attempt: Attempt) -> Outcome:
         """The controller has ended: end what belongs to its attempt, and say what it comes to."""
         status = self._controller.status() if self._controller is not None else 1
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
@@ -273,33 +273,35 @@ class ControllerJobSupervisor:
             # One that has not met the controller yet was not told to leave.
             if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
                 trainer.kill()
-        told_to_end = self._notices.told_to_end
-        verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)
+        end_requested = self._signals.end_requested
+        outcome = self._classifier.classify(
+            1 if status is None else status, attempt, self._cause, self._why, end_requested
+        )
         progress = read_progress(self._layout)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
-        self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {verdict.text}")
-        return verdict
+        self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
+        return outcome
 
     # -------------------------------------------------------------------------------------------------- what comes next
 
-    def _pause_before_another(self, verdict: Verdict, has_saved: bool) -> float | None:
-        """Seconds until the next attempt in this life; None: there is none.  May turn the verdict."""
-        if verdict.cause is Cause.YIELD:
+    def _pause_before_another(self, outcome: Outcome, has_saved: bool) -> float | None:
+        """Seconds until the next attempt in this life; None: there is none.  May turn the outcome."""
+        if outcome.cause is Cause.YIELD:
             return 0.0
         in_vain = (
-            verdict.cause is Cause.TIME and not has_saved
+            outcome.cause is Cause.TIME and not has_saved
         )  # a life too short for a step would come again and again
-        if verdict.cause is not Cause.FAILED and not in_vain:
+        if outcome.cause is not Cause.FAILED and not in_vain:
             return None
         pause_s = self._budget.take(saved_step(self._layout))
         if pause_s is None:
-            verdict.cause = Cause.GIVEN_UP
-            verdict.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
+            outcome.cause = Cause.GIVEN_UP
+            outcome.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
             return None
         needed_s = needed_to_stop_s(read_progress(self._layout), self._limit.life_s)
         if in_vain or self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
-            verdict.cause = Cause.TIME  # the next life tries
+            outcome.cause = Cause.TIME  # the next life tries
             return None
         return pause_s
 

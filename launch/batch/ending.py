@@ -10,10 +10,10 @@ from typing import Any
 
 from launch.batch.event_log import EventLog
 from launch.batch.other_jobs import submit_again
+from launch.batch.outcome import Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Verdict
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
@@ -55,14 +55,14 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
     return successor
 
 
-def write_result(plan: JobPart, job: ThisJob, verdict: Verdict) -> None:
+def write_result(plan: JobPart, job: ThisJob, outcome: Outcome) -> None:
     """Leave what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
     try:
         summary: dict[str, Any] = json.loads(plan.layout.summary.read_bytes())
     except (OSError, ValueError):
         summary = {}
-    has_succeeded = verdict.cause.status == 0 and bool(summary)
-    result = ("success", summary) if has_succeeded else ("error", verdict.text)
+    has_succeeded = outcome.cause.status == 0 and bool(summary)
+    result = ("success", summary) if has_succeeded else ("error", outcome.text)
     directory = plan.layout.logs / "slurm"
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / f"{job.name}_0_result.pkl", pickle.dumps(result))

@@ -55,7 +55,7 @@ def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
     return [record for record in found if record is not None and record.status != 0]
 
 
-def last_words(log: bytes) -> str:
+def last_error_line(log: bytes) -> str:
     """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
     errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]

@@ -14,12 +14,12 @@ from contextlib import suppress
 from launch.batch.event_log import EventLog
 from launch.batch.job_records import JobRecord
 from launch.batch.other_jobs import MIN_JOB_AGE_S, Gone, gone_jobs, min_job_age_s, planned_tasks, submit_again
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.retry_budget import FIRST_PAUSE_S, LONGEST_PAUSE_S, RetryBudget
 from launch.batch.run_state import Progress, saved_step
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause, Verdict
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
@@ -43,8 +43,8 @@ class Resubmitter:
         self._left_away = plan.layout.jobs / "left_away.json"  # what somebody has cancelled; ids of Slurm
         self._said = ""  # why nothing could be submitted
 
-    def look(self, progress: Progress | None) -> Verdict | None:
-        """Bring back what is gone and missed.  Returns a verdict where that cannot or must not be."""
+    def look(self, progress: Progress | None) -> Outcome | None:
+        """Bring back what is gone and missed.  Returns a outcome where that cannot or must not be."""
         if not self._plan.other_jobs or time.monotonic() < self._next_look:
             return None
         try:
@@ -57,7 +57,7 @@ class Resubmitter:
         finally:
             self._next_look = max(self._next_look, time.monotonic() + self._pause_s)
 
-    def _look(self, progress: Progress | None) -> Verdict | None:
+    def _look(self, progress: Progress | None) -> Outcome | None:
         self._tries.refill(saved_step(self._plan.layout))
         present = {role["name"] for role in progress.roles} if progress is not None else set()
         away = self._read_left_away()
@@ -75,13 +75,13 @@ class Resubmitter:
         cancelled = [each for each in gone if each.state == "CANCELLED"]
         for each in cancelled:
             if each.record.name == "trainer":
-                return Verdict(Cause.COMPONENT, f"job {each.label}, the trainer's, was cancelled")
+                return Outcome(Cause.COMPONENT, f"job {each.label}, the trainer's, was cancelled")
             self._leave_away(each)
         lost = [each for each in gone if each not in cancelled]
         for name in dict.fromkeys(each.record.name for each in lost):
-            verdict = self._bring_back([each for each in lost if each.record.name == name], progress)
-            if verdict is not None:
-                return verdict
+            outcome = self._bring_back([each for each in lost if each.record.name == name], progress)
+            if outcome is not None:
+                return outcome
         return None
 
     def _expected(self, away: Sequence[str]) -> set[str]:
@@ -107,7 +107,7 @@ class Resubmitter:
 
     # ------------------------------------------------------------------------------------------------- bringing back
 
-    def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Verdict | None:
+    def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Outcome | None:
         """Submit one job, or those tasks of an array, once more."""
         name = gone[0].record.name
         if name.startswith("generation") and progress is None:
@@ -121,7 +121,7 @@ class Resubmitter:
             pause_s = self._budget.take(saved_step(self._plan.layout))
             if pause_s is None:
                 text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'forgotten'}"
-                return Verdict(Cause.GIVEN_UP, text)
+                return Outcome(Cause.GIVEN_UP, text)
             self._next_look = time.monotonic() + max(LOOK_EVERY_S, pause_s)
         tasks = [each.task for each in gone if each.task is not None]
         number = submit_again(

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.batch.exit_records import ExitRecord, last_words, write_record
+from launch.batch.exit_records import ExitRecord, last_error_line, write_record
 from launch.batch.plan_file import JobPart, Part, read_plan
 from launch.batch.run_state import is_complete, read_progress
 from launch.batch.this_job import ThisJob
@@ -177,7 +177,7 @@ class _Task:
         if not words:
             with self._log.open("rb") as log:
                 log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                words = last_words(log.read())
+                words = last_error_line(log.read())
         record = ExitRecord(
             name=f"{self._options.role}-{self._replica}",
             status=status,

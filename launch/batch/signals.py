@@ -11,13 +11,13 @@ import signal
 from types import FrameType
 
 
-class Notices:
+class SlurmSignals:
     """What Slurm has said so far."""
 
     def __init__(self) -> None:
         """Listen.  One per process."""
         self.warned = False  # of the time limit
-        self.told_to_end = False
+        self.end_requested = False
         self._reader, self._writer = os.pipe()  # a signal between a look at the flags and select must not be lost
         os.set_blocking(self._writer, False)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -36,7 +36,7 @@ class Notices:
         self._wake()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        self.told_to_end = True
+        self.end_requested = True
         self._wake()
 
     def _wake(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from launch.batch.event_log import EventLog
 from launch.batch.exit_records import read_records
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
 from launch.batch.run_state import (
@@ -23,10 +24,9 @@ from launch.batch.run_state import (
     wants_abort,
     wants_stop,
 )
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.steps import Step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 
 POLL_S = 0.5
 LEAVE_S = 45.0  # for generators to hand back what they hold, and engines to close
@@ -37,8 +37,8 @@ MAX_STARTS = 6  # of a part in one life, without a step in between
 class WorkerJobSupervisor:
     """Runs one life of the job."""
 
-    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:
-        self._plan, self._job, self._limit, self._log, self._notices = plan, job, limit, log, notices
+    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
+        self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._layout, self._part = plan.layout, plan.parts[0]
         self._role = self._part.shares[0].role
         self._follows_attempts = self._role == "trainer"
@@ -48,30 +48,30 @@ class WorkerJobSupervisor:
         self._alone_since = time.monotonic()
         self._yield = plan.layout.yield_request(job.name)
 
-    def run(self) -> Verdict:
-        """Follow until there is a verdict that this life cannot change."""
+    def run(self) -> Outcome:
+        """Follow until there is a outcome that this life cannot change."""
         try:
             while True:
-                verdict = self._look()
-                if verdict is not None:
-                    self._log.say("end", verdict.text)
-                    return verdict
-                self._notices.sleep(POLL_S)
+                outcome = self._look()
+                if outcome is not None:
+                    self._log.say("end", outcome.text)
+                    return outcome
+                self._signals.sleep(POLL_S)
         finally:
             self._leave()
             self._yield.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------------------------- looking
 
-    def _look(self) -> Verdict | None:
-        """One look at everything.  Returns a verdict when this life is over."""
+    def _look(self) -> Outcome | None:
+        """One look at everything.  Returns a outcome when this life is over."""
         is_running = self._step is not None and self._step.status() is None
         if is_complete(self._layout):
             return self._complete() if not is_running else self._await_end(Cause.COMPLETE)
         if wants_abort(self._layout):
             return self._kill(Cause.ABORT)
-        if self._notices.told_to_end:
-            return self._make_use_of_grace() if is_running else Verdict(Cause.SIGNAL, Cause.SIGNAL.words)
+        if self._signals.end_requested:
+            return self._make_use_of_grace() if is_running else Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
         if wants_stop(self._layout):
             return self._await_end(Cause.STOP)
         if self._is_time_over():
@@ -86,7 +86,7 @@ class WorkerJobSupervisor:
             )
             self._end_step()
             is_running = False
-        return None if is_running else self._start_or_judge(attempt)
+        return None if is_running else self._start_unless_ended(attempt)
 
     def _has_controller(self, attempt: Attempt) -> bool:
         """True if the controller of this attempt has shown itself of late, or has had no time to."""
@@ -95,12 +95,12 @@ class WorkerJobSupervisor:
             return progress.age_s < self._plan.limits.meet_s
         return self._attempt is None or attempt != self._attempt or self._step is not None
 
-    def _wait_alone(self) -> Verdict | None:
+    def _wait_alone(self) -> Outcome | None:
         waited_s = time.monotonic() - self._alone_since
         if waited_s < self._plan.limits.meet_s:
             return None
         text = f"no controller for {waited_s:.0f} s: {self._layout.attempt} names none that lives"
-        return Verdict(Cause.ALONE, text)
+        return Outcome(Cause.ALONE, text)
 
     def _is_time_over(self) -> bool:
         progress = read_progress(self._layout)
@@ -108,61 +108,61 @@ class WorkerJobSupervisor:
         if not self._follows_attempts:
             needed_s = min(LEAVE_S, self._limit.life_s / 5)
         if self._limit.left_s() >= needed_s:
-            return self._notices.warned and self._limit.end is None
+            return self._signals.warned and self._limit.end is None
         self._limit.ask()  # somebody may have given the job more time
         return self._limit.left_s() < needed_s
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def _start_or_judge(self, attempt: Attempt) -> Verdict | None:
+    def _start_unless_ended(self, attempt: Attempt) -> Outcome | None:
         """Start the part for this attempt, unless its end says that this is in vain."""
         if self._step is not None and self._attempt is not None:
-            verdict = self._judge_end(self._attempt)
-            if verdict is not None or (self._follows_attempts and self._attempt == attempt):
-                return verdict  # a trainer waits for the next attempt, which the controller begins
+            outcome = self._outcome_of_exit(self._attempt)
+            if outcome is not None or (self._follows_attempts and self._attempt == attempt):
+                return outcome  # a trainer waits for the next attempt, which the controller begins
         progress = read_progress(self._layout)
         step = progress.step if progress is not None else -1
         self._fruitless = 1 if step > self._seen_step else self._fruitless + 1
         self._seen_step = max(step, self._seen_step)
         if self._fruitless > MAX_STARTS:
-            return Verdict(Cause.GIVEN_UP, f"{self._fruitless - 1} starts without a step in between")
+            return Outcome(Cause.GIVEN_UP, f"{self._fruitless - 1} starts without a step in between")
         self._log.attempt = attempt.index
         self._log.say("start", f"{self._part.name} starts for attempt {attempt.index}")
         self._step = start_part(self._plan, self._part, None, attempt, self._starts)
         self._attempt, self._starts = attempt, self._starts + 1
         return None
 
-    def _judge_end(self, attempt: Attempt) -> Verdict | None:
+    def _outcome_of_exit(self, attempt: Attempt) -> Outcome | None:
         """A part has ended by itself while the run goes on."""
         records = [r for r in read_records(self._layout, self._role, attempt.index).values() if r.job == self._job.name]
         for record in records:
             if record.status == EXIT_CONFIG:
-                return Verdict(Cause.SETTINGS, record.cause)
+                return Outcome(Cause.SETTINGS, record.cause)
             if record.status == EXIT_ALONE and not self._follows_attempts:
-                return Verdict(Cause.ALONE, record.cause)
+                return Outcome(Cause.ALONE, record.cause)
         if self._step is not None and not self._step.asked:
             self._step.asked = True
             said = [r.cause for r in records if r.status != 0]
             self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or 'told to by the controller'}")
             if not self._follows_attempts and not said and self._step.status() == 0:
-                return Verdict(Cause.STOP, "told to leave by the controller")
+                return Outcome(Cause.STOP, "told to leave by the controller")
         return None
 
     # -------------------------------------------------------------------------------------------------------- leaving
 
-    def _give_way(self) -> Verdict:
+    def _give_way(self) -> Outcome:
         """Have the controller save, where it needs us; then this job goes back into the queue."""
         if self._follows_attempts and self._step is not None and self._step.status() is None:
             self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
             self._wait_for_end(max(0.0, self._limit.left_s() - 2.0))
-        return Verdict(Cause.TIME, Cause.TIME.words)
+        return Outcome(Cause.TIME, Cause.TIME.words)
 
-    def _make_use_of_grace(self) -> Verdict:
+    def _make_use_of_grace(self) -> Outcome:
         """Slurm ends this job, within its KillWait: the controller may be quick enough to save."""
         if self._follows_attempts:
             self._ask_to_save("Slurm ends this job")
             self._wait_for_end(LEAVE_S)
-        return Verdict(Cause.SIGNAL, Cause.SIGNAL.words)
+        return Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
 
     def _ask_to_save(self, why: str) -> None:
         self._log.say("yield", f"{why}: the controller is asked to save")
@@ -170,14 +170,14 @@ class WorkerJobSupervisor:
             self._yield.parent.mkdir(parents=True, exist_ok=True)
             self._yield.touch()
 
-    def _await_end(self, cause: Cause) -> Verdict:
+    def _await_end(self, cause: Cause) -> Outcome:
         """The run is ending: a trainer is told by the controller, the others by us."""
         if self._step is not None and self._step.status() is None:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
             self._step.asked = True
             self._wait_for_end(STOP_S if self._follows_attempts and cause is Cause.STOP else LEAVE_S)
-        return self._complete() if is_complete(self._layout) else Verdict(cause, cause.words)
+        return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
@@ -185,12 +185,12 @@ class WorkerJobSupervisor:
             if self._step is None or self._step.wait(0.3):
                 return
 
-    def _complete(self) -> Verdict:
-        return Verdict(Cause.COMPLETE, "the run is complete")
+    def _complete(self) -> Outcome:
+        return Outcome(Cause.COMPLETE, "the run is complete")
 
-    def _kill(self, cause: Cause) -> Verdict:
+    def _kill(self, cause: Cause) -> Outcome:
         self._end_step()
-        return Verdict(cause, cause.words)
+        return Outcome(cause, cause.words)
 
     def _end_step(self) -> None:
         if self._step is not None:

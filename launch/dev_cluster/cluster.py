@@ -218,7 +218,7 @@ class DevCluster:
         while not self.is_reachable():
             self.daemons.raise_for_dead()
             if time.monotonic() > deadline:
-                raise RoleFailed(f"the controller does not answer: {self.daemons.last_words(CONTROLLER)}")
+                raise RoleFailed(f"the controller does not answer: {self.daemons.last_log_line(CONTROLLER)}")
             time.sleep(0.05)
 
     def node_states(self) -> dict[str, str]:
@@ -247,7 +247,7 @@ class DevCluster:
                 reasons = self.run("sinfo", "--list-reasons", "--noheader", "--format=%N: %E", check=False).strip()
                 wanted, seen = " or ".join(states), broken or found or "the controller does not answer"
                 raise RoleFailed(
-                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_words(CONTROLLER)})"
+                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_log_line(CONTROLLER)})"
                 )
             time.sleep(0.05)
 

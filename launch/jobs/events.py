@@ -32,8 +32,8 @@ def last_events(layout: RunLayout) -> list[Event]:
     return sorted(found, key=lambda event: -event.unix_time_s)
 
 
-def last_verdict(layout: RunLayout, name: str) -> str:
-    """What the last life of a job came to, "given_up: …" (launch/batch/verdict.py); "" if it ended without a word."""
+def last_outcome(layout: RunLayout, name: str) -> str:
+    """What the last life of a job came to, "given_up: …" (launch/batch/outcome.py); "" if it ended without a word."""
     for line in _lines_from_the_end(layout.job_events(name)):
         try:
             said = json.loads(line)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.batch.job_records import JobRecord, read_records
-from launch.batch.verdict import Cause
-from launch.jobs.events import last_verdict
+from launch.batch.outcome import Cause
+from launch.jobs.events import last_outcome
 from launch.jobs.queue import JobRow
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import EndedBy, Life
@@ -186,7 +186,7 @@ def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | 
     controller_job = next((record for record in reversed(records) if record.hosts_controller), None)
     if controller_job is None:
         return None
-    cause, _, text = last_verdict(found.files.layout, str(controller_job.job_id)).partition(": ")
+    cause, _, text = last_outcome(found.files.layout, str(controller_job.job_id)).partition(": ")
     known = Cause.__members__.get(cause.upper())
     if known in _STOPS:
         return State.STOPPED, "" if known is Cause.STOP else known.words

@@ -16,13 +16,13 @@ import pytest
 from launch.batch import other_jobs, resubmitter
 from launch.batch.event_log import EventLog
 from launch.batch.job_records import JobRecord, read_records, write_record
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart, Limits
 from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause, Verdict
 from rlhpc.run_layout import RunLayout
 
 LONG_AGO, NOW = 100.0, 4e9
@@ -66,7 +66,7 @@ class Site:
         (self.bin / "queue").write_text("".join(f"{line}\n" for line in lines))
         (self.bin / "status").write_text(str(status))
 
-    def look(self, *roles: str, after_s: float = 400.0, step: int = 0) -> Verdict | None:
+    def look(self, *roles: str, after_s: float = 400.0, step: int = 0) -> Outcome | None:
         """One look, so long after the one before, at a run with these roles."""
         self._clock[0] += after_s
         there = tuple({"name": role} for role in roles)
@@ -152,10 +152,10 @@ def test_the_last_generator_is_worth_the_runs_own_budget(site: Site) -> None:
         over = [f"5310226_{task}|PREEMPTED" for task in range(4)]
         over += [f"{6001 + k}_{task}|PREEMPTED" for k in range(attempt) for task in range(4)]
         site.queue([*ALIVE[:2], *over])
-        verdict = site.look("trainer-0", after_s=1000.0)
-    assert verdict is not None
-    assert verdict.cause is Cause.GIVEN_UP
-    assert "has ended too often: PREEMPTED" in verdict.text
+        outcome = site.look("trainer-0", after_s=1000.0)
+    assert outcome is not None
+    assert outcome.cause is Cause.GIVEN_UP
+    assert "has ended too often: PREEMPTED" in outcome.text
     assert site.submitted == ["--array=0,1,2,3"] * 2
 
 
@@ -174,9 +174,9 @@ def test_what_was_cancelled_stays_away_also_after_slurm_has_forgotten_it(site: S
 
 def test_a_trainer_that_was_cancelled_ends_the_run(site: Site) -> None:
     site.queue([ALIVE[0], "5310225|CANCELLED", *ALIVE[2:]])
-    verdict = site.look("generator-0")
-    assert verdict is not None
-    assert verdict.cause is Cause.COMPONENT
+    outcome = site.look("generator-0")
+    assert outcome is not None
+    assert outcome.cause is Cause.COMPONENT
 
 
 def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from launch.batch import slurm_commands, this_job
 from launch.batch.begin import BeginError, begin_attempt
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart, Limits, Part, Share
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 from launch.doctor import cluster_facts, slurm_check
 from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.job_checks import last_error
@@ -183,8 +183,8 @@ def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
 
 
 def test_a_verdict_has_a_reason_also_where_nobody_gave_one() -> None:
-    assert Verdict(Cause.FAILED, " ").text == Cause.FAILED.words
-    assert Verdict(Cause.FAILED, "said").text == "said"
+    assert Outcome(Cause.FAILED, " ").text == Cause.FAILED.words
+    assert Outcome(Cause.FAILED, "said").text == "said"
 
 
 def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path: Path) -> None:

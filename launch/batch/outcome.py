@@ -31,7 +31,7 @@ class Cause(enum.Enum):
 
 
 @dataclass
-class Verdict:
+class Outcome:
     """A cause and its story."""
 
     cause: Cause
