@@ -157,14 +157,14 @@ def _run(options: argparse.Namespace) -> int:
 def run_locally(
     config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint | None = None
 ) -> int:
-    """Check everything, claim the run directory, run all roles here, return the exit status."""
+    """Check everything, prepare the run directory, run all roles here, return the exit status."""
     from launch.checkpoint_choice import NEWEST
     from launch.gpu_map import map_gpus
     from launch.gpus import gpus_here
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
-    from launch.run_directory import claim, mint_keys
+    from launch.run_directory import mint_keys, prepare_run_dir
     from launch.run_owner import own_run
     from launch.watch import Watch
 
@@ -174,7 +174,7 @@ def run_locally(
     watch = Watch(layout, sys.stderr)
     where = resume_from or NEWEST
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
+        attempt = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
         owner.begins(attempt.owner)
         plan = plan_run(
             config,

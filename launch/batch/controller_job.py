@@ -29,10 +29,10 @@ from launch.batch.run_state import (
     needed_to_stop_s,
     read_attempt,
     read_progress,
+    save_requests,
     saved_step,
     wants_abort,
     wants_stop,
-    yield_requests,
 )
 from launch.batch.signals import SlurmSignals
 from launch.batch.stall_watch import StallWatch
@@ -96,7 +96,7 @@ class ControllerJobSupervisor:
         asked = self._asked_not_to_begin()
         if asked is not None:
             return asked
-        for request in yield_requests(self._layout):
+        for request in save_requests(self._layout):
             request.unlink(missing_ok=True)
         try:
             attempt = begin_attempt(self._plan, self._job, self._log.say)
@@ -190,8 +190,8 @@ class ControllerJobSupervisor:
             self._ask_controller(Cause.SIGNAL, "Slurm signals the end of this job")
         elif wants_stop(self._layout):
             self._ask_controller(Cause.STOP, f"{self._layout.stop_request} is there")
-        elif yield_requests(self._layout):
-            names = ", ".join(path.stem for path in yield_requests(self._layout))
+        elif save_requests(self._layout):
+            names = ", ".join(path.stem for path in save_requests(self._layout))
             self._ask_controller(Cause.YIELD, f"the time of job {names} is nearly over")
         elif self._limit.left_s() < needed_s:
             self._limit.ask()  # somebody may have given the job more time

@@ -12,13 +12,13 @@ from types import FrameType
 
 
 class SlurmSignals:
-    """What Slurm has said so far."""
+    """The signals that Slurm has sent so far."""
 
     def __init__(self) -> None:
-        """Listen.  One per process."""
+        """Install the handlers.  One instance per process."""
         self.warned = False  # of the time limit
         self.end_requested = False
-        self._reader, self._writer = os.pipe()  # a signal between a look at the flags and select must not be lost
+        self._reader, self._writer = os.pipe()  # a signal between reading the flags and select must not be lost
         os.set_blocking(self._writer, False)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._warn)
@@ -43,4 +43,4 @@ class SlurmSignals:
         try:
             os.write(self._writer, b"!")
         except BlockingIOError:
-            return  # it is full: it wakes
+            return  # the pipe is full, which wakes the reader, too

@@ -46,7 +46,7 @@ class WorkerJobSupervisor:
         self._attempt: Attempt | None = None  # that the part was started for
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
         self._alone_since = time.monotonic()
-        self._yield = plan.layout.yield_request(job.name)
+        self._save_request = plan.layout.save_request(job.name)
 
     def run(self) -> Outcome:
         """Follow until there is a outcome that this life cannot change."""
@@ -59,7 +59,7 @@ class WorkerJobSupervisor:
                 self._signals.sleep(POLL_S)
         finally:
             self._leave()
-            self._yield.unlink(missing_ok=True)
+            self._save_request.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------------------------- looking
 
@@ -167,8 +167,8 @@ class WorkerJobSupervisor:
     def _ask_to_save(self, why: str) -> None:
         self._log.say("yield", f"{why}: the controller is asked to save")
         with suppress(OSError):
-            self._yield.parent.mkdir(parents=True, exist_ok=True)
-            self._yield.touch()
+            self._save_request.parent.mkdir(parents=True, exist_ok=True)
+            self._save_request.touch()
 
     def _await_end(self, cause: Cause) -> Outcome:
         """The run is ending: a trainer is told by the controller, the others by us."""

@@ -110,18 +110,18 @@ class Daemons:
         deadline = time.monotonic() + patience_s
         while not is_ready():
             if not self.is_alive(name):
-                raise RoleFailed(f"{name} ended by itself: {self.last_log_line(name)}")
+                raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
             if time.monotonic() > deadline:
-                raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_log_line(name)}")
+                raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_error(name)}")
             time.sleep(0.02)
 
     def raise_for_dead(self) -> None:
         """Raises RoleFailed with the last words of a daemon that has a record and does not live."""
         for name, found in self.recorded().items():
             if not found.is_alive:
-                raise RoleFailed(f"{name} ended by itself: {self.last_log_line(name)}")
+                raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
 
-    def last_log_line(self, name: str) -> str:
+    def last_error(self, name: str) -> str:
         """The last complaint in a daemon's files, and where they are."""
         lines: list[str] = []
         for path in (self._layout.log(name), self._layout.output(name)):

@@ -1,6 +1,6 @@
 """Faults to inject into a cluster: a node without power or network, a dead daemon or controller.
 
-Each function acts on a running DevCluster and returns when it is done; `DevCluster.mend` undoes all of them except
+Each function acts on a running DevCluster and returns when it is done; `DevCluster.repair` undoes all of them except
 `cut`, which `heal` undoes.  Slurm notices a silent node by itself after Times.dead_node_s plus some 20 s, or at once
 after `declare_down`.
 """

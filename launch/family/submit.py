@@ -17,7 +17,7 @@ from launch.jobs.report import describe_jobs
 from launch.jobs.submit import Submission, Tell, check, dependency, describe_record, prepare, submit_checked
 from launch.overview.standing import State
 from launch.overview.survey import survey
-from launch.run_directory import refuse_claim_for_jobs
+from launch.run_directory import refuse_run_dir_for_jobs
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 
 
@@ -77,7 +77,7 @@ def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Te
         runs = _where_they_stand(runs)
     wanted = [run for run in runs if not run.left_alone]
     for run in wanted:
-        refuse_claim_for_jobs(run.submission.config, run.submission.layout, resume=run.resume, fresh=how.fresh)
+        refuse_run_dir_for_jobs(run.submission.config, run.submission.layout, resume=run.resume, fresh=how.fresh)
     _check_each_kind(wanted)
     for run in runs:
         if run.left_alone:

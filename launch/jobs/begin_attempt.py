@@ -4,7 +4,7 @@ Runs in the roles' Python environment, called by the supervisor of the controlle
 attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
 attempt.json last: whoever reads that file finds everything else.  Prints its content as its last line.
 A damaged checkpoint is set aside and the previous one is used, because nobody can be asked; the run ends if none is
-intact.
+sound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launch.batch.run_state import read_attempt
 from launch.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
 from launch.inputs import refuse_other_inputs
 from launch.plan import plan_run
-from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
+from launch.run_directory import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.files import write_atomically
@@ -60,7 +60,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
-    renew_meeting_places(layout)
+    clear_rendezvous(layout)
     mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
     document = {

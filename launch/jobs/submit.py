@@ -24,7 +24,7 @@ from launch.jobs.script import render_scripts
 from launch.jobs.stop import cancel
 from launch.jobs.submission_lock import submits_alone
 from launch.preflight import Findings, preflight
-from launch.run_directory import claim_for_jobs
+from launch.run_directory import prepare_run_dir_for_jobs
 from launch.site.site_file import GpuConfig, PrologueConfig, Site, load_site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -61,7 +61,7 @@ def submit_run(
     tell: Tell,
     resume_from: ResumePoint = NEWEST,
 ) -> RunLayout:
-    """Check everything, claim the run directory, submit every job, say what to do next.
+    """Check everything, prepare the run directory, submit every job, say what to do next.
 
     after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
     made.  Raises SlurmError: sbatch failed; then no job is left in the queue, or the message names what may be.
@@ -99,13 +99,13 @@ def submit_checked(
     tell: Tell,
     resume_from: ResumePoint = NEWEST,
 ) -> list[JobRecord]:
-    """Claim the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    """x the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
         is_new = not layout.root.exists()
-        changed = claim_for_jobs(
+        changed = prepare_run_dir_for_jobs(
             run.config,
             layout,
             resume=resume,

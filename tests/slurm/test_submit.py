@@ -112,7 +112,7 @@ def test_what_is_in_the_queue_is_not_submitted_a_second_time(desk: Desk, capsys:
         error = capsys.readouterr().err
         for job in ids_of(layout).values():
             assert str(job) in error
-        assert f"`rlhpc stop {layout.root}` ends them" in error
+        assert f"`rlhpc stop {layout.root}` stops them" in error
     assert main(["resume", str(layout.root)]) == EXIT_USER
     assert main(["run", str(desk.run_file("twice")), "--resume"]) == EXIT_USER
     assert desk.queued() == before

@@ -78,7 +78,7 @@ def test_a_complete_run_needs_the_word_of_every_rank(layout: RunLayout) -> None:
     layout.summary.touch()
     ended(layout, "trainer-0", 0)
     outcome = classifier(layout).classify(0, ATTEMPT, None, "", end_requested=False)
-    assert (outcome.cause, outcome.text) == (Cause.UNCLEAN, "complete, but trainer ranks 1 did not end well")
+    assert (outcome.cause, outcome.text) == (Cause.UNCLEAN, "complete, but trainer ranks 1 did not exit cleanly")
     ended(layout, "trainer-1", 0)
     assert classifier(layout).classify(0, ATTEMPT, None, "", end_requested=False).cause is Cause.COMPLETE
 

@@ -12,7 +12,7 @@ import pytest
 from launch.cli import EXIT_USER, main
 from launch.demo.task import write_dataset
 from launch.run_check import Row, Verdict, check_run, chosen_step
-from launch.run_directory import claim
+from launch.run_directory import prepare_run_dir
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.run_layout import RunLayout
@@ -30,7 +30,7 @@ def layout(tmp_path: Path) -> RunLayout:
     model, data = f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'train.jsonl'}"
     config = config_of(f"run.directory={tmp_path / 'run'}", model, data)
     layout = RunLayout(config.run_directory)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     write_segments(layout, range(6))
     save(layout, 8)
     save(layout, 10)

@@ -66,7 +66,7 @@ def test_an_end_that_slurm_did_not_say_at_first_is_asked_for_until_it_is_known(
     monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
     commands.put("squeue", f"[ $n -le 2 ] && {{ {AWAY}; }}; echo 2:00")
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
-    assert (limit.is_known, limit.in_words()) == (False, "until an end that Slurm has not said yet")
+    assert (limit.is_known, limit.in_words()) == (False, "until a time limit that is not known yet")
     assert limit.left_s() == float("inf")
     assert 110 < limit.left_s() <= 120
     asked = len(commands.calls("squeue"))
