@@ -28,11 +28,11 @@ from launch.batch.worker_job import WorkerJobSupervisor
 from rlhpc.errors import RlhpcError
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
-LIMIT_S = 5.0  # a SIGTERM so close to the time limit is the time limit's
+LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
 
 
 def main() -> int:
-    """Run one life of this job.  Returns the exit status of the batch step."""
+    """Supervise one life of this job.  Returns the exit status of the batch step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--plan", type=Path, required=True)
@@ -47,7 +47,7 @@ def main() -> int:
     signals, limit = SlurmSignals(), TimeLimit(job, os.environ)
     log.say("life", _opening(plan, job, limit))
     if not _is_recorded(plan, job, signals):
-        text = f"job {job.submitted_id} is not in {plan.layout.jobs}: whoever submitted it has given it up"
+        text = f"job {job.submitted_id} has no record in {plan.layout.jobs}: its submission was abandoned"
         return _follow_up(plan, job, log, Outcome(Cause.UNRECORDED, text))
     over = _over_before_it_began(plan)
     if over is not None:
@@ -66,27 +66,27 @@ def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, sign
     except OSError as error:
         outcome = Outcome(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
     if outcome.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
-        outcome.cause = Cause.TIME  # saving took longer than it ever had
+        outcome.cause = Cause.TIME  # saving took longer than ever before
     elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
-        outcome.cause = Cause.SIGNAL  # somebody has cancelled it meanwhile, or Slurm requeues it itself
+        outcome.cause = Cause.SIGNAL  # it was cancelled meanwhile, or Slurm requeues it itself
     return outcome
 
 
 def _over_before_it_began(plan: JobPart) -> Outcome | None:
-    """A life of a run that is complete, or that somebody has stopped, does nothing."""
+    """The outcome if the run is already complete or stopped, in which case this job does nothing."""
     if is_complete(plan.layout):
         return Outcome(Cause.COMPLETE, "the run is complete")
     return asked_to_end(plan.layout)
 
 
 def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
-    """Wait for the record of this job: sbatch's answer may still be on its way to whoever writes it.
+    """Wait for the record of this job: the submitting process may not have written it yet.
 
-    A job whose answer was lost must not join a run that may have been submitted a second time.
+    A job whose submission was not confirmed must not join a run that may have been submitted a second time.
     """
     name, deadline = plan.layout.job_record(job.submitted_id).name, time.monotonic() + RECORDED_S
     while True:
-        # Listed, since NFS may remember for half a minute that a name was not there.
+        # The directory is listed, because NFS may cache for half a minute that a name is missing.
         if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
             return True
         if time.monotonic() > deadline or signals.end_requested:
@@ -95,7 +95,7 @@ def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
 
 
 def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, successor: int | None = None) -> int:
-    """Do what follows from a outcome; successor: the job that begins when this one ends."""
+    """Do what follows from the outcome; successor: the job that begins when this one ends."""
     log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
     if outcome.cause.follows == "requeue":
         return go_back_into_queue(plan, job, log)
@@ -103,10 +103,10 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
         try:
             if plan.hosts_controller:
                 end_other_jobs(plan.layout, job, log)
-            elif successor is not None:  # it would only come to the same
+            elif successor is not None:  # it would end in the same way
                 slurm("scancel", str(successor), patience_s=PATIENCE_S)
         except (RlhpcError, OSError) as error:
-            log.say("not_ended", f"other jobs of the run may be left: {error}")
+            log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
     with suppress(OSError):  # a full disk
         write_result(plan, job, outcome)
     return outcome.cause.status
@@ -114,7 +114,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
 
 def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
     where = os.environ.get("SLURM_JOB_NODELIST", "this host")
-    life = f", started again {job.restart} times" if job.restart else ""
+    life = f", requeued {job.restart} times" if job.restart else ""
     return f"job {job.name} ({plan.name}){life} runs {limit.in_words()} on {where}"
 
 

@@ -40,16 +40,16 @@ from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
 
 POLL_S = 0.3
-FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
-SAVE_GRACE_S = 1800.0  # for the step that is on and its checkpoint
-ALONE_S = 10.0  # for a controller without generators that has nothing to save, and its trainer
+FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
+SAVE_GRACE_S = 1800.0  # for the current step and its checkpoint
+ALONE_S = 10.0  # for a controller without generators and its trainer, if there is nothing to save
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
-MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
+MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
 class ControllerJobSupervisor:
-    """Runs one life of the job."""
+    """Supervises one life of the job: from its start to its end or requeue."""
 
     def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
@@ -58,14 +58,14 @@ class ControllerJobSupervisor:
         self._classifier = OutcomeClassifier(plan, job)
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
-        self._starts: dict[str, int] = {}  # of each, in this life
+        self._starts: dict[str, int] = {}  # number of starts of each, in this life
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
-        self._cause: Cause | None = None  # why the controller was asked to stop
+        self._cause: Cause | None = None  # why the controller was asked to exit
         self._why = ""  # the same, in words
         self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
 
     def run(self) -> Outcome:
-        """Attempt after attempt, until there is a outcome that this life cannot change."""
+        """Run attempts until there is an outcome that this life of the job cannot change."""
         try:
             while True:
                 saved_before = saved_step(self._layout)
@@ -81,14 +81,14 @@ class ControllerJobSupervisor:
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before another attempt, unless there is to be none."""
+        """Wait before another attempt, unless a stop is requested."""
         deadline = time.monotonic() + pause_s
         while time.monotonic() < deadline and self._asked_not_to_begin() is None:
             self._signals.sleep(POLL_S)
 
     def _asked_not_to_begin(self) -> Outcome | None:
         if self._signals.end_requested:
-            return Outcome(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
+            return Outcome(Cause.SIGNAL, "Slurm ended this job before an attempt could begin")
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:
@@ -123,7 +123,7 @@ class ControllerJobSupervisor:
         return self._wind_up(attempt)
 
     def _start_all(self, attempt: Attempt) -> None:
-        """Start the controller, and whatever does not run from the attempt before."""
+        """Start the controller, and every component that is not still running from the previous attempt."""
         for group, part in enumerate(self._plan.parts):
             if not part.runs_in_batch_step:
                 self._start_part(part, group, attempt)
@@ -156,9 +156,9 @@ class ControllerJobSupervisor:
     # -------------------------------------------------------------------------------------------------------- watching
 
     def _look(self, attempt: Attempt, watch: _Watch) -> None:
-        """React to what has happened since the last look."""
+        """React to what has happened since the last poll."""
         if wants_abort(self._layout):
-            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} is there")
+            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} exists")
             return
         if self._cause is not None:
             self._end_if_late()
@@ -167,7 +167,7 @@ class ControllerJobSupervisor:
         if latest is not None and latest.owner > attempt.owner:
             self._kill_attempt(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
             return
-        if latest is not None and latest.index > attempt.index:  # a ghost of an earlier life has taken the run's keys
+        if latest is not None and latest.index > attempt.index:  # a stale supervisor has replaced the run's keys
             self._kill_attempt(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
             return
         progress = read_progress(self._layout)
@@ -184,22 +184,22 @@ class ControllerJobSupervisor:
                 self._part_ended(name, step, attempt)
 
     def _stop_if_asked(self, progress: Progress | None) -> None:
-        """Let the controller finish the step and save, for whichever reason comes first."""
+        """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
-            self._ask_controller(Cause.SIGNAL, "Slurm signals the end of this job")
+            self._ask_controller(Cause.SIGNAL, "Slurm is ending this job")
         elif wants_stop(self._layout):
-            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} is there")
+            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists")
         elif save_requests(self._layout):
             names = ", ".join(path.stem for path in save_requests(self._layout))
-            self._ask_controller(Cause.YIELD, f"the time of job {names} is nearly over")
+            self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit")
         elif self._limit.left_s() < needed_s:
-            self._limit.ask()  # somebody may have given the job more time
+            self._limit.ask()  # the limit may have been extended
             if self._limit.left_s() < needed_s:
                 left_s = self._limit.left_s()
                 self._ask_controller(Cause.TIME, f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s")
         elif self._signals.warned and self._limit.end is None:
-            self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
+            self._ask_controller(Cause.TIME, "Slurm's warning before the time limit; the limit itself is not known")
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
@@ -209,16 +209,16 @@ class ControllerJobSupervisor:
             self._controller.ask_to_leave()
 
     def _end_if_late(self) -> None:
-        """The controller was asked to end: kill it when it takes too long, or when there is no time to wait for it."""
+        """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
         last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
         if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
             return
-        self._log.say("kill", f"the controller has not ended {waited_s:.0f} s after it was asked to")
+        self._log.say("kill", f"the controller is killed: it has not exited {waited_s:.0f} s after it was asked to")
         self._controller.kill()
 
     def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
-        """End an attempt without progress.  It is begun again only if it had made some."""
+        """End an attempt that makes no progress.  Another is begun only if this one had made some."""
         step = progress.step if progress is not None else -1
         stall_s = watch.stall.look(step, progress is not None and progress.phase == "training", time.monotonic())
         if stall_s is not None:
@@ -227,25 +227,25 @@ class ControllerJobSupervisor:
             self._kill_attempt(cause, f"no step for {stall_s:.0f} s: {waits}")
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
-        """End controller and trainer now; what outlasts attempts stays."""
+        """End controller and trainer now; roles that survive attempts keep running."""
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._log.say("kill", why)
         if self._controller is not None:
             self._controller.kill()
 
     def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
-        """A part has ended although nobody asked it to."""
+        """A component has ended without having been asked to."""
         self._log.say("part_end", f"{name} has ended: {self._classifier.exit_summary(name, attempt, step.status())}")
         if self._controller is None or self._controller.status() is not None or self._cause is not None:
             return
         if name == "trainer":
-            # Nobody will finish the step that the controller waits for: it closes its books at once.
+            # The step that the controller waits for will not be finished: it writes its state and exits at once.
             self._controller.ask_to_leave(signal.SIGINT)
         elif name == "generation" and not self._others_generate(name):
             self._end_alone()
 
     def _end_alone(self) -> None:
-        """No generator is left: what has been trained is saved, and nobody is waited for who cannot come."""
+        """No generator is left: save what has been trained, without waiting for roles that cannot come back."""
         progress = read_progress(self._layout)
         has_news = progress is not None and progress.step > saved_step(self._layout)
         self._ask_controller(Cause.FAILED, "no generator is left")
@@ -254,7 +254,7 @@ class ControllerJobSupervisor:
             self._controller.ask_to_leave(signal.SIGINT)
 
     def _others_generate(self, name: str) -> bool:
-        """True if generators of other jobs are there."""
+        """True if generators of other jobs are registered."""
         progress = read_progress(self._layout)
         part = next(part for part in self._plan.parts if part.name == name)
         own = {f"generator-{part.share_of('generator').first_replica + k}" for k in range(part.shares[0].num_processes)}
@@ -263,14 +263,14 @@ class ControllerJobSupervisor:
     # ---------------------------------------------------------------------------------------------------- winding up
 
     def _wind_up(self, attempt: Attempt) -> Outcome:
-        """The controller has ended: end what belongs to its attempt, and say what it comes to."""
+        """The controller has ended: end the other roles of its attempt, and return the outcome."""
         status = self._controller.status() if self._controller is not None else 1
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._ask_all_to_leave()  # at once: there may be little time
         trainer = self._steps.get("trainer")
         if trainer is not None:
             trainer.asked = True
-            # One that has not met the controller yet was not told to leave.
+            # A trainer that has not connected to the controller yet was not told to exit.
             if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
                 trainer.kill()
         end_requested = self._signals.end_requested
@@ -286,12 +286,10 @@ class ControllerJobSupervisor:
     # -------------------------------------------------------------------------------------------------- what comes next
 
     def _pause_before_another(self, outcome: Outcome, has_saved: bool) -> float | None:
-        """Seconds until the next attempt in this life; None: there is none.  May turn the outcome."""
+        """Seconds until the next attempt in this life; None: there is none.  May change the outcome's cause."""
         if outcome.cause is Cause.YIELD:
             return 0.0
-        in_vain = (
-            outcome.cause is Cause.TIME and not has_saved
-        )  # a life too short for a step would come again and again
+        in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
         if outcome.cause is not Cause.FAILED and not in_vain:
             return None
         pause_s = self._budget.take(saved_step(self._layout))
@@ -306,18 +304,18 @@ class ControllerJobSupervisor:
         return pause_s
 
     def _end_everything(self) -> None:
-        """End every process of this job; generators hand back what they have."""
+        """End every process of this job; generators hand back their leases."""
         if self._controller is not None:
             self._controller.kill()
         left = self._ask_all_to_leave()
         deadline = time.monotonic() + self._grace_s()
         for step in left:
             if not step.wait(max(0.0, deadline - time.monotonic())):
-                self._log.say("kill", f"{step.name} does not leave")
+                self._log.say("kill", f"{step.name} is killed: it has not exited in time")
                 step.kill()
 
     def _ask_all_to_leave(self) -> list[Step]:
-        """Ask every part that runs; returns them."""
+        """Ask every running component to exit; returns them."""
         left = [step for step in self._steps.values() if step.status() is None]
         for step in left:
             if not step.asked:
@@ -325,15 +323,15 @@ class ControllerJobSupervisor:
         return left
 
     def _grace_s(self) -> float:
-        """Seconds that the others may take to end: never so long that nobody could requeue any more."""
+        """Seconds that the other roles may take to end: leaves enough time to requeue this job."""
         return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
 
 
 @dataclass
 class _Watch:
-    """What was seen of an attempt."""
+    """What was observed of an attempt."""
 
     stall: StallWatch
 
     def __post_init__(self) -> None:
-        self.reported: set[str] = set()  # parts whose end was told
+        self.reported: set[str] = set()  # components whose end was logged

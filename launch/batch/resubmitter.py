@@ -23,35 +23,35 @@ from launch.batch.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
-LOOK_EVERY_S = 10.0  # where a role is missing
-LOOK_AT_LEAST_EVERY_S = 60.0  # where it goes on being missing, as in a deep queue
-SUBMIT_PATIENCE_S = 10.0  # with a slurmctld that is away: the next look tries again
+LOOK_EVERY_S = 10.0  # while a role is missing
+LOOK_AT_LEAST_EVERY_S = 60.0  # while it stays missing, as in a long queue
+SUBMIT_PATIENCE_S = 10.0  # for a slurmctld that is away: the next poll tries again
 
 _Key = tuple[str, "int | None"]  # name of a job, and task of its array
 
 
 class Resubmitter:
-    """Looks after the jobs of one plan, with the retry budget of its run."""
+    """Resubmits the jobs of one plan, within the retry budget of its run."""
 
     def __init__(self, plan: JobPart, job: ThisJob, log: EventLog, budget: RetryBudget) -> None:
         self._plan, self._job, self._log, self._budget = plan, job, log, budget
         self._pause_s = LOOK_EVERY_S
         self._next_look = time.monotonic() + self._pause_s
-        self._missing: set[str] = set()  # roles, at the last look
+        self._missing: set[str] = set()  # roles, at the last poll
         self._min_job_age_s: float | None = None  # not asked yet
         self._tries = _Tries(plan.limits.max_retries)
-        self._left_away = plan.layout.jobs / "left_away.json"  # what somebody has cancelled; ids of Slurm
-        self._said = ""  # why nothing could be submitted
+        self._left_away = plan.layout.jobs / "left_away.json"  # jobs that were cancelled by hand; Slurm ids
+        self._said = ""  # the last reported reason why nothing could be submitted
 
     def look(self, progress: Progress | None) -> Outcome | None:
-        """Bring back what is gone and missed.  Returns a outcome where that cannot or must not be."""
+        """Resubmit jobs that have ended and are needed.  Returns an outcome if that is impossible or not allowed."""
         if not self._plan.other_jobs or time.monotonic() < self._next_look:
             return None
         try:
             return self._look(progress)
         except RlhpcError as error:
             if str(error) != self._said:
-                self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
+                self._log.say("not_submitted", f"jobs that have ended cannot be resubmitted: {error}")
             self._said = str(error)
             return None
         finally:
@@ -69,7 +69,7 @@ class Resubmitter:
         gone = [
             each
             for each in gone_jobs(self._plan, self._job, self._memory_s())
-            # One that Slurm no longer shows lives if its role speaks.
+            # A job that Slurm no longer shows is alive if its role is registered.
             if not self._is_given_up(each.record, each.task, away) and (each.state or not present & set(each.roles))
         ]
         cancelled = [each for each in gone if each.state == "CANCELLED"]
@@ -85,7 +85,7 @@ class Resubmitter:
         return None
 
     def _expected(self, away: Sequence[str]) -> set[str]:
-        """Names of the roles that the planned jobs would bring; of trainers and reward services one each."""
+        """Names of the roles that the planned jobs would start; one each for trainers and reward services."""
         newest = [(records[-1], task) for records, task in planned_tasks(self._plan)]
         return {
             role
@@ -108,19 +108,19 @@ class Resubmitter:
     # ------------------------------------------------------------------------------------------------- bringing back
 
     def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Outcome | None:
-        """Submit one job, or those tasks of an array, once more."""
+        """Resubmit one job, or these tasks of an array."""
         name = gone[0].record.name
         if name.startswith("generation") and progress is None:
-            return None  # whether others generate is not known yet
+            return None  # it is not known yet whether other generators are running
         lost = {role for each in gone for role in each.roles}
         if name.startswith("generation") and progress is not None and set(progress.generators()) - lost:
-            gone = [each for each in gone if self._may_try(each)]  # the run goes on without them meanwhile
+            gone = [each for each in gone if self._may_try(each)]  # the run continues without them meanwhile
             if not gone:
                 return None
         else:
             pause_s = self._budget.take(saved_step(self._plan.layout))
             if pause_s is None:
-                text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'forgotten'}"
+                text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'state unknown'}"
                 return Outcome(Cause.GIVEN_UP, text)
             self._next_look = time.monotonic() + max(LOOK_EVERY_S, pause_s)
         tasks = [each.task for each in gone if each.task is not None]
@@ -131,25 +131,26 @@ class Resubmitter:
             patience_s=SUBMIT_PATIENCE_S,
             hear=lambda remarks: self._log.say("sbatch", f"sbatch says: {remarks}"),
         )
-        was = ", ".join(f"{each.label} ({name}) is gone ({each.state.lower() or 'forgotten'})" for each in gone)
-        self._log.say("submit", f"job {was}: job {number} takes its place")
+        was = ", ".join(f"{each.label} ({name}) has ended ({each.state.lower() or 'state unknown'})" for each in gone)
+        self._log.say("submit", f"job {was}: resubmitted as job {number}")
         self._said, self._pause_s = "", LOOK_EVERY_S
         return None
 
     def _may_try(self, gone: Gone) -> bool:
-        """True if a generator whose loss the run survives is to be submitted now; it has a budget of its own."""
+        """True if a generator that the run can do without is to be resubmitted now; it has a budget of its own."""
         key = gone.record.name, gone.task
         may = self._tries.take(key)
         if self._tries.is_exhausted(key):
-            text = f"job {gone.label} ({gone.record.name}) has ended too often ({gone.state.lower() or 'forgotten'})"
-            self._log.say("left_away", f"{text}: the run goes on without it until another step is saved")
+            state = gone.state.lower() or "state unknown"
+            text = f"job {gone.label} ({gone.record.name}) has ended too often ({state})"
+            self._log.say("left_away", f"{text}: the run continues without it until another step is saved")
         return may
 
     def _leave_away(self, gone: Gone) -> None:
-        """What somebody has cancelled is not wanted: written down, since Slurm forgets it, and this process ends."""
+        """Do not resubmit a job that was cancelled by hand: recorded in a file, because Slurm forgets the job."""
         with suppress(OSError):
             write_atomically(self._left_away, json.dumps([*self._read_left_away(), gone.label]).encode())
-        self._log.say("left_away", f"job {gone.label} ({gone.record.name}) was cancelled: it stays away")
+        self._log.say("left_away", f"job {gone.label} ({gone.record.name}) was cancelled: it is not resubmitted")
 
     def _read_left_away(self) -> list[str]:
         """Names of jobs and tasks, as squeue writes them."""
@@ -161,7 +162,7 @@ class Resubmitter:
 
 
 class _Tries:
-    """How often each task was submitted again since the last new checkpoint, with growing pauses."""
+    """How often each task was resubmitted since the last new checkpoint, with growing pauses."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -170,17 +171,17 @@ class _Tries:
         self._step = -1
 
     def refill(self, saved_step: int) -> None:
-        """A newer checkpoint makes all tries new."""
+        """A newer checkpoint resets all counts."""
         if saved_step > self._step:
             self._step = saved_step
             self._count.clear()
 
     def is_exhausted(self, key: _Key) -> bool:
-        """True if it is not tried any more."""
+        """True if it is not resubmitted any more."""
         return self._count.get(key, 0) > self._most
 
     def take(self, key: _Key) -> bool:
-        """Use up a try; False: not now, or not any more."""
+        """Use up one try; False: not now, or not any more."""
         now = time.monotonic()
         if now < self._not_before.get(key, 0.0):
             return False

@@ -26,9 +26,9 @@ class RetryBudget:
             self.failures, self._step = 0, -1
 
     def take(self, saved_step: int) -> float | None:
-        """Use up one retry.  Returns the seconds to pause before it; None: there is none left.
+        """Use up one retry.  Returns the seconds to pause before it; None: none is left.
 
-        saved_step: of the newest complete checkpoint.  Where the disk is full this life alone remembers.
+        saved_step: of the newest complete checkpoint.  If the disk is full, the count is kept only in memory.
         """
         if saved_step > self._step:
             self.failures = 0

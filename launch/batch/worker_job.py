@@ -29,13 +29,13 @@ from launch.batch.steps import Step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
 
 POLL_S = 0.5
-LEAVE_S = 45.0  # for generators to hand back what they hold, and engines to close
-STOP_S = 900.0  # for the controller to have finished its step and saved
-MAX_STARTS = 6  # of a part in one life, without a step in between
+LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close
+STOP_S = 900.0  # for the controller to finish its step and save
+MAX_STARTS = 6  # of a component in one life, without a step in between
 
 
 class WorkerJobSupervisor:
-    """Runs one life of the job."""
+    """Supervises one life of the job: from its start to its end or requeue."""
 
     def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
@@ -43,13 +43,13 @@ class WorkerJobSupervisor:
         self._role = self._part.shares[0].role
         self._follows_attempts = self._role == "trainer"
         self._step: Step | None = None
-        self._attempt: Attempt | None = None  # that the part was started for
+        self._attempt: Attempt | None = None  # for which the component was started
         self._starts, self._fruitless, self._seen_step = 0, 0, -1
         self._alone_since = time.monotonic()
         self._save_request = plan.layout.save_request(job.name)
 
     def run(self) -> Outcome:
-        """Follow until there is a outcome that this life cannot change."""
+        """Follow attempts until there is an outcome that this life of the job cannot change."""
         try:
             while True:
                 outcome = self._look()
@@ -64,7 +64,7 @@ class WorkerJobSupervisor:
     # --------------------------------------------------------------------------------------------------------- looking
 
     def _look(self) -> Outcome | None:
-        """One look at everything.  Returns a outcome when this life is over."""
+        """Check everything once.  Returns an outcome when this life is over."""
         is_running = self._step is not None and self._step.status() is None
         if is_complete(self._layout):
             return self._complete() if not is_running else self._await_end(Cause.COMPLETE)
@@ -82,14 +82,14 @@ class WorkerJobSupervisor:
         self._alone_since = time.monotonic()
         if is_running and self._follows_attempts and self._attempt is not None and self._attempt != attempt:
             self._log.say(
-                "follow", f"attempt {attempt.index} has begun: {self._role}s of attempt {self._attempt.index} end"
+                "follow", f"attempt {attempt.index} has begun: ending {self._role}s of attempt {self._attempt.index}"
             )
             self._end_step()
             is_running = False
         return None if is_running else self._start_unless_ended(attempt)
 
     def _has_controller(self, attempt: Attempt) -> bool:
-        """True if the controller of this attempt has shown itself of late, or has had no time to."""
+        """True if the controller of this attempt has written its status recently, or has had no time to."""
         progress = read_progress(self._layout)
         if progress is not None:
             return progress.age_s < self._plan.limits.meet_s
@@ -99,7 +99,7 @@ class WorkerJobSupervisor:
         waited_s = time.monotonic() - self._alone_since
         if waited_s < self._plan.limits.meet_s:
             return None
-        text = f"no controller for {waited_s:.0f} s: {self._layout.attempt} names none that lives"
+        text = f"no controller for {waited_s:.0f} s: the one in {self._layout.attempt} is not alive"
         return Outcome(Cause.ALONE, text)
 
     def _is_time_over(self) -> bool:
@@ -109,13 +109,13 @@ class WorkerJobSupervisor:
             needed_s = min(LEAVE_S, self._limit.life_s / 5)
         if self._limit.left_s() >= needed_s:
             return self._signals.warned and self._limit.end is None
-        self._limit.ask()  # somebody may have given the job more time
+        self._limit.ask()  # the limit may have been extended
         return self._limit.left_s() < needed_s
 
     # ------------------------------------------------------------------------------------------------------ starting
 
     def _start_unless_ended(self, attempt: Attempt) -> Outcome | None:
-        """Start the part for this attempt, unless its end says that this is in vain."""
+        """Start the component for this attempt, unless its last exit shows that this would not help."""
         if self._step is not None and self._attempt is not None:
             outcome = self._outcome_of_exit(self._attempt)
             if outcome is not None or (self._follows_attempts and self._attempt == attempt):
@@ -133,7 +133,7 @@ class WorkerJobSupervisor:
         return None
 
     def _outcome_of_exit(self, attempt: Attempt) -> Outcome | None:
-        """A part has ended by itself while the run goes on."""
+        """The component has exited by itself while the run continues: an outcome if it must not be restarted."""
         records = [r for r in read_records(self._layout, self._role, attempt.index).values() if r.job == self._job.name]
         for record in records:
             if record.status == EXIT_CONFIG:
@@ -143,24 +143,24 @@ class WorkerJobSupervisor:
         if self._step is not None and not self._step.asked:
             self._step.asked = True
             said = [r.cause for r in records if r.status != 0]
-            self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or 'told to by the controller'}")
+            self._log.say("part_end", f"{self._part.name} ended: {'; '.join(said) or 'as the controller asked'}")
             if not self._follows_attempts and not said and self._step.status() == 0:
-                return Outcome(Cause.STOP, "told to leave by the controller")
+                return Outcome(Cause.STOP, "the controller asked it to exit")
         return None
 
     # -------------------------------------------------------------------------------------------------------- leaving
 
     def _give_way(self) -> Outcome:
-        """Have the controller save, where it needs us; then this job goes back into the queue."""
+        """Let the controller save if it depends on this job; then this job is requeued."""
         if self._follows_attempts and self._step is not None and self._step.status() is None:
             self._ask_to_save(f"{self._limit.left_s():.0f} s are left")
             self._wait_for_end(max(0.0, self._limit.left_s() - 2.0))
         return Outcome(Cause.TIME, Cause.TIME.words)
 
     def _make_use_of_grace(self) -> Outcome:
-        """Slurm ends this job, within its KillWait: the controller may be quick enough to save."""
+        """Slurm ends this job after its KillWait: the controller may be quick enough to save."""
         if self._follows_attempts:
-            self._ask_to_save("Slurm ends this job")
+            self._ask_to_save("Slurm is ending this job")
             self._wait_for_end(LEAVE_S)
         return Outcome(Cause.SIGNAL, Cause.SIGNAL.words)
 
@@ -171,7 +171,7 @@ class WorkerJobSupervisor:
             self._save_request.touch()
 
     def _await_end(self, cause: Cause) -> Outcome:
-        """The run is ending: a trainer is told by the controller, the others by us."""
+        """The run is ending: the controller tells a trainer to exit, this supervisor tells the other roles."""
         if self._step is not None and self._step.status() is None:
             if not self._follows_attempts:
                 self._step.ask_to_leave()
@@ -198,7 +198,7 @@ class WorkerJobSupervisor:
             self._step.kill()
 
     def _leave(self) -> None:
-        """End what is left; generators hand back what they hold."""
+        """End what is still running; generators hand back their leases."""
         if self._step is None or self._step.status() is not None:
             return
         self._step.ask_to_leave()

@@ -77,7 +77,7 @@ class Runs:
         log.say("life", "job runs")
         if text:
             log.say("verdict", text)
-            log.say("cancel", "jobs of this run that are left: 13")
+            log.say("cancel", "cancelling the run's other jobs: 13")
 
     def queue(self, layout: RunLayout, job: str, state: str, *, reason: str = "None", nodes: str = "",
               name: str = "hetjob", partition: str = "cpu") -> None:  # fmt: skip

@@ -107,7 +107,7 @@ def test_one_lost_task_of_an_array_is_submitted_again_alone(site: Site) -> None:
     site.queue(PREEMPTED)
     assert site.look("trainer-0", "generator-0", "generator-2", "generator-3") is None
     assert site.submitted == ["--array=1"]
-    assert site.events[-1] == ("submit", "job 5310226_1 (generation) is gone (preempted): job 6001 takes its place")
+    assert site.events[-1] == ("submit", "job 5310226_1 (generation) has ended (preempted): resubmitted as job 6001")
     record = read_records(site.layout)[-1]
     assert (record.job_id, record.follows, record.tasks, record.array_size) == (6001, GENERATION, [1], 4)
 
@@ -163,7 +163,7 @@ def test_what_was_cancelled_stays_away_also_after_slurm_has_forgotten_it(site: S
     there = ("trainer-0", "generator-0", "generator-2", "generator-3")
     site.queue([*ALIVE[:3], "5310226_1|CANCELLED", *ALIVE[4:]])
     assert site.look(*there) is None
-    assert site.events[-1] == ("left_away", "job 5310226_1 (generation) was cancelled: it stays away")
+    assert site.events[-1] == ("left_away", "job 5310226_1 (generation) was cancelled: it is not resubmitted")
     site.queue([*ALIVE[:3], *ALIVE[4:]])
     site.look(*there)
     site.start()
@@ -187,8 +187,8 @@ def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) 
     assert site.look("generator-0") is None
     assert site.submitted == []
     assert [event for event, _ in site.events] == ["not_submitted"], "said once"
-    assert "squeue does not show job 5310224, which asks" in site.events[0][1]
-    with pytest.raises(SlurmError, match="does not count"):
+    assert "squeue does not list this job, 5310224" in site.events[0][1]
+    with pytest.raises(SlurmError, match="not complete"):
         other_jobs.other_jobs(site.layout, site.job)
 
 

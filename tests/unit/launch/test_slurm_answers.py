@@ -194,5 +194,5 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
     part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (str(program),), {}, {})
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
-    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without a word"):
+    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without output"):
         begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None)
