@@ -100,7 +100,7 @@ def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
     assert_full_batches_trained_once(layout.rollouts, step, GROUPS, GROUP_SIZE)
     again = rlhpc("stop", str(layout.root))
     assert again.returncode == 0
-    assert "nothing runs here" in again.stdout
+    assert "this run is not running" in again.stdout
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(lab: Lab) -> None:

@@ -219,7 +219,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
 
 
 def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: Config, layout: RunLayout) -> None:
-    with pytest.raises(RunDirectoryError, match=r"--step 9: .* there are: 8, 10, 12"):
+    with pytest.raises(RunDirectoryError, match=r"--step 9: .* available: 8, 10, 12"):
         resume(config, layout, ResumePoint(step=9))
     flip_one_bit(layout.checkpoint(10) / "controller.json")
     with pytest.raises(RunDirectoryError, match=r"--step 10: .*controller\.json"):

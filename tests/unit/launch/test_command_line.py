@@ -155,10 +155,10 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
         assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_USER
-        assert capsys.readouterr().err.endswith("says where a resume begins: give --resume, too\n")
+        assert capsys.readouterr().err.endswith("chooses where a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
     assert main(family) == EXIT_USER
-    assert "--step and --from-start are of one run" in capsys.readouterr().err
+    assert "--step and --from-start apply to one run" in capsys.readouterr().err
 
 
 def test_a_word_that_may_be_left_out_may_stand_after_an_option(
@@ -171,7 +171,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
         assert main(["logs", root, *words]) == 0
     assert seen == [("trainer", True), ("trainer", True), (None, True), (None, False)]
     assert main(["logs", root, "-f", "trainer", "generator-0"]) == EXIT_USER
-    assert "'generator-0': one role may be given" in capsys.readouterr().err
+    assert "'generator-0': at most one role" in capsys.readouterr().err
 
     looked: list[object] = []
     monkeypatch.setattr(
@@ -244,10 +244,16 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
 @pytest.mark.parametrize(
     ("trained", "saved", "words", "status", "said"),
     [
-        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` goes on"),
-        (35, 7, (), 1, "ended at step 35 without saving; step 7 is the last that is saved, so 28 steps are undone"),
-        (35, 7, ("--now",), 0, "ended at step 35 without saving; step 7 is the last"),
-        (3, 0, ("--now",), 0, "so 3 steps are undone; `rlhpc run … --resume` begins anew, for there is no checkpoint"),
+        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` continues it"),
+        (35, 7, (), 1, "ended at step 35 without saving; the last saved step is 7, so 28 steps are lost"),
+        (35, 7, ("--now",), 0, "ended at step 35 without saving; the last saved step is 7"),
+        (
+            3,
+            0,
+            ("--now",),
+            0,
+            "so 3 steps are lost; `rlhpc run … --resume` starts over, because there is no checkpoint",
+        ),
     ],
 )
 def test_stop_tells_the_truth_about_what_was_saved(
@@ -298,7 +304,7 @@ def test_stop_where_nothing_runs_says_so_and_is_content(
 ) -> None:
     prepare_run_dir(config, layout, resume=False, fresh=False)
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
 def test_a_run_on_another_host_can_be_stopped_from_here(
@@ -322,7 +328,7 @@ def test_a_run_on_another_host_that_is_silent_is_taken_for_dead(
     launcher_elsewhere(layout)
     layout.status.write_text("{}")
     assert main(["stop", str(layout.root)]) == 0
-    assert "nothing runs here" in capsys.readouterr().out
+    assert "this run is not running" in capsys.readouterr().out
 
 
 def test_a_run_directory_may_be_given_with_dots(
@@ -332,7 +338,7 @@ def test_a_run_directory_may_be_given_with_dots(
     (tmp_path / "deep").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "deep")
     assert main(["stop", f"{tmp_path}/link/../run"]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
 def test_a_launcher_that_ended_unreaped_is_not_taken_for_a_living_one(config: Config, layout: RunLayout) -> None:

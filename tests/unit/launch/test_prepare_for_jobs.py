@@ -260,11 +260,11 @@ def test_a_resume_needs_a_run_and_its_site(config: Config, layout: RunLayout, tm
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         resume_run(layout, [], after=None, tell=nothing)
     prepare_run_dir(config, layout, resume=False, fresh=False)
-    with pytest.raises(ConfigError, match=r"site\.toml: missing, as of a run that was never submitted"):
+    with pytest.raises(ConfigError, match=r"site\.toml: missing, because this run was never submitted"):
         resume_run(layout, [], after=None, tell=nothing)
-    with pytest.raises(ConfigError, match=r"'b\.toml': neither an override"):
+    with pytest.raises(ConfigError, match=r"'b\.toml': legal: at most one site file"):
         resume_run(layout, ["a.toml", "b.toml"], after=None, tell=nothing)
-    with pytest.raises(ConfigError, match="a resume stays in its directory"):
+    with pytest.raises(ConfigError, match="a resume cannot leave"):
         resume_run(layout, ["a.toml", f"run.directory={tmp_path / 'other'}"], after=None, tell=nothing)
     with pytest.raises(ConfigError, match=r"run\.title='x': unknown key"):
         resume_run(layout, ["a.toml", "run.title=x"], after=None, tell=nothing)
