@@ -61,7 +61,7 @@ def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--gpus", type=int, metavar="N", help="number of fake GPUs on each GPU node")
             sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
             sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
-            sub.add_argument("--private", action="store_true", help="download Slurm even if it is installed here")
+            sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
             sub.add_argument(
                 "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
             )

@@ -22,7 +22,7 @@ class Watch:
         self._last_step = -1
 
     def look(self) -> None:
-        """Show what has changed since the last look."""
+        """Show what has changed since the last call."""
         status = read_status(self._layout)
         if status is None or status["step"] == self._last_step:
             return

@@ -57,7 +57,7 @@ def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while file not in file.parent.iterdir():  # listing makes an NFS client look again
         if time.monotonic() > deadline:
-            raise TimeoutError("the other node's store has not been seen")
+            raise TimeoutError("the other node's store has not appeared")
         time.sleep(0.02)
     return distributed.TCPStore(host, int(file.read_text(encoding="ascii")), 2, False, TIMEOUT)
 

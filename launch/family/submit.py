@@ -92,8 +92,8 @@ def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Te
 def _refuse_chain(submission: Submission, chain: bool) -> None:
     if chain and submission.plan.cluster.continuation == "successor":
         raise ConfigError(
-            "--chain with cluster.continuation='successor': every life of a run is a job of its own there, and the "
-            "next run would begin when the first life ends; legal: continuation='requeue', or no --chain"
+            "--chain with cluster.continuation='successor': then a run is a sequence of jobs, and the next run would "
+            "begin when the first of them ends; legal: continuation='requeue', or no --chain"
         )
 
 
@@ -169,7 +169,7 @@ def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int) ->
     """Said after what went wrong."""
     rest = "the same command with --resume instead of --fresh submits the rest"
     if not done:
-        return f"\nno run of the {num_runs} has been submitted; {rest}, once that is mended"
+        return f"\nnone of the {num_runs} runs has been submitted; {rest}, once this is fixed"
     lines = [f"  {', '.join(map(describe_record, records))}: `rlhpc stop {run.root}`" for run, records in done]
-    head = f"{len(done)} of {num_runs} runs are submitted and go on; what ends each:"
-    return "\n".join(["", head, *lines, f"{rest}, once that is mended"])
+    head = f"{len(done)} of {num_runs} runs are submitted and stay queued or running; to stop each:"
+    return "\n".join(["", head, *lines, f"{rest}, once this is fixed"])

@@ -75,7 +75,7 @@ def find_runs(tops: Iterable[Path], depth: int = DEPTH) -> Found:
         for _ in range(depth + 1):
             if len(level) > MOST_DIRECTORIES - num_looked_at:
                 level = level[: MOST_DIRECTORIES - num_looked_at]
-                found.remarks.append(f"looked into {MOST_DIRECTORIES} directories and no further: name one of them")
+                found.remarks.append(f"stopped after {MOST_DIRECTORIES} directories: give a directory further down")
             num_looked_at += len(level)
             following: list[Path] = []
             for listing in pool.map(_list, level):

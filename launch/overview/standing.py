@@ -39,9 +39,9 @@ class State(StrEnum):
     STOPPED = "stopped"  # on request, or cancelled; a resume goes on
     FAILED = "failed"
     COMPLETE = "complete"
-    LOST = "lost"  # it says that it runs, and nobody lives
-    NEW = "new"  # nothing of it has ever been started
-    UNKNOWN = "unknown"  # Slurm has it, and does not answer
+    LOST = "lost"  # its status says that it is running, but nothing is alive
+    NEW = "new"  # never started
+    UNKNOWN = "unknown"  # a Slurm run, and Slurm does not answer
     DAMAGED = "damaged"
 
     @property
@@ -132,7 +132,7 @@ def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: 
     silent_s = now - max(figures.status_unix_s, 0.0 if is_submitted else figures.launcher_unix_s)
     if told is None and silent_s < LIVES_ELSEWHERE_S and figures.phase != "stopped":
         if is_submitted:
-            remark = "" if trouble else f"no job of it is in this queue; it wrote its status {silent_s:.0f} s ago"
+            remark = "" if trouble else f"none of its jobs is in this queue; its status is {silent_s:.0f} s old"
             return replace(found, state=_phase(figures), where=figures.host, remark=remark)
         if figures.host != socket.gethostname():
             return replace(found, state=_phase(figures), where=figures.host)
@@ -158,7 +158,7 @@ def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequ
         is_of_this_life = found.figures.status_unix_s > (controller_row.start_unix_s or 0.0) - _CLOCK_SKEW_S
         state = _phase(found.figures) if is_of_this_life else State.STARTING
     elif controller_row.state.life is Life.HELD or is_stuck(controller_row.reason):
-        remark = f"stays where it is: {reason_in_words(controller_row.reason) or controller_row.state.sentence}"
+        remark = f"stays in the queue: {reason_in_words(controller_row.reason) or controller_row.state.sentence}"
     elif controller_row.reason:
         remark = reason_in_words(controller_row.reason)
     if {"STOP", "ABORT"} & names:
@@ -210,10 +210,10 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
         return State.FAILED, error
     if figures.attempt is None and not is_submitted:
         is_on = files.root.with_name(f".{files.root.name}.submitting").exists()
-        return State.NEW, "is being submitted" if is_on else "nothing of it has been started"
+        return State.NEW, "is being submitted" if is_on else "never started"
     if figures.attempt is None:
-        return State.LOST, "its jobs have left the queue, and none had begun"
-    return State.LOST, "" if figures.phase else "ended before its controller was up"
+        return State.LOST, "its jobs have left the queue, and none had started"
+    return State.LOST, "" if figures.phase else "ended before its controller started"
 
 
 # --------------------------------------------------------------------------------------------------------------- where

@@ -17,7 +17,7 @@ from launch.overview.find import DEPTH, Identity, RunFiles, find_runs, run_at
 from launch.overview.standing import Queue, Standing, State, is_mine, standing_of
 
 _AT_ONCE = 16
-_NOT_ASKED = "another user's jobs are not asked for"
+_NOT_ASKED = "another user's jobs are not queried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _elsewhere(queue: MyQueue, runs: dict[Identity, RunFiles]) -> list[str]:
     for root in waiting.keys() - known:
         files = run_at(root)
         if files is None:
-            remarks.append(f"job {waiting[root].label}: its run directory {root} is gone; `scancel` ends it")
+            remarks.append(f"job {waiting[root].label}: its run directory {root} does not exist; `scancel` ends it")
         elif files.identity not in runs:
             runs[files.identity] = files
     return sorted(remarks)

@@ -121,7 +121,7 @@ def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: py
     begin_attempt(layout, job_id=7, restart=1)
     words = ["--run-dir", str(layout.root), "--job-id", "7"]
     assert main([*words, "--restart", "0"]) == 4
-    assert "attempt 0 is of job 7, life 1" in capsys.readouterr().err
+    assert "attempt 0 belongs to job 7, restart 1" in capsys.readouterr().err
     assert json.loads(layout.attempt.read_bytes())["restart"] == 1
     assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
     assert main([*words, "--restart", "2"]) == 0

@@ -67,7 +67,7 @@ def append(path: Path, text: str) -> None:
             "model.path: .*/tokenizer.json has other content",
         ),
         (lambda root: append(root / "model" / "config.json", " "), "model.path: .*/config.json has other content"),
-        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja was not there"),
+        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja did not exist"),
         (lambda root: (root / "model" / "tokenizer_config.json").unlink(), "tokenizer_config.json is missing"),
         (lambda root: write_model(root / "model", "b2"), "model-00002-of-00002.safetensors has other content"),
         (lambda root: append(root / "train.jsonl", "\n"), "data.path: .*/train.jsonl has other content"),
@@ -80,7 +80,9 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     before = content_of(layout)
     longer = override(config, ["run.num_steps=999"])
     for take_up in (prepare_run_dir, prepare_run_dir_for_jobs):
-        with pytest.raises(RunDirectoryError, match=rf"(?s)not those that this run began with.*{named}.*put them back"):
+        with pytest.raises(
+            RunDirectoryError, match=rf"(?s)differ from those that this run began with.*{named}.*restore them"
+        ):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
     assert content_of(layout) == before

@@ -193,11 +193,11 @@ def test_jobs_that_outlive_the_controllers_are_named(runs: Runs, capsys: pytest.
 
 def test_nothing_was_ever_started_is_not_lost(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.prepare("new")
-    assert state(capsys, "new") == ("new", "nothing of it has been started")
+    assert state(capsys, "new") == ("new", "never started")
     (runs.root / ".new.submitting").touch()
     assert state(capsys, "new") == ("new", "is being submitted")
     runs.submitted("forgotten", 12, begun=False)
-    assert state(capsys, "forgotten") == ("lost", "its jobs have left the queue, and none had begun")
+    assert state(capsys, "forgotten") == ("lost", "its jobs have left the queue, and none had started")
 
 
 def test_where_squeue_does_not_answer_the_directory_says_what_it_can(
@@ -233,7 +233,7 @@ def test_a_run_whose_job_lives_in_another_queue_is_believed_its_fresh_status(
     runs.status(runs.submitted("away", 12), "training", 41, ago_s=2)
     found, remark = state(capsys, "away")
     assert found == "running"
-    assert "no job of it is in this queue" in remark
+    assert "none of its jobs is in this queue" in remark
 
 
 # -------------------------------------------------------------------------------------------------------------- finding
@@ -252,7 +252,7 @@ def test_a_run_in_the_queue_is_found_wherever_it_lies(
     runs.line("23+0", "COMPLETED", str(tmp_path / "deleted-too/logs/slurm/hetjob-%j.log"))
     said = document(capsys)
     assert [(run["directory"], run["state"]) for run in said["runs"]] == [(str(far.root), "starting")]
-    assert said["notes"] == [f"job 22+0: its run directory {tmp_path}/deleted is gone; `scancel` ends it"]
+    assert said["notes"] == [f"job 22+0: its run directory {tmp_path}/deleted does not exist; `scancel` ends it"]
 
 
 def test_a_job_that_tells_no_directory_is_known_by_its_record_and_name(

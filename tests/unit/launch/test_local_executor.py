@@ -91,11 +91,11 @@ def test_an_expendable_process_is_missed_only_when_it_was_the_last_of_its_kind(
     with executor(controller_0="import time; time.sleep(1)", generator_0=killed, generator_1=PATIENT) as started:
         started.wait(lambda: _end(started, "generator-1") if told else None)
     assert told[0].startswith("generator-0 ended with signal SIGKILL: no output")
-    assert told[0].endswith("the run goes on with the rest")
+    assert told[0].endswith("the run continues without it")
     told.clear()
     with executor(controller_0=PATIENT, generator_0=killed) as started:
         assert started.wait(lambda: None) == signal.SIGKILL
-    assert "the run goes on" not in told[0]
+    assert "the run continues" not in told[0]
 
 
 def test_what_does_not_end_in_time_is_killed(

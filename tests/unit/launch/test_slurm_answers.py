@@ -135,7 +135,7 @@ def test_what_is_neither_hidden_nor_there_is_still_an_error(
     with pytest.raises(SlurmError, match="slurmctld does not answer, so nothing could be checked"):
         ask_cluster()
     commands.put("scontrol", 'echo "error: Protocol authentication error" >&2; exit 1')
-    with pytest.raises(SlurmError, match=r"Slurm cannot be asked, .*Protocol authentication error"):
+    with pytest.raises(SlurmError, match=r"Slurm cannot be queried, .*Protocol authentication error"):
         ask_cluster()
 
 
@@ -177,7 +177,7 @@ def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
     with pytest.raises(SlurmError) as failed:
         stop.stop_run(layout, now=True, tell=print)
     assert "Kill job error on job id 12" in str(failed.value)
-    assert f"ABORT stands in {layout.root}" in str(failed.value)
+    assert f"the request ABORT is in {layout.root}" in str(failed.value)
     assert "`scancel 12`" in str(failed.value)
     assert layout.abort_request.exists()
 
