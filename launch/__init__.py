@@ -1,1 +1,1 @@
-"""What runs on the login node: command line, plan, executors, the demo."""
+"""The launcher, which runs on the login node: command line, job plan, executors, site checks, the demo."""

@@ -1,4 +1,4 @@
-"""`rlhpc check`: of a run file what can be refused before a start, of a run directory what is damaged."""
+"""`rlhpc check`: find errors in a run file before a start, and damage in a run directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     from launch.preflight import preflight
 
     if options.json:
-        raise ConfigError(f"--json: of a run directory, and {options.run_file} is none")
+        raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)
     gpus = GpuMap() if options.site else map_gpus(config, gpus_here(os.environ))  # a site's GPUs are elsewhere
     findings = preflight(config)
@@ -37,10 +37,10 @@ def check_run_file(options: argparse.Namespace) -> int:
 
 
 def check_run_directory(options: argparse.Namespace) -> int:
-    """Print what a run has written and what of it is damaged; returns 1 if anything is.  Raises ConfigError."""
+    """Print the check of a run directory; returns 1 if anything is damaged.  Raises ConfigError."""
     from launch.run_check_report import report_run
     from launch.run_directory import without_dots
 
     if options.overrides or options.site:
-        raise ConfigError(f"{options.run_file}: a run directory is checked as it is; legal besides: --json")
+        raise ConfigError(f"{options.run_file}: a run directory takes neither overrides nor --site; legal: --json")
     return report_run(RunLayout(without_dots(options.run_file)), as_json=options.json)

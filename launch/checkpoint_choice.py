@@ -1,8 +1,8 @@
-"""Which checkpoint a resume goes on from, and what becomes of the newer ones.
+"""Which checkpoint a resume starts from, and what happens to newer ones.
 
-Input: the checkpoints of a run and what the user asked for.  Output: a step, after every byte of its checkpoint was
-read.  Guarantees: a look changes nothing; what is newer than the chosen step is set aside by name before an attempt
-begins, so that a checkpoint that was passed over is never taken later, repaired or not.
+Input: the checkpoints of a run and the user's request.  Output: a step whose checkpoint was read and verified in full.
+Guarantees: looking changes nothing; checkpoints newer than the chosen step are renamed before an attempt begins, so
+that a checkpoint that was skipped is never used later, repaired or not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
 
 Tell = Callable[[str], None]
-LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; more is left to the job, which reads everything once more
-WORTH_SAYING_BYTES = 4 << 30  # reading this much takes longer than a user waits without a word
+LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; larger ones are read by the job, which reads everything anyway
+ANNOUNCED_BYTES = 4 << 30  # reading this much takes so long that it is announced
 
 
 class UnreadableCheckpoint(RunDirectoryError):
-    """The newest checkpoint cannot be read now; it may be sound."""
+    """The newest checkpoint cannot be read at the moment; it may be sound."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a resume shall begin: the newest sound checkpoint unless something else is said."""
+    """Where a resume begins: by default at the newest sound checkpoint."""
 
     from_start: bool = False
     step: int | None = None
@@ -37,17 +37,17 @@ NEWEST = ResumePoint()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
 
     step: int | None  # None: from the beginning
     passed_over: tuple[CheckpointState, ...] = ()  # newer ones, newest first
 
 
 def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_bytes: float = math.inf) -> Choice:
-    """Find the checkpoint to go on from; changes nothing.
+    """Find the checkpoint to resume from; changes nothing.
 
-    read_up_to_bytes: of a larger one sizes alone are compared; for whoever does not go on from it himself.
-    Raises RunDirectoryError: there are checkpoints and none is sound; the one asked for is not there or not sound.
+    read_up_to_bytes: of larger checkpoints only file sizes are compared; for callers that do not resume themselves.
+    Raises RunDirectoryError: no checkpoint is sound; the requested one does not exist or is damaged.
     Raises UnreadableCheckpoint: the newest one cannot be read, which says nothing about its content.
     """
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
@@ -62,7 +62,7 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
             return Choice(state.step, tuple(passed_over))
         if state.fate is Fate.UNREADABLE:
             raise UnreadableCheckpoint(
-                f"{state.problem}; the checkpoint may be sound: make it readable, or name an older one with --step N"
+                f"{state.problem}; the checkpoint may be sound: make it readable, or choose an older one with --step N"
             )
         passed_over.append(state)
     if passed_over:
@@ -71,15 +71,15 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
 
 
 def put_aside(choice: Choice, tell: Tell) -> list[str]:
-    """Rename what was passed over; tells of each, and returns what it told.  Raises CheckpointError.
+    """Rename the checkpoints that were skipped; reports each, and returns the reports.  Raises CheckpointError.
 
-    From the newest back: killed half-way, a resume finds the others still newer than its choice.
+    Newest first: if it is killed half-way, a resume still finds the others newer than its choice.
     """
     told = []
     for state in choice.passed_over:
         try:
             target = set_aside(state.path, state.fate)
-        except FileNotFoundError:  # whoever was still writing has taken it away
+        except FileNotFoundError:  # its writer has deleted it
             continue
         except OSError as error:
             raise CheckpointError(f"{state.path}: cannot be set aside: {error.strerror or error}") from error
@@ -92,7 +92,7 @@ def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
     there = [number for number, _ in known.steps()]
     if step not in there:
         raise RunDirectoryError(
-            f"--step {step}: {layout.checkpoints} has no checkpoint of this step; there are: "
+            f"--step {step}: {layout.checkpoints} has no checkpoint of this step; available: "
             f"{', '.join(map(str, there)) or 'none'}"
         )
     state = next(state for state in known.newest_first(lambda number: number == step))
@@ -102,7 +102,7 @@ def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
 
 
 def _newer_unread(known: KnownCheckpoints, step: int, why: str) -> tuple[CheckpointState, ...]:
-    """All above this step, newest first, to be undone whatever they hold."""
+    """All above this step, newest first, to be set aside whatever they contain."""
     newer = [CheckpointState(number, path, why, Fate.UNDONE) for number, path in known.steps() if number > step]
     return tuple(newer[::-1])
 
@@ -111,21 +111,19 @@ def _none_is_sound(layout: RunLayout, states: Sequence[CheckpointState]) -> str:
     lines = [
         f"{layout.checkpoints}: no checkpoint can be resumed from ({len(states)} tried):",
         *(f"  {state.problem}" for state in states),
-        "put a whole copy of one back and resume again; or begin at step 0 with `--resume --from-start` "
+        "restore one of them from a backup and resume again; or start at step 0 with `--resume --from-start` "
         f"(`rlhpc resume {layout.root} --from-start` for jobs), which sets these checkpoints and all rollouts aside",
     ]
     return "\n".join(lines)
 
 
 def _announce(known: KnownCheckpoints, wanted: ResumePoint, tell: Tell, read_up_to_bytes: float) -> None:
-    """Say what is read, where that takes a while, and what is not."""
+    """Announce what is read, if that takes a while, and what is not."""
     candidates = [path for step, path in known.steps() if wanted.step in (None, step)]
     if wanted.from_start or not candidates:
         return
     num_bytes = sum(file.stat().st_size for file in candidates[-1].rglob("*") if file.is_file())
     if num_bytes > read_up_to_bytes:
-        tell(
-            f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: sizes are compared now, contents when the job begins"
-        )
-    elif num_bytes >= WORTH_SAYING_BYTES:
-        tell(f"reading all {num_bytes / 1e9:.0f} GB of {candidates[-1].name}, to resume from nothing that is damaged")
+        tell(f"{candidates[-1].name} has {num_bytes / 1e9:.0f} GB: sizes are checked now, contents when the job starts")
+    elif num_bytes >= ANNOUNCED_BYTES:
+        tell(f"verifying {num_bytes / 1e9:.0f} GB of {candidates[-1].name} before resuming from it")

@@ -1,6 +1,6 @@
-"""The command line: ``rlhpc run | submit | status | stop | …``; `rlhpc --help` lists all.
+"""The command line: ``rlhpc run | submit | status | stop | …``; `rlhpc --help` lists all commands.
 
-Light until a command needs more: ``rlhpc --help`` and ``rlhpc check`` load no torch.
+Commands import what they need when they are called: ``rlhpc --help`` and ``rlhpc check`` do not load torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; every error is a line on stderr and exit status 2, Ctrl-C 130."""
+    """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
         return EXIT_USER
     except KeyboardInterrupt as interrupt:
-        if interrupt.args:  # what has become of what was begun
+        if interrupt.args:  # says what has been done so far
             sys.stderr.write(f"rlhpc: {interrupt}\n")
         return EXIT_INTERRUPTED
     return status
@@ -64,68 +64,66 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=function)
         return sub
 
-    run = command("run", _run, "Start a run as processes of this machine and watch it.")
+    run = command("run", _run, "Start a run as processes on this machine and watch it.")
     takes_run_file(run)
     again = run.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from the newest sound checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the run directory and start anew")
+    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
     takes_resume_point(run)
     check = command(
-        "check", _check, "Validate a run file, its model and its data; or verify all that a run has written."
+        "check", _check, "Validate a run file, its model and its data; or verify everything that a run has written."
     )
     check.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR")
     check.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
-    check.add_argument("--json", action="store_true", help="of a RUN_DIR: for programs")
-    check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that cannot fit the GPUs there")
+    check.add_argument("--json", action="store_true", help="JSON output for programs (RUN_DIR only)")
+    check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that does not fit its GPUs")
     plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
     plan.add_argument("run_file", type=Path, metavar="RUN.toml")
     plan.add_argument("site_file", type=Path, metavar="SITE.toml")
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     _add_run_commands(command)
     export = command("export", _export, "Write the trained model as an HF checkpoint.")
-    export.add_argument("run_dir", type=Path)
-    export.add_argument("out", type=Path)
-    export.add_argument("--step", type=int, default=None, help="checkpoint to take; default: the newest complete one")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
+    export.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm of this machine"
+        "--slurm", action="store_true", help="run it as one heterogeneous job on a private Slurm on this machine"
     )
-    demo.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of that job (0:30:00); it may be short"
-    )
+    demo.add_argument("--time", default="0:30:00", metavar="T", help="time limit of that job (default 0:30:00)")
     demo.add_argument("overrides", nargs="*", metavar="key=value")
     takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
     return parser
 
 
 def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
-    """Those that submit a run, and those that take the directory of one."""
+    """The commands that submit a run, and those that take a run directory."""
     takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
-    resume = command("resume", _resume, "Submit the jobs of a run again, which go on from its last checkpoint.")
+    resume = command("resume", _resume, "Submit the jobs of a run again, to continue from its last checkpoint.")
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: as submitted last")
+    resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: those of the last submit")
     takes_resume_point(resume)
     takes_waiting(resume)
-    status = command("status", _status, "Show a run: its jobs, every role, what it holds, what it waits for.")
-    status.add_argument("run_dir", type=Path)
-    status.add_argument("--json", action="store_true", help="for programs")
+    status = command("status", _status, "Show a run: its jobs and roles, their work in progress, what they wait for.")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    status.add_argument("--json", action="store_true", help="JSON output for programs")
     overview.add_parser(command)
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
-    stop.add_argument("run_dir", type=Path)
-    stop.add_argument("--now", action="store_true", help="finish no step: go back to the last checkpoint")
-    takes_scale(command("scale", _scale, "Add generators to a submitted run, or retire them again."))
-    logs = command("logs", _logs, "Show what the processes of a run have written.")
-    logs.add_argument("run_dir", type=Path)
-    what = '"trainer", "generator-1", "slurm" for batch logs; default: all'
+    stop.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    stop.add_argument("--now", action="store_true", help="do not finish the step; steps since the last save are lost")
+    takes_scale(command("scale", _scale, "Add generators to a submitted run, or remove added ones."))
+    logs = command("logs", _logs, "Show the logs of a run's processes.")
+    logs.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
     logs.add_argument("words", nargs="*", metavar="[ROLE]", help=what)
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    doctor = command("doctor", _doctor, "Look at a site for everything that keeps runs from running; say the remedy.")
+    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    doctor = command("doctor", _doctor, "Check a site for everything that would prevent a run, and print remedies.")
     doctor.add_argument("site_file", type=Path, metavar="SITE.toml")
-    doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a made-up run")
-    doctor.add_argument("--quick", action="store_true", help="from this machine alone, without jobs")
-    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for its jobs (300)")
-    doctor.add_argument("--report", type=Path, metavar="FILE", help="all of it in one file to send, without secrets")
+    doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a minimal run")
+    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -157,14 +155,14 @@ def _run(options: argparse.Namespace) -> int:
 def run_locally(
     config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint | None = None
 ) -> int:
-    """Check everything, claim the run directory, run all roles here, return the exit status."""
+    """Check everything, prepare the run directory, run all roles here, return the exit status."""
     from launch.checkpoint_choice import NEWEST
     from launch.gpu_map import map_gpus
     from launch.gpus import gpus_here
     from launch.local import LocalExecutor
     from launch.plan import plan_run
     from launch.preflight import preflight
-    from launch.run_directory import claim, mint_keys
+    from launch.run_directory import mint_keys, prepare_run_dir
     from launch.run_owner import own_run
     from launch.watch import Watch
 
@@ -174,7 +172,7 @@ def run_locally(
     watch = Watch(layout, sys.stderr)
     where = resume_from or NEWEST
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        attempt = claim(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
+        attempt = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
         owner.begins(attempt.owner)
         plan = plan_run(
             config,
@@ -241,7 +239,7 @@ def _scale(options: argparse.Namespace) -> int:
     from launch.jobs.scale import Addition, scale_run
 
     if len(options.words) > 1:
-        raise ConfigError(f"{options.words[1]!r}: one site file may be given; legal besides: --generators and its like")
+        raise ConfigError(f"{options.words[1]!r}: at most one site file; other arguments are options (`--help`)")
     how = Addition(Path(options.words[0]) if options.words else None, options.partition, options.time)
     scale_run(_layout(options), options.generators, how, dry_run=options.dry_run, tell=_tell)
     return 0
@@ -252,7 +250,7 @@ def _logs(options: argparse.Namespace) -> int:
 
     role, *more = options.words or [None]
     if more:
-        raise ConfigError(f"{more[0]!r}: one role may be given; legal besides: -f")
+        raise ConfigError(f"{more[0]!r}: at most one role; `rlhpc logs RUN_DIR` shows all")
     return show_logs(_layout(options), role, options.follow)
 
 
@@ -263,9 +261,9 @@ def _doctor(options: argparse.Namespace) -> int:
     options.overrides = [word for word in options.words if "=" in word]
     options.run_file = Path(files[0]) if files else None
     if len(files) > 1:
-        raise ConfigError(f"{files[1]!r}: neither an override (key=value) nor the one run file that may be given")
+        raise ConfigError(f"{files[1]!r}: legal: at most one run file, and overrides (key=value)")
     if options.overrides and not files:
-        raise ConfigError(f"{options.overrides[0]!r}: an override of a run file, and none is given")
+        raise ConfigError(f"{options.overrides[0]!r}: an override needs a run file, and none is given")
     return doctor(options)
 
 

@@ -1,9 +1,8 @@
 """The lock of a run directory: held by the launcher and every process that it starts, as long as one of them lives.
 
-In: a RunLayout.  Out: an open file whose lock children inherit; the kernel frees it with the last of them, however
-they ended.  It makes "something of this run still lives on this machine" a question with an answer, also where a killed
-launcher has left a process that stands still.  On filesystems without locks there is none, and ownership.py alone keeps
-attempts apart.
+Input: a RunLayout.  Output: an open file whose lock children inherit; the kernel releases it with the last of them,
+however they ended.  It answers whether a process of this run still lives on this machine, even where a killed launcher
+has left a suspended process behind.  On filesystems without locks ownership.py alone keeps attempts apart.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class LockHeld(Exception):
-    """Somebody has it."""
+    """The lock is held by another process."""
 
 
 class DirectoryLock:
-    """A lock that is held.  Closing it frees our share of it alone."""
+    """A lock that is held.  Closing it releases only this process's share."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor, self._path = descriptor, path
 
     def close(self) -> None:
-        """Let go.  Idempotent."""
+        """Release it.  Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     @property
     def is_of_the_directory(self) -> bool:
-        """False if somebody has deleted the file since: then it keeps nobody away."""
+        """False if the file has been deleted since: then the lock excludes nobody."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), self._path.stat())
         except FileNotFoundError:
@@ -47,7 +46,7 @@ class DirectoryLock:
 
 
 def lock_directory(layout: RunLayout) -> DirectoryLock:
-    """Lock a run directory that exists.  Raises LockHeld; OSError where the file cannot be made."""
+    """Lock an existing run directory.  Raises LockHeld; OSError if the file cannot be created."""
     while True:
         descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         lock = DirectoryLock(descriptor, layout.lock)
@@ -57,7 +56,7 @@ def lock_directory(layout: RunLayout) -> DirectoryLock:
             lock.close()
             raise LockHeld from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:  # where there are none, ownership.py is all there is
+            if error.errno not in _NO_LOCKS_HERE:  # without file locks, ownership.py alone protects the directory
                 lock.close()
                 raise
         if lock.is_of_the_directory:
@@ -66,7 +65,7 @@ def lock_directory(layout: RunLayout) -> DirectoryLock:
 
 
 def holders(layout: RunLayout) -> list[ProcessIdentity]:
-    """Processes of this machine, not this one, that have the lock file open, as far as they may be seen."""
+    """Other processes on this machine that have the lock file open, as far as they are visible to this user."""
     try:
         wanted = layout.lock.stat()
     except FileNotFoundError:
@@ -75,7 +74,7 @@ def holders(layout: RunLayout) -> list[ProcessIdentity]:
     for directory in Path("/proc").iterdir():
         if not directory.name.isdecimal() or int(directory.name) == os.getpid():
             continue
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if any(_is_open(path, wanted) for path in (directory / "fd").iterdir()):
                 identity = ProcessIdentity.of(int(directory.name))
                 found += [identity] if identity is not None else []
@@ -84,7 +83,7 @@ def holders(layout: RunLayout) -> list[ProcessIdentity]:
 
 def _is_open(path: Path, wanted: os.stat_result) -> bool:
     try:
-        # The name first: a look at what lies on a filesystem that does not answer would hang.
+        # The name first: stat of a file on a filesystem that does not answer would hang.
         return Path(os.readlink(path)).name == _NAME and os.path.samestat(path.stat(), wanted)  # noqa: PTH115
     except OSError:  # closed meanwhile
         return False

@@ -1,4 +1,4 @@
-"""Take a trained model home: the weights of a checkpoint as an HF directory."""
+"""Export a trained model: the weights of a checkpoint as an HF directory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:
     for state in KnownCheckpoints(layout.checkpoints).newest_first():
         if state.fate is Fate.SOUND:
             return state.step
-        skipped.append(f"{state.path.name} is passed over: {state.problem}")
+        skipped.append(f"{state.path.name} is skipped: {state.problem}")
     what = "no checkpoint is sound" if skipped else "no complete checkpoint"
     raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}", *skipped]))

@@ -1,8 +1,8 @@
-"""Which GPU each process of a run on one machine gets: trainer ranks first, a GPU each, then the engines.
+"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines.
 
-Input: a Config and the GPUs that may be used.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that
-says how many are wanted, how many there are, and what would fit.  Pure.  On Slurm the jobs ask for GPUs by the task,
-and nothing of this applies.
+Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
+GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
+module is not used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _wanted(config: Config) -> tuple[int, list[int]]:
 def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
     if config.trainer.device == "cuda":
         raise ConfigError(
-            f"trainer.device='cuda' wants {config.trainer.num_ranks} GPU(s), {gpus.describe()}; legal: 'auto', 'cpu', "
+            f"trainer.device='cuda' needs {config.trainer.num_ranks} GPU(s), {gpus.describe()}; legal: 'auto', 'cpu', "
             "or a torch for CUDA on a machine with GPUs"
         )
     choose_transport(config.weights.transport, CPU, {"generator-0": (CPU,)})
@@ -114,7 +114,7 @@ def _shortage(config: Config, gpus: VisibleGpus) -> str:
     if engines:
         wants += [f"generation.num_replicas={len(engines)} × generation.tensor_parallel={generation.tensor_parallel}"]
     return (
-        f"{' + '.join(wants)} want {ranks + sum(engines)} GPUs, {gpus.describe()}; "
+        f"{' + '.join(wants)} need {ranks + sum(engines)} GPUs, {gpus.describe()}; "
         f"{_what_fits(config, len(gpus.words))}; for a run on Slurm: rlhpc check --site SITE.toml, rlhpc submit"
     )
 
@@ -132,7 +132,7 @@ def _what_fits(config: Config, num_gpus: int) -> str:
             "would fit: trainer.num_ranks=1 generation.num_replicas=1 generation.tensor_parallel=1, which share it, "
             "with generation.kv_cache_bytes"
         )
-    return "nothing that was tried fits"
+    return "no smaller layout fits"
 
 
 def _changes(config: Config, num_gpus: int) -> Iterator[dict[str, object]]:

@@ -1,8 +1,8 @@
-"""Which GPUs of this machine a run may use, as words for CUDA_VISIBLE_DEVICES.
+"""Which GPUs of this machine a run may use, as entries of CUDA_VISIBLE_DEVICES.
 
-Input: the caller's CUDA_VISIBLE_DEVICES and the answer of `nvidia-smi -L`.  Output: one word a GPU, in CUDA's order.  A
-caller's words are handed on as they are written, so that they mean to the processes of a run what they mean to him:
-indices, UUIDs, beginnings of UUIDs, parts of a GPU (MIG).  Loads no torch and initialises no CUDA.
+Input: the caller's CUDA_VISIBLE_DEVICES and the output of `nvidia-smi -L`.  Output: one entry per GPU, in CUDA's order.
+The caller's entries are passed on unchanged, so that they mean the same to the processes of a run: indices, UUIDs,
+prefixes of UUIDs, parts of a GPU (MIG).  Loads no torch and initialises no CUDA.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a run was begun with: digests of tokenizer, weights and dataset, noted at the first start and held on resume.
+"""The inputs of a run: digests of tokenizer, weights and dataset, recorded at the first start and verified on resume.
 
 Input: the settings and the files they name.  Output: inputs.json in the run directory, or what differs from it.
-Guarantees: a file counts as the same by its content, wherever it lies, so that a directory may move; a file whose path,
-inode, size and times are those that were noted is not read again, so that a resume costs a few `stat` calls.
+Guarantees: files are compared by content, wherever they lie, so that a directory may move; a file whose path, inode,
+size and times are unchanged is not read again, so that a resume costs a few `stat` calls.
 
-Of safetensors above FULL_BYTES the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
-finds another model, or another training of the same one, in 140 GB within seconds.  Everything else is read in full.
+Of safetensors above FULL_BYTES, the header and SAMPLE_BYTES at beginning, middle and end of every tensor are read: that
+detects another model, or another training of the same one, in 140 GB within seconds.  Other files are read in full.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def read_inputs(layout: RunLayout) -> Inputs | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
-            f"{layout.inputs}: damaged ({error!r}); delete it to have the present model and data noted anew"
+            f"{layout.inputs}: damaged ({error!r}); delete it to record the current model and data again"
         ) from error
 
 
@@ -110,9 +110,9 @@ def refuse_other_inputs(config: Config, layout: RunLayout, *, may_lack_weights: 
     now = look_at_inputs(config, noted)
     different = differences(noted, now, may_lack_weights=may_lack_weights) if noted is not None else []
     if different:
-        lines = [f"{layout.root}: model or data are not those that this run began with:"]
+        lines = [f"{layout.root}: model or data differ from those that this run began with:"]
         lines += [f"  {line}" for line in different]
-        lines.append("put them back as they were; for other ones start a new run (another run.name)")
+        lines.append("restore them; to use other ones start a new run (another run.name)")
         raise RunDirectoryError("\n".join(lines))
     return now
 
@@ -135,13 +135,13 @@ def _differences(key: str, before: Mapping[str, InputFile], now: Mapping[str, In
         if new is None and old is not None:
             yield f"{key}: {name} is missing; it was {old.path}"
         elif old is None and new is not None:
-            yield f"{key}: {new.path} was not there"
+            yield f"{key}: {new.path} did not exist"
         elif old is not None and new is not None and old.digest != new.digest:
-            yield f"{key}: {new.path} has other content ({_size(old, new)}digest {new.digest}, noted {old.digest})"
+            yield f"{key}: {new.path} has other content ({_size(old, new)}digest {new.digest}, recorded {old.digest})"
 
 
 def _size(old: InputFile, new: InputFile) -> str:
-    return f"{new.num_bytes} bytes where {old.num_bytes} were; " if new.num_bytes != old.num_bytes else ""
+    return f"{new.num_bytes} bytes instead of {old.num_bytes}; " if new.num_bytes != old.num_bytes else ""
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -1,7 +1,7 @@
-"""The local executor: every process of a run on this machine, started, watched, and ended by pid.
+"""The local executor: start, watch and end every process of a run on this machine.
 
-Eats RunPlan; returns the run's exit status.  Each process leads a session of its own, so that whatever it started
-(engine workers, verifiers) ends with it.
+Input: RunPlan.  Output: the run's exit status.  Each process leads its own session, so that whatever it started (engine
+workers, verifiers) ends with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.batch.exit_records import ExitRecord, last_words, write_record
+from launch.batch.exit_records import ExitRecord, last_error_line, write_record
 from launch.batch.run_state import wants_abort, wants_stop
 from launch.plan import ProcessPlan, RunPlan
 from launch.run_owner import RunOwner
@@ -47,7 +47,7 @@ class _Running:
 
 
 class LocalExecutor:
-    """Runs one plan.  Use as a context manager: leaving it ends whatever is left."""
+    """Runs one plan.  Use as a context manager: leaving it ends every process that is left."""
 
     def __init__(self, plan: RunPlan, tell: Callable[[str], None], owner: RunOwner) -> None:
         """`tell` takes lines for the user; `owner` is this process as the launcher of the run."""
@@ -71,9 +71,9 @@ class LocalExecutor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Kill what is left, by the process groups that we made."""
+        """Kill what is left, by process group."""
         for running in self._running:
-            if not running.is_reported:  # its group is gone, and by now the number may be somebody else's
+            if not running.is_reported:  # otherwise its group is gone, and the id may have been reused
                 self._signal_group(running, signal.SIGKILL)
             running.process.wait()
             running.log.close()
@@ -84,12 +84,12 @@ class LocalExecutor:
     def wait(self, every: Callable[[], None]) -> int:
         """Watch until every process has ended; call `every` a few times a second.  Returns the exit status.
 
-        0: the run is complete, or was stopped and has closed its books.  130: interrupted, and killed before it could.
-        4: another start has taken the run over.  Otherwise the status of the first process that failed.
+        0: the run is complete, or was stopped and has saved its state.  130: interrupted, and killed before it could.
+        4: another launcher has taken the run over.  Otherwise the status of the first process that failed.
         """
         while any(running.process.poll() is None for running in self._running):
             self._notice_ends()
-            self._heed_requests()
+            self._obey_requests()
             self._is_lost(self._owner.renew)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._end_all(signal.SIGKILL)
@@ -132,43 +132,43 @@ class LocalExecutor:
             if running.plan.role == "controller" or (status and self._is_missed(running)):
                 self._wind_up(running, status)
             elif status and self._deadline is None:
-                self._tell(self._obituary(running, status) + "; the run goes on with the rest")
+                self._tell(self._exit_summary(running, status) + "; the run continues without it")
 
     def _is_missed(self, running: _Running) -> bool:
-        """True if the run cannot go on without this process, or it was the last of its role."""
+        """True if the run cannot continue without this process, or it was the last of its role."""
         others = (r for r in self._running if r.plan.role == running.plan.role and r.process.poll() is None)
         return not running.plan.is_expendable or not any(others)
 
     def _wind_up(self, running: _Running, status: int) -> None:
-        """The run is over.  After success everybody has been told by the controller; after a failure they are now."""
+        """The run is over.  After success the controller has told every role to exit; after a failure we do."""
         if status and self._is_lost(self._owner.check):
             return  # that is why it failed
         if status and self._deadline is None:
-            self._failure, self._status = self._obituary(running, status), abs(status)
+            self._failure, self._status = self._exit_summary(running, status), abs(status)
             self._record_failure(running.plan, status)
             for other in self._running:
                 if other.process.poll() is None:
-                    # SIGINT makes the controller close its books at once: nobody will finish the step it waits for.
+                    # SIGINT makes the controller exit at once: the step that it waits for will not be finished.
                     is_controller = other.plan.role == "controller"
                     self._signal_group(other, signal.SIGINT if is_controller else signal.SIGTERM)
         self._grant_grace(FINISH_GRACE_S)
 
-    def _obituary(self, running: _Running, status: int) -> str:
+    def _exit_summary(self, running: _Running, status: int) -> str:
         cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         path = self._plan.layout.log(running.plan.role, running.plan.replica, self._plan.attempt)
-        return f"{running.plan.name} ended with {cause}: {last_words(path.read_bytes())} (log: {path})"
+        return f"{running.plan.name} ended with {cause}: {last_error_line(path.read_bytes())} (log: {path})"
 
     def _record_failure(self, plan: ProcessPlan, status: int) -> None:
-        """For those who look later: a process that was killed has said nothing, and the controller ends well."""
+        """Write an exit record: a killed process logs nothing, and the controller exits cleanly."""
         layout, attempt = self._plan.layout, self._plan.attempt
-        words = last_words(layout.log(plan.role, plan.replica, attempt).read_bytes())
+        words = last_error_line(layout.log(plan.role, plan.replica, attempt).read_bytes())
         as_a_shell = 128 - status if status < 0 else status
         record = ExitRecord(plan.name, as_a_shell, words, starts=1, host=socket.gethostname(), job="")
-        with contextlib.suppress(OSError):  # a full disk is perhaps what it failed of
+        with contextlib.suppress(OSError):  # a full disk may be the cause of the failure
             write_record(layout.exit_record(plan.role, plan.replica, attempt), record)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C ends the run within seconds, a second one at once.  SIGTERM ends it well, however often it comes."""
+        """Ctrl-C ends the run within seconds, a second one at once.  SIGTERM ends it gracefully, even if repeated."""
         if number == signal.SIGTERM:
             self._ask_for_the_end(signal.SIGTERM)
             return
@@ -178,15 +178,15 @@ class LocalExecutor:
         else:
             self._ask_for_the_end(signal.SIGINT)
 
-    def _heed_requests(self) -> None:
-        """What `rlhpc stop` has asked for, once or many times."""
+    def _obey_requests(self) -> None:
+        """React to `rlhpc stop`, once or repeated."""
         if wants_abort(self._plan.layout):
             self._ask_for_the_end(signal.SIGINT)
         elif wants_stop(self._plan.layout):
             self._ask_for_the_end(signal.SIGTERM)
 
     def _ask_for_the_end(self, number: signal.Signals) -> None:
-        """SIGTERM: finish the step and save.  SIGINT: within seconds, also where more time was given before."""
+        """SIGTERM: finish the step and save.  SIGINT: end within seconds, even if more time was granted before."""
         if number in self._asked or signal.SIGINT in self._asked:
             return
         self._asked.add(number)
@@ -225,9 +225,9 @@ class LocalExecutor:
 
 
 def _die_with(launcher: int) -> None:
-    """In the child before it is a role: end with the launcher from the first instruction on.
+    """In the child before it becomes a role: die with the launcher, from the first instruction on.
 
-    A role that is up asks for a signal of its own instead (lifecycle.py).
+    A role that has started replaces this by a signal of its own (lifecycle.py).
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the kernel was asked
@@ -235,9 +235,9 @@ def _die_with(launcher: int) -> None:
 
 
 def _private_temporary_directory() -> Path:
-    """Make the place for all temporary files of this attempt, 0700, which goes when it goes.
+    """Make the directory for all temporary files of this attempt, mode 0700; it is deleted at the end.
 
-    vLLM leaves the sockets between its processes behind, and speaks pickle over them: nobody else may reach those.
+    vLLM leaves the sockets between its processes behind, and sends pickle over them: no other user may reach them.
     """
     directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))
     if len(str(directory)) <= LONGEST_TEMPORARY_PATH:

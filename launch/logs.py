@@ -1,7 +1,7 @@
-"""`rlhpc logs`: the logs of a run, merged, with the name of the process before each line; and on as they grow.
+"""`rlhpc logs`: the logs of a run, merged, each line prefixed with its process's name; optionally followed.
 
-Eats RUN_DIR/logs, prints.  Follows by looking again every second: a file on NFS tells nobody that it has grown.  New
-attempts and new replicas are taken up as their files appear.
+Input: RUN_DIR/logs.  Output: printed lines.  Follows by polling every second, because NFS sends no notification when a
+file grows.  Logs of new attempts and new replicas are included as their files appear.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhpc.run_layout import RunLayout
 
 LAST_LINES = 200
 LOOK_S = 1.0
-ASK_SLURM_S = 30.0  # sites dislike to be asked more often
+ASK_SLURM_S = 30.0  # sites do not like more frequent queries
 SLURM = "slurm"  # logs of batch steps: slurm/hetjob-12
 _TAIL_BYTES = 1 << 20  # 200 lines of vLLM's are some 50 kB
 _CHUNK_BYTES = 1 << 20
@@ -37,10 +37,10 @@ class LogFile:
 
 
 def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
-    """Print the last lines of each log of the newest attempt; follow: and what comes, until the run is over.
+    """Print the last lines of each log of the newest attempt; follow: also new lines, until the run is over.
 
     role: "trainer" for all its ranks, "generator-1" for one process, "slurm" for batch steps, None for all.  Returns
-    the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run directory; no such role, with those there are.
+    the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run directory; no such role.
     """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory")
@@ -55,7 +55,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     if not follow:
         return 0
     if not found:
-        sys.stderr.write(f"rlhpc: no log yet; waits for one (`rlhpc status {layout.root}` says why)\n")
+        sys.stderr.write(f"rlhpc: no log yet; waiting for one (`rlhpc status {layout.root}` says why)\n")
     try:
         _follow(layout, role, tails, {file.path for file in there})
     except KeyboardInterrupt:
@@ -89,9 +89,9 @@ def roles_there(layout: RunLayout) -> list[str]:
 
 
 def _newest(files: list[LogFile]) -> list[LogFile]:
-    """Those of the newest attempt, and of batch steps those written within a day of the last word.
+    """Logs of the newest attempt, and of batch steps those written within a day of the latest.
 
-    A generator outlasts attempts, and may go on in the log of an earlier one: of it the newest that there is.
+    A generator survives attempts, and may continue in the log of an earlier one: its newest log is taken.
     """
     last = max((file.attempt for file in files), default=-1)
     of_name = {file.name: file for file in files if file.attempt >= 0}  # sorted: the last of each name stays
@@ -108,7 +108,7 @@ def _is_meant(name: str, role: str | None) -> bool:
 
 
 def _may_come(layout: RunLayout, role: str | None) -> bool:
-    """True if a log that is not there yet may still appear: of a role that runs have, in a run that is not over."""
+    """True if a missing log may still appear: the role's name is valid, and the run is not over."""
     roles = ("controller", "trainer", "generator", "reward", SLURM)
     known = role is None or role in roles or (role.rpartition("-")[0] in roles and role.rpartition("-")[2].isdigit())
     return known and not _is_over(layout)
@@ -119,7 +119,7 @@ def _nothing(layout: RunLayout, role: str | None) -> str:
     if not there:
         return f"{layout.logs}: no logs yet; `rlhpc status {layout.root}` says what the run waits for"
     kinds = sorted({name.partition("/")[0] if "/" in name else name.rpartition("-")[0] for name in there})
-    return f"{role!r} has no log in {layout.logs}; there are: {', '.join([*kinds, *there])}"
+    return f"{role!r} has no log in {layout.logs}; legal: {', '.join([*kinds, *there])}"
 
 
 def _by_number(name: str) -> tuple[str, int]:
@@ -139,14 +139,14 @@ def _age(path: Path) -> float:
 
 
 class _Tail:
-    """One file: what has been printed of it, and the line that is not whole yet."""
+    """One file: how far it has been printed, and the incomplete last line."""
 
     def __init__(self, file: LogFile) -> None:
         self.file = file
         self._offset, self._rest = 0, b""
 
     def print_last(self, lines: int, width: int) -> None:
-        """Print the end of what is there."""
+        """Print the last lines."""
         try:
             size = self.file.path.stat().st_size
             with self.file.path.open("rb") as stream:
@@ -159,10 +159,10 @@ class _Tail:
         self._print(whole[-lines:], width)
 
     def print_new(self, width: int) -> bool:
-        """Print what has come since; True if there was something."""
+        """Print new lines; True if there were any."""
         try:
             size = self.file.path.stat().st_size
-            if size < self._offset:  # a batch log that a requeued job has begun anew
+            if size < self._offset:  # the file was truncated, as a batch log by a requeued job
                 self._offset, self._rest = 0, b""
             if size == self._offset:
                 return False
@@ -177,28 +177,28 @@ class _Tail:
         return bool(content)
 
     def finish(self, width: int) -> None:
-        """Print a last line that has no end."""
+        """Print an unterminated last line."""
         if self._rest:
             self._print([self._rest], width)
             self._rest = b""
 
     def _print(self, lines: list[bytes], width: int) -> None:
         for line in lines:
-            # Of what a progress bar has written over itself, the last.
+            # Of a progress bar, which overwrites its line, only the last state.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             sys.stdout.write(f"{self.file.name:<{width}} | {text}\n")
         sys.stdout.flush()
 
 
 def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen: set[Path]) -> None:
-    """Print what comes until the run is over, and then what came last.
+    """Print new lines until the run is over and the logs stop growing.
 
-    seen: logs that were there before; those of earlier attempts have no tail, for they do not grow any more.
+    seen: logs that existed before; those of earlier attempts have no tail, because they do not grow any more.
     """
     width = max((len(tail.file.name) for tail in tails.values()), default=0)
     is_over = _now_and_then(lambda: _is_over(layout), ASK_SLURM_S if is_slurm_run(layout) else LOOK_S)
     quiet = 0
-    while quiet < 2:  # processes say their last words while the run counts as over already
+    while quiet < 2:  # processes may still log while the run already counts as over
         over = layout.summary.exists() or is_over()
         for file in log_files(layout, role):
             if file.path not in seen:
@@ -213,14 +213,14 @@ def _follow(layout: RunLayout, role: str | None, tails: dict[Path, _Tail], seen:
 
 
 def _is_over(layout: RunLayout) -> bool:
-    """True if nothing writes logs any more.  Where Slurm does not answer the run is taken for alive."""
+    """True if nothing writes logs any more.  If Slurm does not answer the run counts as alive."""
     if layout.summary.exists():
         return True
     return not look_at_run(layout).is_alive if is_slurm_run(layout) else launcher_of(layout) is None
 
 
 def _now_and_then(ask: Callable[[], bool], every_s: float) -> Callable[[], bool]:
-    """Ask a question that costs something no more often than every_s; between, the last answer."""
+    """Limit an expensive query to one in every_s; in between, return the last answer."""
     asked, answer = -every_s, False
 
     def cheap() -> bool:

@@ -1,6 +1,6 @@
-"""Which processes a run consists of.  Pure: settings in, processes out; executors start them.
+"""Which processes a run consists of.  Pure; executors start them.
 
-Eats Config, makes RunPlan.
+Input: Config.  Output: RunPlan.
 """
 
 from __future__ import annotations

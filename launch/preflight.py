@@ -1,6 +1,6 @@
-"""What can be known to be wrong before any process is started.
+"""Check what can be known to be wrong before any process is started.
 
-Eats Config; raises ConfigError with the place, or returns what it found out.
+Input: Config.  Output: what was found out; raises ConfigError that names the key.
 """
 
 from __future__ import annotations

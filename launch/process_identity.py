@@ -1,7 +1,7 @@
-"""Which process is meant, on which machine: a pid that comes again, and a clock that is set, deceive nobody.
+"""Identify a process on a machine, robust against reused pids and changed clocks.
 
-In: a pid.  Out: ProcessIdentity, which can be written down and asked later, by any process of any machine, whether that
-process lives.  Linux: /proc.
+Input: a pid.  Output: ProcessIdentity, which can be stored and later checked, by any process on any machine, for
+whether that process is alive.  Linux: /proc.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_GONE_STATES = ("Z", "X", "x")  # has ended; whoever started it has not asked for its status, and may never do
+_GONE_STATES = ("Z", "X", "x")  # ended, but not yet reaped by its parent
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of one boot of one machine."""
+    """One process in one boot of one machine."""
 
     host: str
-    boot_id: str  # another machine, or the same one since it was started again, has another
+    boot_id: str  # differs between machines, and after a reboot
     pid: int
-    start_ticks: int  # from the boot to the birth of the process; setting the clock does not change them
+    start_ticks: int  # from boot to process start; not affected by changes of the clock
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Identity of a process of this machine; None: there is none, or it has ended."""
+        """Identity of a process on this machine; None: there is none, or it has ended."""
         found = _state_and_ticks(pid)
         if found is None or found[0] in _GONE_STATES:
             return None
@@ -35,7 +35,7 @@ class ProcessIdentity:
 
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
-        """Ours."""
+        """This process's identity."""
         identity = cls.of(os.getpid())
         assert identity is not None
         return identity
@@ -51,18 +51,18 @@ class ProcessIdentity:
 
     @property
     def is_here(self) -> bool:
-        """True if it is of this machine as it runs now: whether it lives can be seen from here."""
+        """True if it belongs to this boot of this machine, so that its state is visible here."""
         return self.boot_id == boot_id()
 
     @property
     def is_alive(self) -> bool:
-        """True if this very process runs, or stands still, on this machine."""
+        """True if exactly this process exists on this machine, running or suspended."""
         found = ProcessIdentity.of(self.pid) if self.is_here else None
         return found is not None and found.start_ticks == self.start_ticks
 
 
 def boot_id() -> str:
-    """Name of this boot of this machine."""
+    """Id of the current boot of this machine."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 

@@ -1,4 +1,4 @@
-"""The options that say where a resume begins: of `run`, `submit` and `resume`."""
+"""The options of `run`, `submit` and `resume` that choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def takes_resume_point(parser: argparse.ArgumentParser) -> None:
 
 
 def resume_point(options: argparse.Namespace) -> ResumePoint:
-    """What was given.  Raises ConfigError where nothing is resumed."""
-    from launch.checkpoint_choice import ResumePoint  # with what reads checkpoints, which --help need not wait for
+    """The options' value.  Raises ConfigError if they are given without a resume."""
+    from launch.checkpoint_choice import ResumePoint  # imports what reads checkpoints; --help need not wait for it
 
     is_resume = getattr(options, "resume", True)
     if (options.from_start or options.step is not None) and not is_resume:
         option = "--from-start" if options.from_start else "--step"
-        raise ConfigError(f"{option} says where a resume begins: give --resume, too")
+        raise ConfigError(f"{option} chooses where a resume begins: use it with --resume")
     return ResumePoint(options.from_start, options.step)
 
 
 def refuse_resume_point(options: argparse.Namespace) -> None:
-    """Of several runs at once.  Raises ConfigError if one is given."""
+    """For several runs at once.  Raises ConfigError if one of the options is given."""
     if options.from_start or options.step is not None:
-        raise ConfigError("--step and --from-start are of one run; `rlhpc resume RUN_DIR` takes them for each")
+        raise ConfigError("--step and --from-start apply to one run; use `rlhpc resume RUN_DIR` for each")

@@ -1,8 +1,8 @@
-"""`rlhpc check RUN_DIR`: read all that a run has written and say what of it is damaged.
+"""`rlhpc check RUN_DIR`: read everything that a run has written and report what is damaged.
 
-Input: a run directory, of a run that lives or not.  Output: a row for each thing that was looked at.
-Guarantees: it changes nothing.  What a living run writes or deletes meanwhile is no damage: files count from when they
-have their final name, and what has gone by the time that it is read is left out.
+Input: the directory of a run, alive or not.  Output: one row per item checked.
+Guarantees: it changes nothing.  What a live run writes or deletes meanwhile is no damage: files count once they have
+their final names, and files deleted before they could be read are left out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def chosen_step(rows: list[Row]) -> int | None:
     return steps[0] if steps else None
 
 
-_CHOSEN = "a resume goes on from here"
+_CHOSEN = "a resume starts from here"
 
 
 def _settings(layout: RunLayout, progress: Progress) -> Iterator[Row]:
@@ -82,7 +82,7 @@ def _inputs(layout: RunLayout, progress: Progress) -> Iterator[Row]:
     try:
         config, noted = read_resolved(layout)[0], read_inputs(layout)
         if noted is None:
-            yield Row("inputs", name, Verdict.NOTE, "none were noted; the next resume notes what is there then")
+            yield Row("inputs", name, Verdict.NOTE, "none recorded; the next resume records the current ones")
             return
         progress(f"model {config.model.path} and data {config.data.path}")
         lines = differences(noted, look_at_inputs(config, noted))
@@ -133,7 +133,7 @@ def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
     name = state.path.name
     match state.fate:
         case Fate.SOUND:
-            return Row("checkpoints", name, Verdict.SOUND, _CHOSEN if is_chosen else "older than the one that is taken")
+            return Row("checkpoints", name, Verdict.SOUND, _CHOSEN if is_chosen else "older than the one resumed from")
         case Fate.UNDONE:
             return Row("checkpoints", name, Verdict.NOTE, f"a resume sets it aside: {state.problem}")
         case Fate.UNREADABLE:
@@ -159,7 +159,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
                 yield Row("segments", path.name, Verdict.DAMAGED, str(error))
     twice = sorted(group for group, count in groups.items() if count > 1)
     if twice:
-        text = f"groups that stand in segments twice: {', '.join(map(str, twice[:10]))}{' …' if twice[10:] else ''}"
+        text = f"groups that are in segments twice: {', '.join(map(str, twice[:10]))}{' …' if twice[10:] else ''}"
         yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
     if paths and not num_damaged:
         text = f"{len(groups)} groups, all checksums right"
@@ -181,7 +181,7 @@ def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[R
 def _leftovers(layout: RunLayout) -> Iterator[Row]:
     """What no resume looks at."""
     for path in what_was_set_aside(layout.checkpoints):
-        yield Row("leftovers", path.name, Verdict.NOTE, f"set aside, {_size_of(path)}; nothing needs it any more")
+        yield Row("leftovers", path.name, Verdict.NOTE, f"set aside, {_size_of(path)}; no longer needed")
     for path in leftovers_of(layout.checkpoints):
         text = f"being written or deleted, or left behind, {_size_of(path)}; the next checkpoint deletes what is dead"
         yield Row("leftovers", path.name, Verdict.NOTE, text)
@@ -189,7 +189,7 @@ def _leftovers(layout: RunLayout) -> Iterator[Row]:
         text = "being written, or left behind; the next resume deletes what is dead"
         yield Row("leftovers", str(path.relative_to(layout.root)), Verdict.NOTE, text)
     for path in sorted(layout.rollouts.glob("lost_attempt_*")):
-        text = f"rollouts of undone steps, {_size_of(path)}; nothing needs them any more"
+        text = f"rollouts of undone steps, {_size_of(path)}; no longer needed"
         yield Row("leftovers", path.name, Verdict.NOTE, text)
 
 

@@ -1,4 +1,4 @@
-"""Print what `rlhpc check RUN_DIR` has found: a table for people, JSON for programs; say what is read meanwhile."""
+"""Print the results of `rlhpc check RUN_DIR`: a table for people, JSON for programs, progress while reading."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def as_table(layout: RunLayout, rows: Sequence[Row]) -> str:
         part = row.part
     num_damaged = sum(row.verdict is Verdict.DAMAGED for row in rows)
     step = chosen_step(list(rows))
-    resume = f"a resume goes on from step {step}" if step is not None else "there is no checkpoint to resume from"
+    resume = f"a resume starts from step {step}" if step is not None else "there is no checkpoint to resume from"
     lines.append(f"{layout.root}: {f'{num_damaged} damaged' if num_damaged else 'sound'}; {resume}")
     return "\n".join(lines)
 

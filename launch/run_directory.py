@@ -1,7 +1,7 @@
-"""The life of a run directory: made once, resumed on request, never taken over from a run that lives.
+"""The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
 
-Eats Config, makes the directory with settings, keys and a line per attempt.  A run lives here as processes of this
-machine, whose launcher counts attempts, or as jobs of Slurm, of which the first one does (jobs/begin_attempt.py).
+Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
+machine, whose launcher counts attempts, or Slurm jobs, the first of which does (jobs/begin_attempt.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.run_directory")
 
-# What a checkpoint is of: prompt order, weights, and a ledger whose groups were admitted under these bounds.
+# A checkpoint depends on these: prompt order, weights, and a ledger whose groups were admitted under these bounds.
 FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
     "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
-MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content that was noted at the first start
+MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content recorded at the first start
 
-LIVES_ELSEWHERE_S = 60.0  # jobs of a run whose status is younger may live where Slurm does not say
+LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Attempt:
 
     index: int
     resume_step: int | None  # None: from the beginning
-    owner: str = ""  # of the run directory from now on (rlhpc/ownership.py)
-    changed: tuple[str, ...] = ()  # settings that differ from the attempt before: "key: old → new"
+    owner: str = ""  # who may write to the run directory from now on (rlhpc/ownership.py)
+    changed: tuple[str, ...] = ()  # settings that differ from the previous attempt: "key: old → new"
 
 
-def claim(
+def prepare_run_dir(
     config: Config,
     layout: RunLayout,
     *,
@@ -60,17 +60,17 @@ def claim(
     resume_from: ResumePoint = NEWEST,
     tell: Tell = log.info,
 ) -> Attempt:
-    """Make the directory of a new run, or take up an old one; called by its launcher (run_owner.py).
+    """Create the directory of a new run, or prepare an existing one for a resume; called by the launcher.
 
-    A resume may change settings besides FIXED_BY_THE_FIRST_START; the new ones are written down, old and new.
+    A resume may change settings except FIXED_BY_THE_FIRST_START; the changes are recorded with old and new value.
     Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
-    a run lives in it; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
+    the run is alive; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
     if resume:
         renewal = _renewal(config, layout)
         index = num_attempts(layout)
-        owner = take_over(layout, index).owner  # from here on nothing of an earlier attempt changes what is read next
+        owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
         choice = choose(layout, resume_from, tell)
         _refuse_shorter(config, layout, choice.step or 0)
         _take_up(config, layout, renewal)
@@ -82,7 +82,7 @@ def claim(
     return note_attempt(layout, Attempt(0, None, take_over(layout, 0).owner))
 
 
-def claim_for_jobs(
+def prepare_run_dir_for_jobs(
     config: Config,
     layout: RunLayout,
     *,
@@ -91,14 +91,14 @@ def claim_for_jobs(
     resume_from: ResumePoint = NEWEST,
     tell: Tell = log.info,
 ) -> tuple[str, ...]:
-    """Likewise for a run whose jobs are about to be submitted; returns the settings that differ from before.
+    """The same for a run whose jobs are about to be submitted; returns the settings that differ from before.
 
-    No attempt begins: that is for the job in which the controller runs.  A directory in which none ever began may be
-    taken again without a word.  Raises RunDirectoryError as claim does, and on resume of a run that is complete.
+    No attempt begins: the controller's job does that.  A directory in which no attempt ever began may be reused without
+    options.  Raises RunDirectoryError as prepare_run_dir does, and on resume of a run that is complete.
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
-        exists = refuse_claim_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
+        exists = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if resume:
             renewal = _renewal(config, layout)
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
@@ -114,12 +114,12 @@ def claim_for_jobs(
         return ()
 
 
-def refuse_claim_for_jobs(
+def refuse_run_dir_for_jobs(
     config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
 ) -> bool:
-    """Raise what claim_for_jobs would but of damaged checkpoints, and touch nothing.
+    """Raise what prepare_run_dir_for_jobs would raise, except for damaged checkpoints, and change nothing.
 
-    Returns whether there is something in the directory.
+    Returns whether the directory has content.
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
@@ -132,9 +132,9 @@ def refuse_claim_for_jobs(
 
 
 def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
-    """Make new keys for every process of this attempt; those of an earlier one are worthless from now on.
+    """Make new keys for every process of this attempt; those of earlier attempts are no longer accepted.
 
-    others: names of generators that joined the run beside its plan.
+    others: names of generators that were added to the run's plan.
     """
     from rlhpc.transport.keys import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
 
@@ -143,25 +143,25 @@ def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
 
 
 def without_dots(path: Path) -> Path:
-    """Absolute, and ".." followed as the file system does: of `link/..` the parent is that of the link's target."""
+    """Absolute path, with ".." resolved as the file system does: `link/..` is the parent of the link's target."""
     return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def num_attempts(layout: RunLayout) -> int:
-    """Attempts that have begun."""
+    """Number of attempts that have begun."""
     return len(layout.attempts.read_text().splitlines()) if layout.attempts.exists() else 0
 
 
 def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
-    """Write the line of an attempt that begins; `more` stands in it too."""
+    """Append the line of an attempt that begins; `more`: further keys."""
     line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})
     with layout.attempts.open("a") as file:
         file.write(line + "\n")
     return attempt
 
 
-def renew_meeting_places(layout: RunLayout) -> None:
-    """Empty what an earlier attempt has left for its own processes, and make directories that are missing."""
+def clear_rendezvous(layout: RunLayout) -> None:
+    """Delete the rendezvous files of earlier attempts and create missing directories."""
     for directory in (layout.rendezvous, layout.weights):
         shutil.rmtree(directory, ignore_errors=True)
     layout.status.unlink(missing_ok=True)
@@ -169,10 +169,10 @@ def renew_meeting_places(layout: RunLayout) -> None:
 
 
 def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
-    """Return whether there is something in the directory; refuse what may not be taken over."""
+    """Return whether the directory has content; refuse one that must not be taken over."""
     if layout.root.is_symlink() and not layout.root.exists():
         raise RunDirectoryError(
-            f"{layout.root} is a link to {layout.root.resolve()}, which is not there: make it first"
+            f"{layout.root} is a link to {layout.root.resolve()}, which does not exist: create it first"
         )
     entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
     if not entries - OWN_FILES:
@@ -183,7 +183,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
     if not resume and not fresh:
         raise RunDirectoryError(
-            f"{layout.root} exists already; give --resume to go on, --fresh to delete it and start anew, "
+            f"{layout.root} exists already; use --resume to continue it, --fresh to delete it and start over, "
             "or choose another run.name"
         )
     if fresh and layout.root.is_symlink():
@@ -194,7 +194,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
     owner = layout.root.stat().st_uid
     if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
         raise RunDirectoryError(
-            f"{layout.root} belongs to the user with uid {owner}: --fresh deletes nobody else's run; choose another "
+            f"{layout.root} belongs to the user with uid {owner}: --fresh deletes only your own runs; choose another "
             "run.name"
         )
     return True
@@ -202,19 +202,19 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 
 def _found(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
-    write_resolved(config, layout, _commit())  # first of all: it is what makes this a run directory
+    write_resolved(config, layout, _commit())  # first: config.json is what makes this a run directory
     write_inputs(layout, look_at_inputs(config))
     _make(layout)
 
 
 def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
-    """must_know: False where there may be no Slurm, and a run that is silent counts as one that has ended."""
+    """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
     look = look_at_jobs(record.job_id for record in read_records(layout))
     living = sorted({row.job_id for row in look.rows if row.state.is_alive})
     if living:
         raise RunDirectoryError(
             f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
-            f"`rlhpc stop {layout.root}` ends them"
+            f"`rlhpc stop {layout.root}` stops them"
         )
     silent_s = _age_s(layout.status)
     if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):
@@ -224,17 +224,17 @@ def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
 def _refuse_complete(config: Config, layout: RunLayout) -> None:
     if layout.summary.exists() and config.run.num_steps <= read_resolved(layout)[0].run.num_steps:
         raise RunDirectoryError(
-            f"{layout.root}: complete, {config.run.num_steps} steps; run.num_steps=M with a larger M goes on"
+            f"{layout.root}: complete, {config.run.num_steps} steps; to continue, set run.num_steps=M with a larger M"
         )
 
 
 def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
     if step > config.run.num_steps:
-        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} has come to step {step} already")
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is at step {step} already")
 
 
 def _age_s(path: Path) -> float:
-    """Since it was written; infinite if it is not there."""
+    """Seconds since it was written; infinite if it does not exist."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -242,11 +242,11 @@ def _age_s(path: Path) -> float:
 
 
 def _say_nothing(_: str) -> None:
-    """Whatever is waited for, the submission says what came of it."""
+    """Ignore the progress message: the submission reports the result."""
 
 
 def _delete_contents(layout: RunLayout) -> None:
-    """Delete a run, but for what shows that its launcher lives."""
+    """Delete a run, except the files that show that its launcher is alive."""
     for path in layout.root.iterdir():
         if path.name in OWN_FILES:
             continue
@@ -258,7 +258,7 @@ def _delete_contents(layout: RunLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Renewal:
-    """What a resume writes down anew."""
+    """What a resume records again."""
 
     changed: tuple[str, ...]
     inputs: Inputs
@@ -267,7 +267,7 @@ class _Renewal:
 def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
     if not layout.config.exists():
-        raise RunDirectoryError(f"{layout.root}: nothing to resume; start the run without --resume")
+        raise RunDirectoryError(f"{layout.root}: no run to resume; start it without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
     may_move = MAY_MOVE if layout.inputs.exists() else ()
@@ -278,7 +278,7 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
 
 
 def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
-    """Write it down, and clear what was of the attempts before."""
+    """Record it, and delete what belongs to earlier attempts."""
     write_inputs(layout, renewal.inputs)
     if renewal.changed:
         write_resolved(config, layout, _commit())
@@ -286,13 +286,13 @@ def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
 
 
 def _clear(layout: RunLayout) -> None:
-    """Take away what was of the attempts before: none of them lives."""
-    renew_meeting_places(layout)
+    """Delete files of earlier attempts, none of which is alive."""
+    clear_rendezvous(layout)
     for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
         stale.unlink(missing_ok=True)
     for request in layout.jobs.glob("*.yield"):
         request.unlink(missing_ok=True)
-    layout.failures.unlink(missing_ok=True)  # somebody has looked at them
+    layout.failures.unlink(missing_ok=True)  # the user has decided to try again
 
 
 def _make(layout: RunLayout) -> None:
@@ -316,7 +316,7 @@ def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Commit of the code that runs, if it runs from a checkout."""
+    """Commit of the running code, if it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

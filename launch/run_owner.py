@@ -1,9 +1,9 @@
-"""One launcher at a time for a run directory: on this machine by a lock, among machines by signs of life.
+"""One launcher at a time for a run directory: on one machine by a lock, between machines by heartbeat files.
 
-In: a run directory that somebody wants to start or resume.  Out: a RunOwner, or RunDirectoryError that says who is
-there.  Guaranteed: of two that ask at once on one machine one is refused; and on a filesystem with locks nothing of an
-earlier attempt lives on this machine any more when it is granted.  That a process of another machine, which stood still
-for longer than SILENCE_S, does no harm when it wakes is ownership.py's to see to.
+Input: a run directory that somebody wants to start or resume.  Output: a RunOwner, or RunDirectoryError that names the
+owner.  Guarantees: of two simultaneous launchers on one machine one is refused; on a filesystem with locks no process
+of an earlier attempt is alive on this machine when ownership is granted.  A process on another machine that was
+suspended for longer than SILENCE_S is kept from doing harm by ownership.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Tell = Callable[[str], None]
 
 SILENCE_S = 20.0  # of a run on another machine, whose controller writes twice a second, until it counts as dead
 RENEW_S = 2.0
-LEAVE_S = 10.0  # for what a dead launcher has left behind; it has been told by the kernel, and needs about 4
+LEAVE_S = 10.0  # for processes of a dead launcher to exit; the kernel has signalled them, and they need about 4 s
 KILL_S = 10.0  # for the kernel to end what was killed
 POLL_S = 0.2
 OWN_FILES = {RunLayout(Path()).lock.name, RunLayout(Path()).launcher.name}  # there before there is a run
 
 
 class RunOwner:
-    """This process as the launcher of a run.  Use as a context manager: leaving it gives the directory back."""
+    """This process as the launcher of a run.  Use as a context manager: leaving it releases the directory."""
 
     def __init__(self, layout: RunLayout, lock: DirectoryLock | None) -> None:
         self._layout, self._lock = layout, lock
@@ -53,9 +53,9 @@ class RunOwner:
         record = read_launcher(self._layout)
         if record is not None and record == ProcessIdentity.of_this_process():
             self._layout.launcher.unlink(missing_ok=True)
-        if self._lock is None:  # what is here is not ours to touch
+        if self._lock is None:  # the directory is not ours
             return
-        if not self._layout.config.exists():  # refused: nothing has been made of it
+        if not self._layout.config.exists():  # refused before anything was written
             for remove in (self._layout.lock.unlink, self._layout.root.rmdir):
                 with suppress(OSError):
                     remove()
@@ -63,7 +63,7 @@ class RunOwner:
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """Open files that every process of the run is to inherit."""
+        """File descriptors that every process of the run inherits."""
         return () if self._lock is None else (self._lock.descriptor,)
 
     def begins(self, owner: str) -> None:
@@ -71,29 +71,29 @@ class RunOwner:
         self._fence = Fence(self._layout, owner)
 
     def renew(self) -> None:
-        """Show that this launcher lives; called several times a second.  Raises OwnershipLost."""
+        """Show that this launcher is alive; called several times a second.  Raises OwnershipLost."""
         if time.monotonic() - self._renewed_at < RENEW_S:
             return
         self._renewed_at = time.monotonic()
         self.check()
-        with suppress(OSError):  # the disk says nothing: the controller notices, too
+        with suppress(OSError):  # the disk does not answer: the controller notices, too
             os.utime(self._layout.launcher)
 
     def check(self) -> None:
-        """Raises OwnershipLost: another start has taken the run over."""
+        """Raises OwnershipLost if another launcher has taken the run over."""
         with suppress(OSError):
             if self._fence is not None:
                 self._fence.check()
 
 
 def register_launcher(layout: RunLayout) -> None:
-    """Note that this process runs the run."""
+    """Record that this process is the run's launcher."""
     record = {**ProcessIdentity.of_this_process().to_json(), "unix_time_s": time.time()}  # the time is for people
     write_atomically(layout.launcher, json.dumps(record).encode())
 
 
 def read_launcher(layout: RunLayout) -> ProcessIdentity | None:
-    """Whose name stands in launcher.json; None: nobody's, or not to be read."""
+    """The process recorded in launcher.json; None: none, or not readable."""
     try:
         return ProcessIdentity.parse(json.loads(layout.launcher.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -101,20 +101,20 @@ def read_launcher(layout: RunLayout) -> ProcessIdentity | None:
 
 
 def launcher_of(layout: RunLayout) -> int | None:
-    """Return the pid of the launcher that lives in this directory on this machine, or None."""
+    """Return the pid of this directory's launcher if it is alive on this machine, else None."""
     record = read_launcher(layout)
     return record.pid if record is not None and record.is_alive else None
 
 
 @dataclass(frozen=True, slots=True)
 class LivingLauncher:
-    """A launcher that lives, here or on another machine."""
+    """A launcher that is alive, on this or another machine."""
 
     layout: RunLayout
     record: ProcessIdentity
 
     def await_end(self) -> None:
-        """Return when it is gone, or, on another machine, has shown no sign of life for SILENCE_S."""
+        """Return when it has ended, or, on another machine, has sent no heartbeat for SILENCE_S."""
         if self.record.is_here:
             while self.record.is_alive:
                 time.sleep(POLL_S)
@@ -124,36 +124,38 @@ class LivingLauncher:
 
 
 def find_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> LivingLauncher | None:
-    """Return the launcher that lives in this directory, or None.
+    """Return the launcher of this directory if it is alive, else None.
 
-    For one of another machine a sign of life is waited for, up to SILENCE_S.
+    For a launcher on another machine a heartbeat is awaited for up to SILENCE_S.
     """
     record = read_launcher(layout)
     if record is None:
         return None
     if not record.is_here:
-        tell(f"waits up to {SILENCE_S:.0f} s for a sign of life of the run on {record.host} (pid {record.pid})")
+        tell(f"waiting up to {SILENCE_S:.0f} s for a heartbeat of the run on {record.host} (pid {record.pid})")
     lives = record.is_alive if record.is_here else _shows_life(layout)
     return LivingLauncher(layout, record) if lives else None
 
 
 def refuse_launcher(layout: RunLayout, tell: Tell = lambda _: None) -> None:
-    """Raises RunDirectoryError: a launcher lives in this directory, here or on another machine; not this process."""
+    """Raises RunDirectoryError if a launcher other than this process is alive in this directory, on any machine."""
     found = find_launcher(layout, tell)
     if found is None or found.record == ProcessIdentity.of_this_process():
         return
     where = "" if found.record.is_here else f" on {found.record.host}"
     raise RunDirectoryError(
-        f"{layout.root}: a run lives here{where} (launcher pid {found.record.pid}); `rlhpc stop {layout.root}` ends it"
+        f"{layout.root}: a run is active here{where} (launcher pid {found.record.pid}); `rlhpc stop {layout.root}` "
+        "stops it"
     )
 
 
 @contextmanager
 def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[RunOwner]:
-    """Be the launcher of a run for the length of the block.
+    """Be the launcher of a run while the block runs.
 
-    may_take_over: False for a start that shall find nothing (no --resume, no --fresh): then what is there stays as it
-    is, for others to refuse.  Raises RunDirectoryError: a run lives here, or a process of one cannot be ended.
+    may_take_over: False for a start that expects an empty directory (no --resume, no --fresh): then existing content is
+    left unchanged, and refused later.  Raises RunDirectoryError: the run is alive, or one of its processes cannot be
+    ended.
     """
     entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
     if entries - OWN_FILES and not (may_take_over and layout.config.exists()):
@@ -167,7 +169,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
 
 
 def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
-    """Get the lock; end what a dead launcher has left behind."""
+    """Get the lock; end processes that a dead launcher has left behind."""
     patience_ends = time.monotonic() + LEAVE_S
     has_told = has_killed = False
     while True:
@@ -178,13 +180,15 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
                 refuse_launcher(layout)
         left = holders(layout)
         if left and not has_told:
-            tell(f"waits for processes of an earlier start to end: {_describe(left)}")
+            tell(f"waiting for processes of an earlier start to end: {_describe(left)}")
             has_told = True
         if time.monotonic() > patience_ends:
             if has_killed or not left:
                 who = _describe(left) or "by a process of another machine or user"
-                raise RunDirectoryError(f"{layout.root}: {layout.lock.name} is locked ({who}), so the run may live")
-            tell(f"kills       {_describe(left)}: left behind by a launcher that is dead")
+                raise RunDirectoryError(
+                    f"{layout.root}: {layout.lock.name} is locked ({who}), so the run may still be running"
+                )
+            tell(f"killing     {_describe(left)}: left behind by a launcher that is dead")
             for process in left:
                 _kill(process)
             has_killed, patience_ends = True, time.monotonic() + KILL_S
@@ -192,7 +196,7 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
 
 
 def _kill(process: ProcessIdentity) -> None:
-    """End it and what it has started: every process of a run leads a group of its own."""
+    """Kill it and its children: every process of a run leads its own process group."""
     if not process.is_alive:
         return
     with suppress(ProcessLookupError, PermissionError):
@@ -216,7 +220,7 @@ def _role(pid: int) -> str:
 
 
 def _signs_of_life(layout: RunLayout) -> tuple[int, ...]:
-    """Changes whenever the launcher or the controller of a run has written."""
+    """A value that changes whenever the launcher or the controller of a run has written."""
     return tuple(_modified_ns(path) for path in (layout.launcher, layout.status))
 
 
@@ -231,7 +235,7 @@ def _shows_life(layout: RunLayout) -> bool:
 
 
 def _modified_ns(path: Path) -> int:
-    """0 if it is not there.  It is opened: an NFS client asks the server then, and not its memory."""
+    """0 if it does not exist.  The file is opened so that an NFS client asks the server instead of its cache."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,7 +1,7 @@
-"""What a run is doing, read from its directory: for the live line, for `rlhpc status`.
+"""What a run is doing, read from its directory: for the progress line and `rlhpc status`.
 
-Eats status.json, which the controller replaces about once a second, and, for a run under Slurm, what
-launch/jobs/status.py makes of its jobs.
+Input: status.json, which the controller replaces about once a second, and, for a run under Slurm, the job view of
+launch/jobs/status.py.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
         pid = launcher_of(layout)
         if status is None:
             return f"{layout.root}: " + (
-                f"starting (launcher pid {pid})" if pid else "never got as far as a controller"
+                f"starting (launcher pid {pid})" if pid else "ended before its controller started"
             )
         return "\n".join(_run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine"))
-    life = "under Slurm" if view.is_alive else "no job of it is alive"
+    life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
     else:
-        head = _run_lines(status, life)[: None if view.is_alive else 2]  # whatever roles were last seen doing is past
+        head = _run_lines(status, life)[: None if view.is_alive else 2]  # the last states of roles are out of date
     return "\n".join([*head, "", *lines_of(view)])
 
 

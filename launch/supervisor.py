@@ -1,7 +1,7 @@
-"""What a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
+"""The program that a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
 
-Runs one life of one job of a run to its verdict, and does what follows from it.  Python 3.9 and the standard library;
-launch/batch has the parts.
+Supervises one job from its start to an outcome, and then requeues, ends or gives up accordingly.  Python 3.9 and the
+standard library; the parts are in launch/batch.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from launch.batch.controller_job import ControllerJobSupervisor
 from launch.batch.ending import go_back_into_queue, submit_successor, write_result
 from launch.batch.event_log import EventLog
-from launch.batch.follower import Follower
-from launch.batch.judge import asked_to_end
-from launch.batch.lead import Lead
 from launch.batch.other_jobs import PATIENCE_S, end_other_jobs
+from launch.batch.outcome import Cause, Outcome
+from launch.batch.outcome_classifier import asked_to_end
 from launch.batch.plan_file import JobPart, read_plan
 from launch.batch.run_state import is_complete
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.slurm_commands import slurm
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
+from launch.batch.worker_job import WorkerJobSupervisor
 from rlhpc.errors import RlhpcError
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
-LIMIT_S = 5.0  # a SIGTERM so close to the time limit is the time limit's
+LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
 
 
 def main() -> int:
-    """Run one life of this job.  Returns the exit status of the batch step."""
+    """Supervise one life of this job.  Returns the exit status of the batch step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--plan", type=Path, required=True)
@@ -44,77 +44,77 @@ def main() -> int:
         sys.stderr.write(f"rlhpc supervisor: {error}\n")
         return 2
     log = EventLog(plan.layout.job_events(job.name), job.restart)
-    notices, limit = Notices(), TimeLimit(job, os.environ)
+    signals, limit = SlurmSignals(), TimeLimit(job, os.environ)
     log.say("life", _opening(plan, job, limit))
-    if not _is_recorded(plan, job, notices):
-        text = f"job {job.submitted_id} is not in {plan.layout.jobs}: whoever submitted it has given it up"
-        return _follow_up(plan, job, log, Verdict(Cause.UNRECORDED, text))
+    if not _is_recorded(plan, job, signals):
+        text = f"job {job.submitted_id} has no record in {plan.layout.jobs}: its submission was abandoned"
+        return _follow_up(plan, job, log, Outcome(Cause.UNRECORDED, text))
     over = _over_before_it_began(plan)
     if over is not None:
         return _follow_up(plan, job, log, over)
     successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
-    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, notices), successor)
+    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, signals), successor)
 
 
-def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> Verdict:
-    kind = Lead if plan.is_lead else Follower
-    supervisor: Lead | Follower = kind(plan, job, limit, log, notices)
+def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> Outcome:
+    kind = ControllerJobSupervisor if plan.hosts_controller else WorkerJobSupervisor
+    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, signals)
     try:
-        verdict = supervisor.run()
+        outcome = supervisor.run()
     except RlhpcError as error:
-        verdict = Verdict(Cause.SETTINGS, str(error))
+        outcome = Outcome(Cause.SETTINGS, str(error))
     except OSError as error:
-        verdict = Verdict(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
-    if verdict.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
-        verdict.cause = Cause.TIME  # saving took longer than it ever had
-    elif verdict.cause is Cause.TIME and notices.told_to_end and limit.left_s() > LIMIT_S:
-        verdict.cause = Cause.SIGNAL  # somebody has cancelled it meanwhile, or Slurm requeues it itself
-    return verdict
+        outcome = Outcome(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
+    if outcome.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
+        outcome.cause = Cause.TIME  # saving took longer than ever before
+    elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
+        outcome.cause = Cause.SIGNAL  # it was cancelled meanwhile, or Slurm requeues it itself
+    return outcome
 
 
-def _over_before_it_began(plan: JobPart) -> Verdict | None:
-    """A life of a run that is complete, or that somebody has stopped, does nothing."""
+def _over_before_it_began(plan: JobPart) -> Outcome | None:
+    """The outcome if the run is already complete or stopped, in which case this job does nothing."""
     if is_complete(plan.layout):
-        return Verdict(Cause.COMPLETE, "the run is complete")
+        return Outcome(Cause.COMPLETE, "the run is complete")
     return asked_to_end(plan.layout)
 
 
-def _is_recorded(plan: JobPart, job: ThisJob, notices: Notices) -> bool:
-    """Wait for the record of this job: sbatch's answer may still be on its way to whoever writes it.
+def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
+    """Wait for the record of this job: the submitting process may not have written it yet.
 
-    A job whose answer was lost must not join a run that may have been submitted a second time.
+    A job whose submission was not confirmed must not join a run that may have been submitted a second time.
     """
     name, deadline = plan.layout.job_record(job.submitted_id).name, time.monotonic() + RECORDED_S
     while True:
-        # Listed, since NFS may remember for half a minute that a name was not there.
+        # The directory is listed, because NFS may cache for half a minute that a name is missing.
         if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
             return True
-        if time.monotonic() > deadline or notices.told_to_end:
+        if time.monotonic() > deadline or signals.end_requested:
             return False
-        notices.sleep(RECORD_POLL_S)
+        signals.sleep(RECORD_POLL_S)
 
 
-def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, verdict: Verdict, successor: int | None = None) -> int:
-    """Do what follows from a verdict; successor: the job that begins when this one ends."""
-    log.say("verdict", f"{verdict.cause.name.lower()}: {verdict.text}")
-    if verdict.cause.follows == "requeue":
+def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, successor: int | None = None) -> int:
+    """Do what follows from the outcome; successor: the job that begins when this one ends."""
+    log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
+    if outcome.cause.follows == "requeue":
         return go_back_into_queue(plan, job, log)
-    if verdict.cause.follows == "end":
+    if outcome.cause.follows == "end":
         try:
-            if plan.is_lead:
+            if plan.hosts_controller:
                 end_other_jobs(plan.layout, job, log)
-            elif successor is not None:  # it would only come to the same
+            elif successor is not None:  # it would end in the same way
                 slurm("scancel", str(successor), patience_s=PATIENCE_S)
         except (RlhpcError, OSError) as error:
-            log.say("not_ended", f"other jobs of the run may be left: {error}")
+            log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
     with suppress(OSError):  # a full disk
-        write_result(plan, job, verdict)
-    return verdict.cause.status
+        write_result(plan, job, outcome)
+    return outcome.cause.status
 
 
 def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
     where = os.environ.get("SLURM_JOB_NODELIST", "this host")
-    life = f", started again {job.restart} times" if job.restart else ""
+    life = f", requeued {job.restart} times" if job.restart else ""
     return f"job {job.name} ({plan.name}){life} runs {limit.in_words()} on {where}"
 
 

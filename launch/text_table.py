@@ -1,4 +1,4 @@
-"""Columns of text for people, every cell as wide as the widest of its column; and spans of time in words.
+"""Text columns for people, each as wide as its widest cell; and durations in words.
 
 Input: rows of cells, seconds.  Output: lines, words.
 """

@@ -1,6 +1,6 @@
-"""Show a run while it runs: one live line on a terminal, a line now and then elsewhere.
+"""Show a run's progress: one updated line on a terminal, a line from time to time elsewhere.
 
-Eats status.json; prints.
+Input: status.json.  Output: printed lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Watch:
         self._last_step = -1
 
     def look(self) -> None:
-        """Show what has changed since the last look."""
+        """Show what has changed since the last call."""
         status = read_status(self._layout)
         if status is None or status["step"] == self._last_step:
             return

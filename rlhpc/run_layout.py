@@ -142,7 +142,7 @@ class RunLayout:
         """What the supervisor of a job (or of an array task, JOB_TASK) has done: a JSON line each."""
         return self.jobs / f"{name}.events.jsonl"
 
-    def yield_request(self, name: str) -> Path:
+    def save_request(self, name: str) -> Path:
         """A job whose time is nearly over asks the controller to save and to go on in another attempt."""
         return self.jobs / f"{name}.yield"
 

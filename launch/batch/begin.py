@@ -1,4 +1,4 @@
-"""Begin an attempt: in the roles' own Python, which knows checkpoints and keys."""
+"""Begin an attempt by a command in the roles' Python environment, which can read checkpoints and make keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhpc.errors import RlhpcError
 BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
 
 
-EXIT_REFUSED, EXIT_FENCED = 2, 4  # another try would not help; a later life of the run has begun
+EXIT_REFUSED, EXIT_FENCED = 2, 4  # a retry would not help; a later supervisor has taken the run over
 
 
 class BeginError(RlhpcError):
-    """No attempt could be begun; status: of the command, 1 where there was none."""
+    """No attempt could begin; status: exit status of the command, or 1 if it did not run."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class BeginError(RlhpcError):
 
 
 def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) -> Attempt:
-    """Make directories and keys, find the checkpoint to resume from, write attempt.json; say what was passed over.
+    """Make directories and keys, find the checkpoint to resume from, write attempt.json; report skipped checkpoints.
 
     Raises BeginError.
     """
@@ -51,8 +51,8 @@ def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) 
         silent = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
         said = (
             done.stderr or done.stdout
-        ).strip() or f"{words[0]} -m launch.jobs.begin_attempt: {silent}, without a word"
-        raise BeginError(f"no attempt could be begun: {said}", done.returncode)
+        ).strip() or f"{words[0]} -m launch.jobs.begin_attempt: {silent}, without output"
+        raise BeginError(f"no attempt could begin: {said}", done.returncode)
     document = json.loads(done.stdout.strip().splitlines()[-1])
     for line in document.get("set_aside", ()):
         say("checkpoint", line)

@@ -1,7 +1,7 @@
-"""One component of a heterogeneous job, as the batch step sees it: a process here, or an srun with its tasks.
+"""One component of a heterogeneous job as the batch step runs it: a local process, or an srun with its tasks.
 
-Eats a part of plan.json.  Makes processes that write JOB_RANK_result.pkl and, when they ask for another life,
-JOB_requeue.json.  An srun is never sent SIGTERM while there is time: it would kill its tasks at once.
+Input: one component of plan.json.  Output: processes that write JOB_RANK_result.pkl and, to ask for a requeue,
+JOB_requeue.json.  An srun is not sent SIGTERM while there is time left, because it would kill its tasks at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LEAVE_SIGNAL = signal.SIGUSR1  # srun hands it on, and Slurm itself sends it to nobody
+LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
 LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no checkpoint while others do
-UNFINISHED = ".save_tmp"  # what submitit appends to a name while it writes
+UNFINISHED = ".save_tmp"  # the suffix that submitit appends to a file while writing it
 NAME_VARIABLE = "RLHPC_HET_COMPONENT"
 RESULT_PATIENCE_S = 15.0  # a shared filesystem may show a file some seconds after it was written on another node
-# What Slurm sets for component 0 in the batch step; srun would take it for the sizes of every other one.
+# Variables that Slurm sets for component 0 in the batch step; srun would apply them to every other component.
 LEAKING = (
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU"),
@@ -31,12 +31,12 @@ _INTO_OWN_LOG = 'exec >> "$1${SLURM_PROCID}_log.out" 2>> "$1${SLURM_PROCID}_log.
 
 
 def note_path(folder: Path, job_id: str) -> Path:
-    """Where rank 0 says that its checkpoint is stored and that it wants to be run again."""
+    """The file by which rank 0 says that its checkpoint is stored and that it asks for a requeue."""
     return folder / f"{job_id}_requeue.json"
 
 
 class Step:
-    """A component and its process of the moment."""
+    """A component and its current process."""
 
     def __init__(self, plan: Mapping[str, Any], job_folder: Path, job_id: str) -> None:
         """plan: one entry of plan.json's components."""
@@ -54,9 +54,9 @@ class Step:
     # -------------------------------------------------------------------------------------------------- start and end
 
     def start(self) -> None:
-        """Begin all its ranks anew; what they left before is removed, or it would pass for this life's."""
+        """Start all its ranks; earlier results are removed, or they would be taken for those of this start."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._mend()
+        self._clean_partial_files()
         self.forget()
         if self._plan["in_batch_step"]:
             self._process = self._start_here()
@@ -79,7 +79,7 @@ class Step:
         self._send(LEAVE_SIGNAL)
 
     def kill(self) -> None:
-        """End every rank without asking."""
+        """Kill every rank."""
         if self._process is None or self._process.poll() is not None:
             return
         if self._plan["in_batch_step"]:
@@ -101,11 +101,11 @@ class Step:
 
     @property
     def has_note(self) -> bool:
-        """True if rank 0 asks to be run again."""
+        """True if rank 0 asks for a requeue."""
         return _is_in(self._folder, note_path(self._folder, self._job_id).name)
 
     def has_all_results(self, patience_s: float = 0.0) -> bool:
-        """True if every rank has left a result.  An srun whose tasks never began may exit with 0 all the same."""
+        """True if every rank has left a result.  An srun whose tasks never began may nevertheless exit with 0."""
         deadline = time.monotonic() + patience_s
         ranks = range(self._plan["num_tasks"])
         return all(self.has_result(rank, max(0.0, deadline - time.monotonic())) for rank in ranks)
@@ -121,10 +121,10 @@ class Step:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _mend(self) -> None:
-        """Undo what a kill in the middle of writing has left; submitit refuses to write while such a file is there.
+    def _clean_partial_files(self) -> None:
+        """Remove files left by a kill in the middle of writing; submitit refuses to write while such a file exists.
 
-        It removes the old checkpoint before it renames the new one: if the old one is missing, the new one is whole.
+        It removes the old checkpoint before it renames the new one: if the old one is missing, the new one is complete.
         """
         for half in self._folder.glob(f"*{UNFINISHED}"):
             whole = half.with_name(half.name[: -len(UNFINISHED)])
@@ -140,7 +140,7 @@ class Step:
         return self._folder / f"{self._job_id}_{rank}_log.{ending}"
 
     def _environment(self, without: tuple[str, ...] = ()) -> dict[str, str]:
-        # LEAVES_VARIABLE is there if another component has submitted this job.
+        # LEAVES_VARIABLE is set if another component has submitted this job.
         kept = {key: value for key, value in os.environ.items() if key not in (*without, LEAVES_VARIABLE)}
         leaves = {} if self.stores_checkpoint else {LEAVES_VARIABLE: "1"}
         return {**kept, NAME_VARIABLE: self.name, "SLURM_EXPORT_ENV": "ALL", **leaves}

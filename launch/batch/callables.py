@@ -1,10 +1,10 @@
 """Supervise a heterogeneous job whose tasks are pickled callables: `python -m launch.batch.callables --folder F`.
 
-Eats FOLDER/plan.json (launch/het/script.py writes it); runs in the batch step, FOLDER's name being the job's id.
-Makes one step per component, and nothing but results: every rank leaves its own (launch/batch/callable_step.py).
-Promises: a component has succeeded only with exit status 0 and the result of every rank; an essential one that fails
-ends the others; a job that asks for another life gets it by `scontrol requeue` from here, after every srun has ended,
-which is the one form that Slurm 22.05 to 26.05 agree on (from inside a step, 25.11 cancels the job instead).
+Input: FOLDER/plan.json, written by launch/het/script.py; runs in the batch step; FOLDER is named after the job id.
+Output: one step per component; results are written by the ranks themselves (launch/batch/callable_step.py).
+Guarantees: a component succeeds only with exit status 0 and a result from every rank; if an essential component fails,
+the others are ended; a requested requeue is done by `scontrol requeue` from here after every srun has ended, the one
+form that works on Slurm 22.05 to 26.05 (from inside a step, 25.11 cancels the job instead).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from launch.batch.slurm_commands import SlurmError, slurm
 from rlhpc.files import write_atomically
 
 POLL_S = 0.2
-NOTE_POLL_S = 2.0  # notes lie on a shared filesystem
-SETTLED_S = 2.0  # until a result that was written before an exit is seen
-LEAVE_S = 10.0  # from "leave" to "kill"
-PUBLISH_S = 60.0  # the job may start before the one who submitted it knows its number
-SLURM_PATIENCE_S = 60.0  # for a controller that restarts
+NOTE_POLL_S = 2.0  # notes are files on a shared filesystem
+SETTLED_S = 2.0  # for a result that was written before an exit to become visible
+LEAVE_S = 10.0  # from the request to exit to the kill
+PUBLISH_S = 60.0  # the job may start before the submitting process knows its id
+SLURM_PATIENCE_S = 60.0  # for a slurmctld that restarts
 
 
 class CallablesSupervisor:
-    """One life of one job."""
+    """Supervises one life of one job: from its start to its end or requeue."""
 
     def __init__(self, folder: Path, job_id: str, plan: dict[str, Any]) -> None:
         """plan: of plan.json."""
@@ -42,7 +42,7 @@ class CallablesSupervisor:
         self._steps = [Step(each, folder, job_id) for each in plan["components"]]
         self._warning = getattr(signal, "SIG" + plan["warning"])
         self._checkpoint_s = max(plan["warn_s"] - 15.0, plan["warn_s"] / 2)
-        self._is_warned = False  # by Slurm, or by somebody's scancel --batch
+        self._is_warned = False  # by Slurm, or by scancel --batch
         self._next_look_for_notes = 0.0
 
     def run(self) -> int:
@@ -51,10 +51,10 @@ class CallablesSupervisor:
             signal.signal(signum, self._hear)
         done = self._read_finished()
         for step in self._steps:
-            # After a requeue only what had not finished before the warning is begun again.
+            # After a requeue only components that had not finished before the warning are started again.
             step.is_finished = step.name in done
             if step.is_finished:
-                _say(f"{step.name}: has ended in an earlier life")
+                _say(f"{step.name}: finished before the job was requeued")
             else:
                 step.start()
         try:
@@ -73,7 +73,7 @@ class CallablesSupervisor:
         return 0
 
     def _settle(self, step: Step) -> bool:
-        """Judge a component that has ended; False: the job has failed with it."""
+        """Handle a component that has ended; False: the job has failed with it."""
         status = step.exit_status
         if status == 0 and step.has_all_results(RESULT_PATIENCE_S):
             self._finish(step)
@@ -81,24 +81,24 @@ class CallablesSupervisor:
             return True
         what = f"exit status {status}" if status else "not every rank has left a result"
         if step.is_essential:
-            _say(f"{step.name}: failed ({what}); it is essential, all others end")
+            _say(f"{step.name}: failed ({what}); it is essential, ending all others")
             return False
         if step.restarts_left > 0:
             step.restarts_left -= 1
-            _say(f"{step.name}: failed ({what}); begun again, {step.restarts_left} restarts left")
+            _say(f"{step.name}: failed ({what}); restarted, {step.restarts_left} restarts left")
             step.start()
             return True
-        _say(f"{step.name}: failed ({what}); the others go on without it")
-        step.is_finished = True  # in this life: it may have been the first to be hit by what ends the whole job
+        _say(f"{step.name}: failed ({what}); the others continue without it")
+        step.is_finished = True  # until a requeue: whatever is ending the whole job may have ended this component first
         return True
 
     def _finish(self, step: Step) -> None:
-        """It has succeeded: no later life begins it again."""
+        """It has succeeded: it is not started again after a requeue."""
         step.is_finished = True
         write_atomically(self._finished_file, json.dumps([*self._read_finished(), step.name]).encode())
 
     def _read_finished(self) -> list[str]:
-        """Names of components that no later life begins again."""
+        """Names of components that are not started again after a requeue."""
         try:
             names: list[str] = json.loads(self._finished_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -111,18 +111,18 @@ class CallablesSupervisor:
         self._is_warned = True
 
     def _is_asked(self) -> bool:
-        """True if a component has stored a checkpoint by itself: the signal went to its tasks, not to this process."""
+        """True if a component has stored a checkpoint because a signal reached its tasks, but not this process."""
         ended = [step for step in self._steps if not step.is_finished and step.exit_status is not None]
         if time.monotonic() < self._next_look_for_notes and not ended:
             return False
         self._next_look_for_notes = time.monotonic() + NOTE_POLL_S
         asking = [step for step in self._steps if not step.is_finished and step.has_note]
-        # Whoever cancels one component alone makes it store a checkpoint too; that is no reason to begin again.
+        # Cancelling a single component makes it store a checkpoint too; that is no reason to requeue.
         return bool(asking) and any(self._is_running(step) for step in asking)
 
     def _go_round(self) -> int:
-        """Let every component store what it can, end all of them, and have Slurm begin the job again."""
-        _say("warned: time is nearly over, or the nodes are wanted")
+        """Let every component store its checkpoint, end all of them, and have Slurm requeue the job."""
+        _say("warned: close to the time limit, or the nodes are needed by other jobs")
         late = [step for step in self._steps if not step.is_finished]
         storing = [step for step in late if step.stores_checkpoint]
         for step in storing:
@@ -139,18 +139,18 @@ class CallablesSupervisor:
         return self._requeue()
 
     def _is_over(self, silent: list[Step]) -> bool:
-        """True if no other life shall follow.  silent: have ended by themselves without a checkpoint."""
+        """True if the job must not be requeued.  silent: components that ended by themselves without a checkpoint."""
         for step in silent:
             if step.exit_status == 0 and step.has_all_results(RESULT_PATIENCE_S):
                 self._finish(step)
             elif step.is_essential and step.has_result(0, SETTLED_S):  # timed out too often, or checkpoint() has failed
-                _say(f"{step.name}: is not to be continued, its result says why")
+                _say(f"{step.name}: will not be continued, its result says why")
                 return True
         if not any(step.is_essential and not step.is_finished for step in self._steps):
             _say("every essential component has finished")
             return True
         if not self._is_running(self._steps[0]):
-            _say("Slurm ends the job itself: cancelled, or requeued already")
+            _say("Slurm is ending the job itself: cancelled, or already requeued")
             return True
         return False
 
@@ -158,24 +158,24 @@ class CallablesSupervisor:
         try:
             slurm("scontrol", "requeue", self._job_id, patience_s=SLURM_PATIENCE_S)
         except SlurmError as error:
-            _say(f"cannot be begun again: {error}")
+            _say(f"cannot be requeued: {error}")
             return 1
         _say("requeued")
         return 0
 
     def _is_running(self, step: Step) -> bool:
-        """True if Slurm has no other plan for this component; a requeue would wake up a cancelled job."""
+        """True if Slurm says that this component is running; a requeue would revive a cancelled job."""
         name = self._job_id if step.group is None else f"{self._job_id}+{step.group}"
         try:
             words = ("squeue", "--all", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
             rows = slurm(*words, patience_s=SLURM_PATIENCE_S).split()
         except SlurmError as error:
-            _say(f"no word from Slurm: {error}")
+            _say(f"Slurm did not answer: {error}")
             return False
         return f"{name}|RUNNING" in rows
 
     def _end(self, steps: list[Step]) -> None:
-        """End every process, in good order where there is time."""
+        """End every process, gracefully if there is time."""
         for step in steps:
             step.leave()
         for patience_s in (LEAVE_S, LEAVE_S):
@@ -199,10 +199,10 @@ def _say(what: str) -> None:
 
 
 def read_plan(folder: Path, patience_s: float = PUBLISH_S) -> dict[str, Any]:
-    """The job's plan.  Raises SystemExit: it does not turn up, or is of another schema."""
+    """The job's plan.  Raises SystemExit if it does not appear, or has another schema."""
     path = folder / "plan.json"
     if not _wait(path.exists, patience_s):
-        raise SystemExit(f"{path}: not there after {patience_s:.0f} s; does this node see the executor's folder?")
+        raise SystemExit(f"{path}: missing after {patience_s:.0f} s; does this node see the executor's folder?")
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if plan.get("schema") != 1:
         raise SystemExit(f"{path}: schema={plan.get('schema')!r}: legal: 1; submitted by another version of rlhpc")
@@ -210,7 +210,7 @@ def read_plan(folder: Path, patience_s: float = PUBLISH_S) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read the plan and see it through."""
+    """Read the plan and supervise the job."""
     parser = argparse.ArgumentParser(description="Run the components of one heterogeneous job (in its batch step).")
     parser.add_argument("--folder", type=Path, required=True, help="the executor's folder")
     folder = parser.parse_args().folder

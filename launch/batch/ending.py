@@ -1,4 +1,4 @@
-"""What follows the life of a job: back into the queue, or a result."""
+"""What a job does at its end: requeue itself, submit a successor, or write its result."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 
 from launch.batch.event_log import EventLog
 from launch.batch.other_jobs import submit_again
+from launch.batch.outcome import Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Verdict
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
-REQUEUED_S = 120.0  # until Slurm has ended the batch step of a requeued job
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 
 
 def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
-    """Go on in another life of this job, or in its successor.  Returns the exit status of the batch step."""
+    """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step."""
     if plan.continuation == "successor":
-        log.say("successor", "this job ends; its successor goes on")
+        log.say("successor", "this job ends; its successor continues the run")
         return 0
-    log.say("requeue", "back into the queue")
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and must not wait for its KillWait
+    log.say("requeue", "requeueing this job")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
     try:
         job.requeue()
     except SlurmError as error:
-        log.say("requeue_refused", f"{error}; a successor is submitted instead")
+        log.say("requeue_refused", f"{error}; submitting a successor instead")
         return 1 if submit_successor(plan, job, log) is None else 0
     time.sleep(REQUEUED_S)
     return 0
 
 
 def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
-    """Submit the same script again, to start when this job has ended.  Returns its id; None: it could not be."""
+    """Submit the same script again, to start when this job has ended.  Returns its id; None: it was not possible."""
     tasks = None if job.array_task is None else [job.array_task]
     options = (f"--dependency=afterany:{job.name}",)
     try:
@@ -51,18 +51,18 @@ def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
     except RlhpcError as error:
         log.say("successor_refused", f"no successor: {error}")
         return None
-    log.say("successor", f"job {successor} goes on when this one has ended")
+    log.say("successor", f"job {successor} continues the run when this one has ended")
     return successor
 
 
-def write_result(plan: JobPart, job: ThisJob, verdict: Verdict) -> None:
-    """Leave what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
+def write_result(plan: JobPart, job: ThisJob, outcome: Outcome) -> None:
+    """Write what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
     try:
         summary: dict[str, Any] = json.loads(plan.layout.summary.read_bytes())
     except (OSError, ValueError):
         summary = {}
-    has_succeeded = verdict.cause.status == 0 and bool(summary)
-    result = ("success", summary) if has_succeeded else ("error", verdict.text)
+    has_succeeded = outcome.cause.status == 0 and bool(summary)
+    result = ("success", summary) if has_succeeded else ("error", outcome.text)
     directory = plan.layout.logs / "slurm"
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / f"{job.name}_0_result.pkl", pickle.dumps(result))

@@ -1,4 +1,4 @@
-"""What a supervisor has done and why: a JSON line per event in the run directory, and the same in the batch log."""
+"""The supervisor's event log: one JSON line per event in the run directory, and the same text in the batch log."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 
 class EventLog:
-    """Appends to one file; each job (or array task) has its own, so that nobody writes beside it."""
+    """Appends to one file; each job (or array task) has its own, so that a file has only one writer."""
 
     def __init__(self, path: Path, restart: int) -> None:
         self._path, self._restart = path, restart
-        self.attempt = -1  # the one that is on
+        self.attempt = -1  # the current attempt
 
     def say(self, event: str, text: str) -> None:
-        """Note an event: one word for programs, a sentence for people."""
+        """Log an event: one word for programs, a sentence for people."""
         now = time.time()
         line = {"unix_time_s": now, "restart": self._restart, "attempt": self.attempt, "event": event, "text": text}
         clock = time.strftime("%H:%M:%S", time.localtime(now))
-        with suppress(OSError):  # the batch log lies on the same filesystem
+        with suppress(OSError):  # the batch log lies on the same filesystem, which may be full
             sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
             sys.stdout.flush()
         try:
@@ -32,6 +32,6 @@ class EventLog:
                 os.write(descriptor, (json.dumps(line) + "\n").encode())
             finally:
                 os.close(descriptor)
-        except OSError as error:  # a full disk must not end the run for the sake of its diary
+        except OSError as error:  # a full disk must not end the run because its log cannot be written
             with suppress(OSError):
                 sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")

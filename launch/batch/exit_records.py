@@ -1,6 +1,6 @@
-"""How the processes of an attempt have ended: one small file each, written by the task around it.
+"""Exit records of the processes of an attempt: one small file per process, written by its wrapper (role_task.py).
 
-srun knows one status for all tasks, and says 0 for tasks that never started; these files say who ended how.
+srun returns one status for all tasks, and 0 for tasks that never started; these files give the status of each process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlhpc.run_layout import RunLayout
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """The end of one process."""
+    """How one process ended."""
 
     name: str  # trainer-3
-    status: int  # as a shell counts: 128 + number for a signal
+    status: int  # as in a shell: 128 + signal number
     last_words: str  # its last error, or the last line of its log
     starts: int  # how often it was started
     host: str
@@ -33,7 +33,7 @@ class ExitRecord:
 
 
 def write_record(path: Path, record: ExitRecord) -> None:
-    """Put one down.  Raises OSError."""
+    """Write one record.  Raises OSError."""
     write_atomically(path, json.dumps(asdict(record)).encode())
 
 
@@ -50,13 +50,13 @@ def read_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRe
 
 
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
-    """Processes of one attempt, of any role, that did not end well."""
+    """Processes of one attempt, of any role, that failed."""
     found = [_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json"))]
     return [record for record in found if record is not None and record.status != 0]
 
 
-def last_words(log: bytes) -> str:
-    """What our last error line in a log says, or else its last line: libraries go on talking after the end."""
+def last_error_line(log: bytes) -> str:
+    """The text of the last error that a role logged, or else the last line: libraries print more after an error."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
     errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
     return errors[-1] if errors else lines[-1] if lines else "no output"

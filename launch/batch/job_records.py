@@ -1,8 +1,8 @@
-"""Which jobs a run has submitted, and which numbers its generators bear.
+"""Records of the jobs that a run has submitted, and the replica numbers of its generators.
 
-Eats and makes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record is
-written once, after sbatch has said the id, and never changed: what has become of the job is Slurm's to say.
-Python 3.9 and the standard library suffice, so that a supervisor can record the successor that it submits.
+Reads and writes jobs/ID.json, one file per submission, and reads the plans under which jobs were submitted.  A record
+is written once, after sbatch has returned the id, and never changed; the state of the job is always asked of Slurm.
+Python 3.9 and the standard library only, so that a supervisor can record a successor that it submits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
-LEADS = ("hetjob", "controller")  # names of the jobs in which the controller runs
+CONTROLLER_JOBS = ("hetjob", "controller")  # names of the jobs that host the controller
 _ELASTIC_PLAN = re.compile(r"generation-(\d+)\.json")
 
 
@@ -29,24 +29,24 @@ class JobRecord:
     job_id: int  # of the array, of the first component
     name: str  # in its plan: hetjob, trainer, generation-1
     placement: str
-    array_size: int | None  # None: no array
+    array_size: int | None  # None: not an array
     plan: str  # path of the plan file
     script: str  # path of the script
-    is_elastic: bool  # joined a run that had been submitted before
+    is_elastic: bool  # added to a run that had been submitted before
     first_replica: int  # of its generators, if it has any
-    replicas_per_task: int  # generators of one array task; of the whole job where it is no array
-    partition: str | None  # of its generators, or else of its first component; None: the default one
+    replicas_per_task: int  # generators of one array task; of the whole job if it is not an array
+    partition: str | None  # of its generators, or else of its first component; None: the default partition
     submitted_unix_s: float
-    follows: int | None = None  # the job at whose end this one begins, or whose place it has taken
-    tasks: list[int] | None = None  # of its array, those that were submitted; None: all
+    follows: int | None = None  # the job that this one succeeds or replaces
+    tasks: list[int] | None = None  # array tasks that were submitted; None: all
 
     @property
-    def is_lead(self) -> bool:
-        """True if the run goes on as long as this job does."""
-        return self.name in LEADS and not self.is_elastic
+    def hosts_controller(self) -> bool:
+        """True if the controller runs in this job, which the run depends on."""
+        return self.name in CONTROLLER_JOBS and not self.is_elastic
 
     def is_for(self, task: int | None) -> bool:
-        """True if it was submitted for this task of its array; None: it is no array."""
+        """True if it was submitted for this task of its array; None: it is not an array."""
         return task is None or self.tasks is None or task in self.tasks
 
     def label(self, task: int | None) -> str:
@@ -54,7 +54,7 @@ class JobRecord:
         return str(self.job_id) if task is None else f"{self.job_id}_{task}"
 
     def roles_of(self, task: int | None) -> list[str]:
-        """Names of the generators of a task, or of the one trainer rank or reward service by which the job is seen."""
+        """Names of a task's generators, or of the trainer rank or reward service that shows that the job is alive."""
         if self.name.startswith("generation"):
             first = self.first_replica + (task or 0) * self.replicas_per_task
             return [f"generator-{replica}" for replica in range(first, first + self.replicas_per_task)]
@@ -62,13 +62,13 @@ class JobRecord:
 
 
 def write_record(layout: RunLayout, record: JobRecord) -> None:
-    """Note a job that is in the queue."""
+    """Record a job that is in the queue."""
     layout.jobs.mkdir(exist_ok=True)
     write_atomically(layout.job_record(record.job_id), json.dumps(asdict(record), indent=1).encode())
 
 
 def read_records(layout: RunLayout) -> list[JobRecord]:
-    """All submissions of a run, oldest first.  Raises RunDirectoryError for a file that is damaged."""
+    """All submissions of a run, oldest first.  Raises RunDirectoryError for a damaged file."""
     if not layout.jobs.is_dir():
         return []
     files = [path for path in layout.jobs.glob("*.json") if path.stem.isdigit()]
@@ -76,7 +76,7 @@ def read_records(layout: RunLayout) -> list[JobRecord]:
 
 
 def generator_numbers(layout: RunLayout) -> list[int]:
-    """Replica numbers of all generators, those of the run's plan and those that were added."""
+    """Replica numbers of all generators, planned and added."""
     numbers: set[int] = set()
     for path in [layout.job_plan, *elastic_plans(layout)]:
         numbers |= set(_numbers_of(path)) if path.exists() else set()
@@ -84,7 +84,7 @@ def generator_numbers(layout: RunLayout) -> list[int]:
 
 
 def next_replica(layout: RunLayout) -> int:
-    """A number that no generator of this run has borne."""
+    """A replica number that no generator of this run has had."""
     return max(generator_numbers(layout), default=-1) + 1
 
 
@@ -97,7 +97,7 @@ def elastic_plans(layout: RunLayout) -> list[Path]:
 
 
 def next_elastic_name(layout: RunLayout) -> str:
-    """generation-K, K counted from 1."""
+    """generation-K, with K counted from 1."""
     plans = elastic_plans(layout)
     return f"generation-{int(plans[-1].stem.rpartition('-')[2]) + 1 if plans else 1}"
 

@@ -1,8 +1,8 @@
-"""The other jobs of a run, by the ids that were recorded when they were submitted.  Never by name.
+"""The other jobs of a run, identified by the ids recorded when they were submitted, never by name.
 
-Takes jobs/ID.json and what squeue says.  Guarantees: a job counts as gone only where squeue says that it is over, or
-does not show it although it is old enough to have been forgotten, in an answer that shows this job itself.  Every
-function raises SlurmError where Slurm refuses or does not answer.
+Input: jobs/ID.json and the output of squeue.  Guarantees: a job counts as gone only if squeue shows it in a final
+state, or does not show it although it is old enough to have been purged, in an answer that does show this job itself.
+Every function raises SlurmError if Slurm refuses or does not answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
 PATIENCE_S = 300.0
-SKEW_S = 30.0  # between the clock of whoever submitted a job and this node's
+SKEW_S = 30.0  # between the clocks of the submitting host and this node
 MIN_JOB_AGE_S = 300.0  # Slurm's own default
 _MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
 _SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
@@ -34,7 +34,7 @@ _States = dict[int, dict["int | None", str]]  # by job and, in an array, by task
 
 @dataclass(frozen=True)
 class OtherJob:
-    """A job that was submitted, and the most alive state of its tasks or components; "" where Slurm knows no more."""
+    """A submitted job, and the most active state of its tasks or components; "": Slurm no longer knows it."""
 
     job_id: int
     name: str
@@ -42,17 +42,17 @@ class OtherJob:
 
     @property
     def is_alive(self) -> bool:
-        """True if something of it is in the queue or runs."""
+        """True if any part of it is pending or running."""
         return bool(self.state) and self.state not in OVER
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A planned job, or a task of a planned array, that has come to an end."""
+    """A planned job, or a task of a planned array, that has ended."""
 
-    record: JobRecord  # of the newest submission of it
+    record: JobRecord  # of its newest submission
     task: int | None
-    state: str  # "": Slurm has forgotten it
+    state: str  # "": Slurm no longer knows it
 
     @property
     def label(self) -> str:
@@ -61,12 +61,12 @@ class Gone:
 
     @property
     def roles(self) -> list[str]:
-        """By which it is seen that it lives."""
+        """The roles whose registration shows that it is alive."""
         return self.record.roles_of(self.task)
 
 
 def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
-    """Every recorded job but this one, the oldest first."""
+    """Every recorded job except this one, oldest first."""
     records = [record for record in read_records(layout) if record.job_id != job.submitted_id]
     if not records:
         return []
@@ -76,7 +76,7 @@ def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
 
 
 def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
-    """Cancel every other job: what is pending at once, what runs after it has had time to end by itself."""
+    """Cancel every other job: pending ones at once, running ones after they have had time to end by themselves."""
     _cancel([other for other in other_jobs(layout, job) if other.state == "PENDING"], log)
     deadline = time.monotonic() + FAREWELL_S
     while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and time.monotonic() < deadline:
@@ -85,9 +85,9 @@ def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
 
 
 def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S) -> list[Gone]:
-    """Planned jobs, and tasks of planned arrays, that have come to an end, in the order of the plan.
+    """Planned jobs, and tasks of planned arrays, that have ended, in the order of the plan.
 
-    COMPLETING counts as alive: it may be a requeue.  min_job_age_s: so long Slurm remembers every job.
+    COMPLETING counts as alive: it may be a requeue.  min_job_age_s: how long Slurm remembers every job.
     """
     states = _ask_queue(job, 0.0)
     forgotten_before = time.time() - min_job_age_s - SKEW_S
@@ -96,7 +96,7 @@ def gone_jobs(plan: JobPart, job: ThisJob, min_job_age_s: float = MIN_JOB_AGE_S)
 
 
 def planned_tasks(plan: JobPart) -> list[tuple[list[JobRecord], int | None]]:
-    """Every other planned job that was submitted, of arrays every task, with its submissions, the oldest first."""
+    """Every other planned job (of arrays, every task) that was submitted, with its submissions, oldest first."""
     records, found = read_records(plan.layout), []
     for name in plan.other_jobs:
         own = [record for record in records if record.name == name]
@@ -109,9 +109,9 @@ def planned_tasks(plan: JobPart) -> list[tuple[list[JobRecord], int | None]]:
 
 
 def min_job_age_s() -> float:
-    """So long after its end Slurm remembers a job, at least.  Where it does not say, as by default."""
+    """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
     found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config"))
-    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: for ever, as far as it goes
+    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
 
 
 def submit_again(
@@ -122,15 +122,14 @@ def submit_again(
     patience_s: float = PATIENCE_S,
     hear: Callable[[str], object] = lambda remarks: None,
 ) -> int:
-    """Submit the script of a recorded job once more and record it.  Returns the new id.
+    """Submit the script of a recorded job again and record it.  Returns the new id.
 
-    tasks: of its array, these alone.  hear: as of submit_script.  Raises SlurmError, also if the job was never
-    recorded; MayBeQueued: it is not known whether a job was submitted, which then ends by itself, since nobody has
-    recorded it.
+    tasks: only these tasks of its array.  hear: as for submit_script.  Raises SlurmError, also if the job was never
+    recorded; MayBeQueued: it is not known whether a job was submitted; if so it ends by itself, being unrecorded.
     """
     record = next((record for record in read_records(layout) if record.job_id == job_id), None)
     if record is None:
-        raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: nobody knows its script")
+        raise SlurmError(f"job {job_id} is not recorded in {layout.jobs}: its script is unknown")
     old, only = record, None if tasks is None else sorted(tasks)
     words = [*options, *([] if only is None else [f"--array={','.join(map(str, only))}"])]
 
@@ -142,7 +141,7 @@ def submit_again(
 
 
 def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgotten_before: float) -> Gone | None:
-    """What has become of one task, or one job, of which there were these submissions; None: it lives, or may."""
+    """The end of one task, or one job, with these submissions; None: it is alive, or may be."""
     over = ""
     for record in records:
         shown = states.get(record.job_id, {})
@@ -155,11 +154,11 @@ def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgo
 
 
 def _ask_queue(job: ThisJob, patience_s: float) -> _States:
-    """States of this user's jobs; of the components of a heterogeneous one the most alive.
+    """States of this user's jobs; of a heterogeneous job the most active state of its components.
 
-    Raises SlurmError, also where this very job is not among them: who does not see himself does not see others.
+    Raises SlurmError, also if this job itself is not listed: then the answer is not complete.
     """
-    # --all: without it jobs on a hidden partition are not there.
+    # --all: otherwise jobs on hidden partitions are not listed.
     words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
     states: _States = {}
     for line in slurm(*words, patience_s=patience_s).splitlines():
@@ -172,7 +171,7 @@ def _ask_queue(job: ThisJob, patience_s: float) -> _States:
         for task in numbers or [None]:
             tasks[task] = max(tasks.get(task, ""), state, key=_rank)
     if job.submitted_id not in states:
-        raise SlurmError(f"squeue does not show job {job.name}, which asks: what it says of others does not count")
+        raise SlurmError(f"squeue does not list this job, {job.name}: its answer is not complete")
     return states
 
 
@@ -182,5 +181,5 @@ def _rank(state: str) -> int:
 
 def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
     if jobs:
-        log.say("cancel", f"jobs of this run that are left: {', '.join(str(job.job_id) for job in jobs)}")
+        log.say("cancel", f"cancelling the run's other jobs: {', '.join(str(job.job_id) for job in jobs)}")
         slurm("scancel", *(str(job.job_id) for job in jobs), patience_s=PATIENCE_S)

@@ -1,6 +1,6 @@
-"""Read job_plan.json: what one job of a run starts.
+"""Read job_plan.json: which processes one job of a run starts.
 
-Eats the file that launch/jobs/report.py writes (docs/slurm.md, "Interface of the supervisor"), makes JobPart.
+Input: the file written by launch/jobs/report.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SCHEMA = 2
 
 
 class PlanFileError(RlhpcError):
-    """A plan file is missing, of another schema, or does not know the job."""
+    """A plan file is missing, has another schema, or does not contain the job."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Processes of one role in one component; of one array task where the job is an array."""
+    """Processes of one role in one component (per array task, if the job is an array)."""
 
     role: str
     num_processes: int
@@ -41,7 +41,7 @@ class Part:
     sees_own_gpus_alone: bool
     python: tuple[str, ...]  # words before `-m rlhpc.roles`
     environment: dict[str, str]  # set for its processes
-    defaults: dict[str, str]  # set where nothing is
+    defaults: dict[str, str]  # set unless already set
 
     def share_of(self, role: str) -> Share:
         """The processes of a role.  Raises PlanFileError if it has none here."""
@@ -53,11 +53,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to wait, how often to try; seconds."""
+    """Timeouts in seconds, and the number of retries."""
 
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
-    max_retries: int  # failed attempts in a row without a new checkpoint
+    max_retries: int  # consecutive failed attempts without a new checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,23 @@ class JobPart:
     """What one job starts, and the run that it belongs to."""
 
     layout: RunLayout
-    path: Path  # of the file that this was read from
+    path: Path  # of the plan file
     placement: str
     name: str
     is_array: bool
     parts: tuple[Part, ...]
     limits: Limits
     continuation: str  # "requeue" or "successor"
-    other_jobs: tuple[str, ...]  # names of the jobs beside this one
+    other_jobs: tuple[str, ...]  # names of the run's other planned jobs
 
     @property
-    def is_lead(self) -> bool:
+    def hosts_controller(self) -> bool:
         """True if the controller runs in this job."""
         return any(share.role == "controller" for part in self.parts for share in part.shares)
 
 
 def read_plan(path: Path, job: str) -> JobPart:
-    """Read one job of a plan.  Raises PlanFileError that names the file and what is wrong."""
+    """Read one job of a plan.  Raises PlanFileError with the file and the problem."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

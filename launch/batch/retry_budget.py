@@ -1,6 +1,6 @@
-"""How often a run may fail.  Refilled by progress, not by time: a run that fails every hour at the same step ends.
+"""How many failures a run may have.  Reset by progress, not by time: a run that keeps failing at the same step ends.
 
-Kept in the run directory, so that it outlasts requeues.
+Kept in the run directory, so that it survives requeues.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class RetryBudget:
             self.failures, self._step = 0, -1
 
     def take(self, saved_step: int) -> float | None:
-        """Use up one retry.  Returns the seconds to pause before it; None: there is none left.
+        """Use up one retry.  Returns the seconds to pause before it; None: none is left.
 
-        saved_step: of the newest complete checkpoint.  Where the disk is full this life alone remembers.
+        saved_step: of the newest complete checkpoint.  If the disk is full, the count is kept only in memory.
         """
         if saved_step > self._step:
             self.failures = 0

@@ -1,10 +1,10 @@
-"""Around one process of a run: ``python -m launch.batch.role_task`` is what a Slurm task starts.
+"""The wrapper around one process of a run: ``python -m launch.batch.role_task`` is the command of every Slurm task.
 
-Eats its place among the tasks (SLURM_PROCID, SLURM_LOCALID) and the job's plan; starts ``python -m rlhpc.roles ROLE``
-with a log, temporary files and GPUs of its own, starts it again where the plan allows that, and writes down how it
-ended.  Promises: its exit status is the role's, and nothing of the role is left when it ends.
+Input: the task's rank (SLURM_PROCID, SLURM_LOCALID) and the job's plan.  Starts ``python -m rlhpc.roles ROLE`` with its
+own log, temporary directory and GPUs, restarts it where the plan allows that, and writes an exit record.
+Guarantees: exits with the role's exit status and leaves no process of the role behind.
 
-Slurm's signals go to every process of a step.  This one ignores them: the role has had them too, and decides.
+Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.batch.exit_records import ExitRecord, last_words, write_record
+from launch.batch.exit_records import ExitRecord, last_error_line, write_record
 from launch.batch.plan_file import JobPart, Part, read_plan
 from launch.batch.run_state import is_complete, read_progress
 from launch.batch.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 
-EXIT_CONFIG, EXIT_ALONE = 2, 5  # of a role: its settings are at fault; nobody came to work with it
+EXIT_CONFIG, EXIT_ALONE = 2, 5  # of a role: invalid settings; the roles it needs did not connect
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
-STARTS_OF_A_STEP = 100_000  # more than there will be: every start of a later step is later in order
+STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
@@ -48,16 +48,16 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "NUMBA_CACHE_DIR": "numba",
 }
-# Of other makers: Slurm sets them beside CUDA_VISIBLE_DEVICES on some sites, and libraries take them for orders.
+# Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
 _FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 class TaskError(RlhpcError):
-    """This task cannot start what it should."""
+    """This task cannot start its role."""
 
 
 def main() -> int:
-    """Read who we are, run the role to its end."""
+    """Read the arguments, run the role to its end."""
     options = _options()
     _outlive_signals()
     try:
@@ -79,7 +79,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--resume-step", type=int, default=None)
     parser.add_argument("--owner", default="", help="of the run directory: the attempt")
     parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
-    parser.add_argument("--start", type=int, default=0, help="how many starts of this part there were in this life")
+    parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
     return parser.parse_args()
 
 
@@ -97,7 +97,7 @@ class _Task:
         self._starts = 0
 
     def run(self) -> int:
-        """Start it, again if need be.  Returns its exit status, as a shell counts."""
+        """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._record.unlink(missing_ok=True)
         is_expendable = self._options.role in ("generator", "reward")
@@ -146,7 +146,7 @@ class _Task:
         return status if status >= 0 else 128 - status
 
     def _temporary_directory(self) -> tuple[Path, Path]:
-        """The job's place on this node, and this process's within it."""
+        """The job's temporary directory on this node, and this process's within it."""
         prefix = f"{self._options.role[:1]}{self._replica}-"
         try:
             base = _base_directory(self._job.job_id)
@@ -163,7 +163,7 @@ class _Task:
             words += ["--num-ranks", str(self._share.num_processes)]
         if options.resume_step is not None:
             words += ["--resume-step", str(options.resume_step)]
-        if options.owner and options.role in ("controller", "trainer"):  # the others outlast attempts
+        if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
         start = options.start * STARTS_OF_A_STEP + self._starts
         words += ["--incarnation", self._job.incarnation(start), "--supervised"]
@@ -177,7 +177,7 @@ class _Task:
         if not words:
             with self._log.open("rb") as log:
                 log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                words = last_words(log.read())
+                words = last_error_line(log.read())
         record = ExitRecord(
             name=f"{self._options.role}-{self._replica}",
             status=status,
@@ -193,7 +193,7 @@ class _Task:
 
 
 def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
-    """Leave a task the GPUs that are its own.  Raises TaskError when there are too few."""
+    """Show a task only its own GPUs.  Raises TaskError if there are too few."""
     for variable in _FOREIGN:
         environment.pop(variable, None)
     if not is_step or part.gpus_per_task == 0 or part.sees_own_gpus_alone:
@@ -211,7 +211,7 @@ def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None
 
 
 def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
-    """The place on this node for temporary files and caches of the job, 0700."""
+    """The job's directory for temporary files and caches on this node, mode 0700."""
     user = pwd.getpwuid(os.getuid()).pw_name
     name = f"rlhpc-{user}-{job_id}"
     for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
@@ -219,22 +219,22 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
         if base is not None and len(str(base)) <= LONGEST_TEMPORARY_PATH - 12 and os.access(str(parent), os.W_OK):
             break
     else:
-        raise TaskError("no directory for temporary files: /tmp cannot be written")
+        raise TaskError("no directory for temporary files: /tmp is not writable")
     base.mkdir(mode=0o700, exist_ok=True)
     owner = base.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise TaskError(f"{base}: belongs to another or is open to others; remove it")
+        raise TaskError(f"{base}: belongs to another user or is accessible to others; remove it")
     return base
 
 
 def _ignore_warnings() -> None:
-    """In the role before it begins: Slurm's warnings end nobody who does not listen to them."""
+    """In the role before it begins: Slurm's warning signals must not kill a role without a handler."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _outlive_signals() -> None:
-    """Ignore what is meant for the role, and die with the supervisor."""
+    """Ignore signals that are meant for the role, and die with the supervisor."""
     for number in _DEAF_TO:
         signal.signal(number, lambda *_: None)  # not SIG_IGN: the role would inherit that
     with contextlib.suppress(OSError, AttributeError):

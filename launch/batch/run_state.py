@@ -1,6 +1,6 @@
-"""What a supervisor reads of a run: how far it is, what it does, what people ask of it.
+"""What a supervisor reads from the run directory: attempt, progress, and requests by users and other jobs.
 
-Eats files of the run directory; a file that is not there, or half there, is simply not known.
+A file that is missing or incomplete counts as absent; nothing here raises for it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from rlhpc.run_layout import RunLayout
 
-FIRST_SAVE_S = 60.0  # taken for a run that has not saved yet
+FIRST_SAVE_S = 60.0  # assumed for a run that has not saved yet
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attempt that is on."""
+    """The current attempt."""
 
     index: int
     resume_step: int | None
     job_id: int
     restart: int
-    fence: str = ""  # in whose name its controller and trainer write to the run directory (rlhpc/ownership.py)
+    fence: str = ""  # the owner as whom its controller and trainer write to the run directory (rlhpc/ownership.py)
 
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Attempt:
-        """What stands in attempt.json.  Raises KeyError."""
+        """Parse attempt.json.  Raises KeyError."""
         return cls(
             document["attempt"],
             document["resume_step"],
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """Life of the job that began it; a later one is greater."""
+        """Job and restart count that began it; a later one compares greater."""
         return self.job_id, self.restart
 
 
@@ -54,7 +54,7 @@ def read_attempt(layout: RunLayout) -> Attempt | None:
 
 
 def is_complete(layout: RunLayout) -> bool:
-    """True if the run has come to its last step."""
+    """True if the run has finished its last step."""
     return _exists(layout.summary)
 
 
@@ -68,8 +68,8 @@ def wants_abort(layout: RunLayout) -> bool:
     return _exists(layout.abort_request)
 
 
-def yield_requests(layout: RunLayout) -> list[Path]:
-    """Requests of jobs whose time is nearly over."""
+def save_requests(layout: RunLayout) -> list[Path]:
+    """Requests to save, by jobs that are close to their time limit."""
     return sorted(layout.jobs.glob("*.yield"))
 
 
@@ -81,33 +81,33 @@ def saved_step(layout: RunLayout) -> int:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the controller last wrote of the run."""
+    """The controller's last status of the run."""
 
     attempt: int
     phase: str
     step: int
-    step_s: float  # the longest of late
-    save_s: float  # the longest so far; 0: none yet
+    step_s: float  # the longest recent step
+    save_s: float  # the longest save so far; 0: none yet
     age_s: float
     roles: tuple[dict[str, Any], ...]
 
     def waits(self) -> str:
-        """Who waits for what, in words."""
+        """Which role waits for what, in words."""
         said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
-        return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "nobody has said hello")
+        return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "no role has registered")
 
     @property
     def has_trainer(self) -> bool:
-        """True if its lead rank is there."""
+        """True if its rank 0 is registered."""
         return any(role["name"] == "trainer-0" for role in self.roles)
 
     @property
     def has_rewards(self) -> bool:
-        """True if a reward service is there."""
+        """True if a reward service is registered."""
         return any(role["name"].startswith("reward-") for role in self.roles)
 
     def generators(self) -> list[str]:
-        """Names of the generators that are there."""
+        """Names of the registered generators."""
         return [role["name"] for role in self.roles if role["name"].startswith("generator-")]
 
 
@@ -129,10 +129,10 @@ def read_progress(layout: RunLayout) -> Progress | None:
 
 
 def needed_to_stop_s(progress: Progress | None, life_s: float) -> float:
-    """Seconds from the request to stop until a job has ended well: the step that is on, a checkpoint, the farewells.
+    """Seconds from the request to stop until a job has ended: the current step, a checkpoint, the shutdown of roles.
 
-    What was seen is taken with a margin, in which generators leave; what was not, is guessed, but never as more than
-    a tenth of the job's life.
+    Measured times get a margin, during which generators exit; times not measured yet are guessed, at most a tenth of
+    the job's time limit.
     """
     margin_s = min(30.0, life_s / 6)
     if progress is None:
@@ -150,7 +150,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _exists(path: Path) -> bool:
-    """True if it is there.  The directory is listed, since NFS may remember for half a minute that a name was not."""
+    """True if it exists.  The directory is listed, because NFS may cache for half a minute that a name is missing."""
     try:
         return path.name in os.listdir(path.parent)  # noqa: PTH208  names are enough
     except OSError:

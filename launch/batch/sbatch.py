@@ -1,7 +1,7 @@
-"""Submit a script so that no job is lost: one whose number never arrived is looked for by the tag that it bears.
+"""Submit a script without losing the job: if sbatch's answer is lost, the job is found by a tag in its comment.
 
-Eats a script and options of sbatch, makes a job id.  Promises: sbatch is repeated only where nothing was submitted;
-Ctrl-C does not reach it, and what it has submitted meanwhile is cancelled; what cannot be known is said.
+Input: a script and options of sbatch.  Output: a job id.  Guarantees: sbatch is repeated only if nothing was submitted;
+Ctrl-C does not interrupt it, a job submitted meanwhile is cancelled; if the result is unknown, the error says so.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import FrameType, TracebackType
 
 from launch.batch.slurm_commands import NoAnswer, SlurmError, ask, is_away, slurm
 
-ANSWER_S = 50.0  # of sbatch; a job that begins at once may stay unrecorded for RECORDED_S (supervisor.py)
-LOOK_AGAIN_S = 4.0  # slurmctld may take in late what it has not answered
+ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (supervisor.py)
+LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
 LOOK_PATIENCE_S = 20.0
-# What sbatch says when its request was sent and the answer lost; slurmctld may have taken the job.
+# Messages of sbatch when its request was sent and the answer lost; slurmctld may have accepted the job.
 _LOST = ("timed out", "Zero Bytes were transmitted", "send failure", "receive failure", "shutdown failure",
          "Connection reset", "Broken pipe", "Unexpected message", "authentication error")  # fmt: skip
-_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com[a-z]*(?![\w-])", re.MULTILINE)  # sbatch takes abbreviations
+_OWN_COMMENT = re.compile(r"^#SBATCH\s.*--com[a-z]*(?![\w-])", re.MULTILINE)  # sbatch accepts abbreviations
 _NUMBER = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", re.MULTILINE)
 
 
 class MayBeQueued(SlurmError):
-    """sbatch's answer was lost and squeue does not answer either; the message says how to look."""
+    """sbatch's answer was lost and squeue does not answer either; the message says how to find the job."""
 
 
 def submit_script(
@@ -43,12 +43,12 @@ def submit_script(
     patience_s: float = 0.0,
     hear: Callable[[str], object] = lambda remarks: None,
 ) -> int:
-    """Submit a script, have the job recorded, and return its id; of an array, of a heterogeneous job the first one.
+    """Submit a script, have the job recorded, and return its id (of a heterogeneous job, its leader's).
 
-    options: before the script.  record: called with the id; if it raises, the job is cancelled.  environment: None is
-    this process's without what belongs to another job.  patience_s: so long a slurmctld that is away is tried again.
-    hear: called with what sbatch remarks of a job that it takes, such as a site's "moved to partition scav".
-    Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what became of it.
+    options: of sbatch.  record: called with the id; if it raises, the job is cancelled.  environment: None means this
+    process's, without variables of another job.  patience_s: how long sbatch is repeated while slurmctld is away.
+    hear: called with what sbatch prints on stderr for an accepted job, such as a site's "moved to partition scav".
+    Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what happened to it.
     """
     tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", time.monotonic() + patience_s
     with _HeldCtrlC(tag) as ctrl_c:
@@ -65,7 +65,7 @@ def submit_script(
         if not ctrl_c.has_come:
             try:
                 record(job_id)
-            except BaseException:  # survived: nothing; whatever it was, a job that nobody knows must not stay
+            except BaseException:  # survived: nothing; whatever it was, an unrecorded job must not stay queued
                 _cancel(job_id)
                 raise
         if ctrl_c.has_come:
@@ -97,7 +97,7 @@ def _once(
                 hear(remarks)
             numbers = _NUMBER.findall(said)
             if numbers:
-                return int(numbers[-1])  # a site's own sbatch may print more before it
+                return int(numbers[-1])  # a site's wrapper of sbatch may print more before it
             trouble = f"sbatch: no job id in {said.strip()!r}"
     found = _look_for(tag, trouble, environment)
     if found is None:
@@ -107,15 +107,16 @@ def _once(
 
 @contextmanager
 def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str]]:
-    """The command whose job squeue shows with `tag`.
+    """The sbatch command whose job squeue shows with `tag`.
 
-    In the comment; where that is the site's (some charge by it), in the name of a directory with a link to the script.
+    The tag is the comment; if the site uses that (some for accounting), it is the name of a directory with a link to
+    the script.
     """
     words = ["sbatch", "--parsable", *options]
     try:
         has_comment = _OWN_COMMENT.search(script.read_text(encoding="utf-8", errors="replace")) is not None
     except OSError:
-        has_comment = False  # sbatch says what is wrong with the script
+        has_comment = False  # sbatch reports what is wrong with the script
     if not has_comment and not any(word.startswith("--com") for word in options):
         yield [*words, f"--comment={tag}", str(script)]
         return
@@ -127,14 +128,14 @@ def _tagged(script: Path, options: Sequence[str], tag: str) -> Iterator[list[str
 
 
 def _look_for(tag: str, trouble: str, environment: Mapping[str, str] | None) -> int | None:
-    """The job that bears the tag; None: there is none, by two answers.  Raises MayBeQueued: no answer."""
+    """The job with this tag; None: none, according to two answers.  Raises MayBeQueued: no answer."""
     words = ("squeue", "--me", "--all", "--noheader", "--states=all", "--format=%i|%k|%o")
     for pause_s in (0.0, LOOK_AGAIN_S):
         time.sleep(pause_s)
         try:
             out = slurm(*words, timeout_s=30.0, patience_s=LOOK_PATIENCE_S, environment=environment)
         except SlurmError as error:
-            text = f"{trouble}; a job may be queued all the same, {how_to_look(tag)} shows it: {error}"
+            text = f"{trouble}; a job may be queued nevertheless, {how_to_look(tag)} shows it: {error}"
             raise MayBeQueued(text) from error
         for line in out.splitlines():
             number = re.match(r"\s*(\d+)", line)
@@ -144,7 +145,7 @@ def _look_for(tag: str, trouble: str, environment: Mapping[str, str] | None) -> 
 
 
 def _cancel(job_id: int) -> str:
-    """Returns what is to be said of it."""
+    """Cancel a job; returns a message about it."""
     try:
         slurm("scancel", str(job_id), patience_s=LOOK_PATIENCE_S)
     except SlurmError as error:
@@ -153,7 +154,7 @@ def _cancel(job_id: int) -> str:
 
 
 class _HeldCtrlC:
-    """Keeps Ctrl-C from tearing a submission in two; a second one is not held."""
+    """Delays Ctrl-C until a submission is finished; a second Ctrl-C is not delayed."""
 
     def __init__(self, tag: str) -> None:
         self.has_come = False
@@ -176,4 +177,4 @@ class _HeldCtrlC:
         if self.has_come:
             raise KeyboardInterrupt(f"a job may be queued: {how_to_look(self._tag)} shows it")
         self.has_come = True
-        sys.stderr.write("rlhpc: waits for sbatch, to cancel what it submits; Ctrl-C again does not wait\n")
+        sys.stderr.write("rlhpc: waiting for sbatch, to cancel the job it submits; Ctrl-C again does not wait\n")

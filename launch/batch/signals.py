@@ -1,6 +1,6 @@
 """Slurm's signals to the batch step, as flags.
 
-USR2 comes `warn_s` before the time limit; TERM with scancel, pre-emption, a sibling's dead node, and at the limit.
+USR2 arrives `warn_s` before the time limit; TERM at scancel, preemption, the failure of another node, and the limit.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import signal
 from types import FrameType
 
 
-class Notices:
-    """What Slurm has said so far."""
+class SlurmSignals:
+    """The signals that Slurm has sent so far."""
 
     def __init__(self) -> None:
-        """Listen.  One per process."""
+        """Install the handlers.  One instance per process."""
         self.warned = False  # of the time limit
-        self.told_to_end = False
-        self._reader, self._writer = os.pipe()  # a signal between a look at the flags and select must not be lost
+        self.end_requested = False
+        self._reader, self._writer = os.pipe()  # a signal between reading the flags and select must not be lost
         os.set_blocking(self._writer, False)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._warn)
@@ -36,11 +36,11 @@ class Notices:
         self._wake()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        self.told_to_end = True
+        self.end_requested = True
         self._wake()
 
     def _wake(self) -> None:
         try:
             os.write(self._writer, b"!")
         except BlockingIOError:
-            return  # it is full: it wakes
+            return  # the pipe is full, which wakes the reader, too

@@ -1,7 +1,8 @@
-"""The one place that calls Slurm's commands: in an environment of its own, and patient with a controller that is away.
+"""The only place that runs Slurm's commands, with a clean environment and retries while slurmctld does not answer.
 
-Takes words, returns what the command prints.  Guarantees: no variable of a user's shell, of a site's module or of the
-job around this process changes what a command does, selects or prints.  Raises SlurmError in the command's own words.
+Input: a command line.  Output: what the command prints.  Guarantees: no variable of the user's shell, of a site's
+module or of the surrounding job changes what a command does, selects or prints.  Raises SlurmError with the command's
+own message.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import NamedTuple
 
 from rlhpc.errors import RlhpcError
 
-# What Slurm says while slurmctld restarts, or is too busy to answer.  Nobody knows whether the command did anything:
-# what may not be done twice is not repeated for it (sbatch.py).
+# Messages of Slurm's commands while slurmctld restarts or is overloaded.  Whether the command took effect is unknown,
+# so that commands that must not run twice are not repeated (sbatch.py).
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
          "Connection timed out", "Connection reset", "controller in standby mode",
          "RESTORE SLURMCTLD DAEMON TO SERVICE")  # fmt: skip # scontrol show config, since 24.11 with exit status 1
@@ -24,11 +25,11 @@ PAUSE_S = 5.0  # at most, before another try
 # Options of Slurm's commands that are taken from the environment.  All of these names are Slurm's own.
 _INPUTS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_", "SCONTROL_",
            "PMI")  # fmt: skip
-# How the cluster is found, and how a command proves who calls it.
+# How the cluster is found, and how a command authenticates.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-# Of srun's inputs those that Slurm itself sets in a batch step stay: they say which job, which components and nodes.
-# These are set there by people, by a site's module, or by Slurm with the sizes of component 0, and would change what
-# a step is: its size, time, output, directory, and whether it waits for others.
+# Of srun's input variables, those that Slurm itself sets in a batch step are kept: they identify job, components and
+# nodes.  The following are set by users, by a site's module, or by Slurm with the sizes of component 0, and would
+# change a step's size, time limit, output, directory, and whether it waits for other steps.
 _NOT_FOR_STEPS = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -44,18 +45,18 @@ _NOT_FOR_STEPS = frozenset(
 
 
 class SlurmError(RlhpcError):
-    """A Slurm command failed; the message holds what it said."""
+    """A Slurm command failed; the message contains its error output."""
 
 
 class NoAnswer(SlurmError):
-    """The command ended, or was ended, before it could say anything."""
+    """The command timed out or was killed before it answered."""
 
 
 class Said(NamedTuple):
-    """What a command that succeeded has printed."""
+    """Output of a command that succeeded."""
 
     out: str
-    remarks: str  # on stderr: what a site tells its users
+    remarks: str  # on stderr: messages of the site to its users
 
 
 def slurm(
@@ -67,9 +68,9 @@ def slurm(
 ) -> str:
     """Run one command and return its output.
 
-    timeout_s: of one try.  patience_s: so long it is tried again while slurmctld does not answer; not for sbatch, which
-    sbatch.py calls.  environment: instead of this process's, and as it is made clean.  hears_ctrl_c: False in a session
-    of its own.  Raises SlurmError: not installed here, a status besides 0; NoAnswer: not in time, or ended by a signal.
+    timeout_s: of each try.  patience_s: how long it is repeated while slurmctld does not answer; not for sbatch, which
+    sbatch.py calls.  environment: instead of this process's; cleaned in either case.  hears_ctrl_c: False runs it in
+    its own session.  Raises SlurmError: not installed here, nonzero status; NoAnswer: timed out, or killed by a signal.
     """
     return ask(
         *words, timeout_s=timeout_s, patience_s=patience_s, environment=environment, hears_ctrl_c=hears_ctrl_c
@@ -83,7 +84,7 @@ def ask(
     environment: Mapping[str, str] | None = None,
     hears_ctrl_c: bool = True,
 ) -> Said:
-    """The same, with what the command has remarked beside its output."""
+    """The same, with stderr in addition to the output."""
     deadline = time.monotonic() + patience_s
     clean = clean_environment(environment)
     if words[0] != "sbatch":  # whose environment becomes the job's
@@ -98,29 +99,30 @@ def ask(
 
 
 def is_away(error: SlurmError) -> bool:
-    """True if slurmctld did not answer, and may in a moment."""
+    """True if slurmctld did not answer, which may be temporary."""
     return any(saying in str(error) for saying in _AWAY)
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment, by default this process's, without what would change Slurm's commands.
+    """An environment, by default this process's, without variables that would change Slurm's commands.
 
-    A job submitted from inside another would take the other's sizes, and its srun the other's components, for its own;
-    with SQUEUE_PARTITION in a shell a job that lives elsewhere would not be there.
+    Otherwise a job submitted from inside another would inherit its sizes, and its srun the other's components; with
+    SQUEUE_PARTITION in a shell, squeue would not show jobs on other partitions.
     """
     known = os.environ if environment is None else environment
     return {key: value for key, value in known.items() if key in _KEPT or not key.startswith(_INPUTS)}
 
 
 def srun_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a batch step's environment, by default this process's, what an srun inside its own job shall see.
+    """The part of a batch step's environment, by default this process's, that an srun in its own job needs.
 
-    The job and its components as Slurm has set them, and all that is not Slurm's, which the tasks get too.
+    The variables by which Slurm identifies the job and its components, and all variables that are not Slurm's, which
+    the tasks inherit.
     """
     known = os.environ if environment is None else environment
     others = tuple(prefix for prefix in _INPUTS if prefix not in ("SLURM_", "SLURMD_"))
     kept = {key: value for key, value in known.items() if key not in _NOT_FOR_STEPS and not key.startswith(others)}
-    return {**kept, "SLURM_EXPORT_ENV": "ALL"}  # else a site's --export=NONE would hold for steps, too
+    return {**kept, "SLURM_EXPORT_ENV": "ALL"}  # else a site's --export=NONE would apply to steps, too
 
 
 def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str], hears_ctrl_c: bool) -> Said:
@@ -136,7 +138,9 @@ def _once(words: tuple[str, ...], timeout_s: float, environment: dict[str, str],
             start_new_session=not hears_ctrl_c,
         )
     except FileNotFoundError:
-        raise SlurmError(f"{words[0]}: no such command here; is this a login node, is Slurm's module loaded?") from None
+        raise SlurmError(
+            f"{words[0]}: no such command here; run this on a login node, with Slurm's module loaded"
+        ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{words[0]}: Socket timed out: no answer in {timeout_s:g} s") from None
     if done.returncode < 0:

@@ -1,13 +1,13 @@
-"""Values that Slurm's commands print: durations, and the states in which a job has ended.
+"""Values printed by Slurm's commands: durations, array tasks, and the final states of a job.
 
-Text in, numbers out.  Pure; Python 3.9 and the standard library.
+Input: text.  Output: numbers.  Pure; Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
 
 import re
 
-# Every other state may live, also one that a later Slurm invents: a job that lives must not be submitted a second time.
+# Every other state counts as alive, even one that a later Slurm adds: a live job must not be submitted a second time.
 OVER = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
      "OUT_OF_MEMORY", "REVOKED"}
@@ -25,12 +25,12 @@ def duration_s(text: str) -> int | None:
 
 
 def is_unlimited(text: str) -> bool:
-    """True where Slurm says that there is no limit; INVALID and NOT_SET say nothing."""
+    """True if Slurm says that there is no limit; INVALID and NOT_SET mean unknown."""
     return text.strip() == "UNLIMITED"
 
 
 def task_numbers(text: str) -> list[int]:
-    """Array tasks of "0,2-4%2": 0, 2, 3, 4.  Slurm cuts a long list short with "...", which is left out."""
+    """Array tasks of "0,2-4%2": 0, 2, 3, 4.  Slurm truncates a long list with "...", which is ignored."""
     tasks: list[int] = []
     for part in text.partition("%")[0].split(","):
         first, _, last = part.partition("-")

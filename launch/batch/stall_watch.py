@@ -1,4 +1,4 @@
-"""Whether an attempt makes steps.  Input: step and phase of each look, and when it was.  Pure."""
+"""Detect an attempt without progress.  Input: step and phase at each poll, and the time.  Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from __future__ import annotations
 class StallWatch:
     """How long there has been no step.
 
-    Before training begins, roles may be waiting for each other, each within a limit of its own (meet_s), and the first
-    step has its whole limit from then on: models that load for long take nothing from it.
+    Before training begins, roles may be waiting for each other, each with a timeout of its own (meet_s); the limit of
+    the first step starts when training begins, so that loading a large model does not use it up.
     """
 
     def __init__(self, stall_s: float, meet_s: float, now: float) -> None:
         self._stall_s, self._meet_s = stall_s, meet_s
-        self._since = now  # the present step, the beginning of training, or that of the attempt
+        self._since = now  # when the current step, training, or the attempt began
         self._step, self._is_training = -1, False
         self.has_moved = False  # a step was trained in this attempt
 
     def look(self, step: int, is_training: bool, now: float) -> float | None:
-        """Note where the attempt stands; returns the limit in seconds that it has exceeded, if it has.
+        """Record the current state; returns the limit in seconds if it is exceeded, else None.
 
-        step: trained so far, -1 if nothing is known.
+        step: steps trained so far, -1 if unknown.
         """
         if step != self._step:
             self.has_moved |= self._step >= 0

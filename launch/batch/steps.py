@@ -1,7 +1,7 @@
-"""Start the processes of a part: one srun for all its tasks, or each by itself in the batch step.
+"""Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
 
-Eats Part, makes Step, which can be asked to leave, killed, and asked whether it has ended.  Every srun says its sizes
-itself: what Slurm has set for component 0 would hold for it otherwise.
+Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
+otherwise the values that Slurm sets for component 0 would apply to it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Step:
     def __init__(self, name: str, words: list[str], *, is_srun: bool) -> None:
         """Start `words`."""
         self.name, self._is_srun = name, is_srun
-        self.asked = False  # to leave
+        self.asked = False  # to exit
         environment = srun_environment() if is_srun else None
-        # A session of its own: a signal can be sent to the whole of it, and Ctrl-C at a terminal does not reach it.
+        # In its own session: a signal can be sent to all its processes, and Ctrl-C at a terminal does not reach it.
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
 
     def status(self) -> int | None:
-        """Exit status as a shell counts, of an srun the highest of its tasks; None while it runs."""
+        """Exit status as in a shell (128 + signal), of an srun the highest of its tasks; None while it runs."""
         status = self._process.poll()
         return status if status is None or status >= 0 else 128 - status
 
     def ask_to_leave(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Signal the roles.  srun hands USR2 on to its tasks; SIGTERM would make it kill them."""
+        """Signal the roles.  srun forwards USR2 to its tasks; SIGTERM would make it kill them."""
         self.asked = True
         self._send(signal.SIGUSR2 if self._is_srun else number)
 
     def kill(self) -> None:
-        """End it now; returns when it has ended."""
+        """Kill it; returns when it has ended."""
         if self.status() is not None:
             return
         self._send(signal.SIGTERM if self._is_srun else signal.SIGKILL)
@@ -53,7 +53,7 @@ class Step:
             self._process.wait()
 
     def wait(self, patience_s: float) -> bool:
-        """Wait until it has ended; False: it has not in time."""
+        """Wait until it has ended; False: it has not ended in time."""
         deadline = time.monotonic() + patience_s
         while self.status() is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -70,12 +70,12 @@ class Step:
 
 
 def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attempt, start: int) -> Step:
-    """Start all tasks of a part by one srun.  het_group: its component in a heterogeneous job.
+    """Start all tasks of a component by one srun.  het_group: its number in a heterogeneous job.
 
-    start: how many starts of it there were in this life of the job.
+    start: number of its earlier starts in this life of the job.
     """
     words = ["srun", *([f"--het-group={het_group}"] if het_group is not None else []), *part.srun]
-    # One task that dies does not take the others along; and a step that is not there yet must not hang for ever.
+    # One task that dies must not end the others, and srun must not wait for ever for tasks that never start.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
     role = part.shares[0].role
     return Step(part.name, [*words, *_task(plan, part, role, attempt, start)], is_srun=True)

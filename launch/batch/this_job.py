@@ -1,6 +1,6 @@
-"""The Slurm job that this process is the batch step of: who it is, when it ends, and how it is put back into the queue.
+"""The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
 
-Eats the environment that Slurm sets.  Promises nothing about other jobs.
+Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from launch.batch.slurm_commands import SlurmError, slurm
 from launch.batch.slurm_values import duration_s, is_unlimited
 
-PATIENCE_S = 300.0  # with a slurmctld that is away: it comes back, or the time limit settles it
-ASK_AGAIN_S = 60.0  # while the end of a life is not known
+PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+ASK_AGAIN_S = 60.0  # while the end time is not known
 
 
 @dataclass(frozen=True)
 class ThisJob:
-    """Identity of one life of a job."""
+    """Identity of one life of a job: from its start to its end or requeue."""
 
     job_id: int  # of the leader in a heterogeneous job, of the task itself in an array
     array_id: int | None  # of the whole array
     array_task: int | None
     restart: int  # how often Slurm has requeued it
     is_heterogeneous: bool
-    began: float  # unix time of this life, s
+    began: float  # unix time at which this life began, s
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ThisJob:
-        """Read who we are.  Raises SlurmError outside a job."""
+        """Read the identity from the environment.  Raises SlurmError outside a job."""
         if "SLURM_JOB_ID" not in environment:
-            raise SlurmError("SLURM_JOB_ID is not set: this is no job step; `rlhpc submit` starts runs")
+            raise SlurmError("SLURM_JOB_ID is not set: not in a Slurm job; start runs with `rlhpc submit`")
         task = environment.get("SLURM_ARRAY_TASK_ID")
         return cls(
             job_id=int(environment["SLURM_JOB_ID"]),
@@ -44,7 +44,7 @@ class ThisJob:
 
     @property
     def submitted_id(self) -> int:
-        """What sbatch said: the array's id, or the job's."""
+        """The id that sbatch returned: the array's, or the job's."""
         return self.job_id if self.array_id is None else self.array_id
 
     @property
@@ -53,20 +53,20 @@ class ThisJob:
         return str(self.job_id) if self.array_task is None else f"{self.array_id}_{self.array_task}"
 
     def incarnation(self, start: int) -> str:
-        """What a process started now is called; a later life of this job is of a higher order."""
+        """Incarnation of a process started now; increases with every life of this job."""
         return f"{self.job_id}.{self.restart}.{start}"
 
     def requeue(self) -> None:
         """Put this job back into the queue; Slurm ends its batch step in a moment.
 
-        Call it when no srun is alive: Slurm 25.11 and later turns the requeue of a job whose first component has a live
-        step into its cancellation.  Raises SlurmError where the site forbids it.
+        Call it only when no srun is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
+        component has a live step.  Raises SlurmError if the site forbids it.
         """
-        # By its name: the id of an array's last task is that of the whole array, and would requeue all of it.
+        # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
         slurm("scontrol", "requeue", self.name, patience_s=PATIENCE_S)
 
     def component_states(self) -> dict[int, str]:
-        """Slurm's state of every component of a heterogeneous job; of another job that of component 0.
+        """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
 
         Raises SlurmError.
         """
@@ -78,10 +78,10 @@ class ThisJob:
 
 
 class TimeLimit:
-    """When this life ends.
+    """When the time limit ends this life.
 
-    Asked of Slurm at its beginning, every minute until Slurm has answered, and again before anybody acts on it: limits
-    can be changed.
+    Slurm is asked at the beginning, every minute until it has answered, and again before anyone acts on it, because
+    limits can be changed.
     """
 
     def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
@@ -95,13 +95,13 @@ class TimeLimit:
 
     @property
     def end(self) -> float | None:
-        """Unix time of the end, s; None: there is no limit, or it is not known yet."""
+        """Unix time of the end, s; None: no limit, or not known yet."""
         if not self.is_known and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
             self.ask()
         return self._end
 
     def ask(self) -> None:
-        """See when Slurm ends this life as of now.  What was known before holds where it does not say."""
+        """Ask Slurm for the current end time.  If it does not answer, the last known time stays."""
         try:
             out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
         except SlurmError:
@@ -115,18 +115,18 @@ class TimeLimit:
             self._end, self.is_known = None, True
 
     def left_s(self) -> float:
-        """Seconds from now; infinity without a limit, and while it is not known."""
+        """Seconds from now; infinite without a limit, and while it is not known."""
         end = self.end
         return float("inf") if end is None else end - time.time()
 
     @property
     def life_s(self) -> float:
-        """Seconds of the whole life; infinity likewise."""
+        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
         end = self.end
         return float("inf") if end is None else end - self._job.began
 
     def in_words(self) -> str:
-        """How long this life may run."""
+        """How long this job may run."""
         if not self.is_known:
-            return "until an end that Slurm has not said yet"
+            return "until a time limit that is not known yet"
         return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"

@@ -1,1 +1,1 @@
-"""The demonstration: a task, a model that half knows it, and the report of what RL made of it."""
+"""The demonstration: a task, a partially trained model, and a report of what RL improved."""

@@ -1,6 +1,6 @@
-"""Show what came of a run: a table for the terminal, a picture of the learning curve.
+"""Report the result of a demo run: a table for the terminal and a plot of the learning curve.
 
-Eats summary.json as a dictionary; makes text and a PNG.
+Input: summary.json as a dictionary.  Output: text and a PNG file.
 """
 
 from __future__ import annotations

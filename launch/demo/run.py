@@ -1,6 +1,6 @@
-"""The demo from end to end: make a model that adds carelessly, teach it by RL through the ring, show what came of it.
+"""The demo from end to end: make a model that adds carelessly, train it by RL with all real processes, report.
 
-Everything is made on the spot from seeds; nothing is downloaded.
+Everything is generated locally from seeds; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The demo on Slurm: a private cluster of virtual nodes, a site file for it, one heterogeneous job on three partitions.
+"""The demo on Slurm: a private cluster of virtual nodes, its site file, one heterogeneous job on three partitions.
 
-Eats the demo's Config, returns the exit status of the run.  The cluster lives in a directory of its own for temporary
-files and ends with the demo.
+Input: the demo's Config.  Output: the exit status of the run.  The cluster lives in a temporary directory of its own
+and ends with the demo.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Addition worked out column by column, and the pupil who is careless at it.
+"""The demo's task: addition worked out column by column, and a careless solver for the warm start.
 
-Makes prompts such as ``4827+9356=`` and answers such as ``7+6+0=13;2+5+1=08;8+3+0=11;4+9+1=14;14183``: one field per
-column, right to left, as digit + digit + carry = two-digit sum; then the total.  A reader of the last ``;``-separated
-field has the answer.  Promises: everything is a pure function of its seed; training and held-out problems are disjoint.
+Prompts look like ``4827+9356=``, answers like ``7+6+0=13;2+5+1=08;8+3+0=11;4+9+1=14;14183``: one field per column,
+right to left, as digit + digit + carry = two-digit sum; then the total.  The last ``;``-separated field is the answer.
+Guarantees: everything is a pure function of its seed; training and held-out problems are disjoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A tokenizer of one token per character, made on the spot.
+"""A character-level tokenizer, generated locally.
 
-Makes tokenizer.json and tokenizer_config.json as any HF checkpoint has them, so that the demo's model needs no network
-and goes through the same code as a real one.
+Output: tokenizer.json and tokenizer_config.json as in any HF checkpoint, so that the demo's model needs no network and
+runs through the same code as a real one.
 """
 
 from __future__ import annotations

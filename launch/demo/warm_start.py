@@ -1,9 +1,10 @@
-"""Make the model that the demo starts from: it knows how addition is worked out, and is careless at it.
+"""Make the model that the demo starts from: it knows how addition is worked out, but makes careless errors.
 
-Makes an HF checkpoint directory (Qwen2 shape, float32, character tokenizer) by supervised steps on our own loop: first
-on clean answers, from which the facts are learnt fastest, then on careless ones.  Sampled at temperature 1 it is right
-about three times in ten, while its most likely answer is nearly always right: what RL has to find is that care pays.
-Promises: the same recipe gives the same weights on the same machine, and a finished directory is used again.
+Output: an HF checkpoint directory (Qwen2 architecture, float32, character tokenizer), made by supervised steps of our
+own loop: first on correct answers, from which the rules are learnt fastest, then on careless ones.  Sampled at
+temperature 1 it is right about three times in ten, while its most likely answer is nearly always right: what RL has to
+learn is to be careful.
+Guarantees: the same recipe gives the same weights on the same machine; a finished directory is reused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accounting for a dev cluster: a private MariaDB behind a private slurmdbd, so that sacct and accounts work.
 
-Eats paths and a port; text and argument lists are pure, `prepare_database` writes.  The database listens on a unix
-socket alone and knows no passwords: whoever may enter the directory of the socket is its owner.
+Input: paths and a port.  Functions that make text and argument lists are pure; `prepare_database` writes.  The database
+listens on a unix socket only and has no passwords: access to the socket's directory is the access control.
 """
 
 from __future__ import annotations

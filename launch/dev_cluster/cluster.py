@@ -1,7 +1,7 @@
-"""One dev cluster: start it, ask it, end it.
+"""One dev cluster: start it, query it, end it.
 
-Eats a directory and a shape.  Promises: everything lies below the directory; only recorded processes and those of the
-cluster's own jobs are ever signalled; `stop` leaves none of them; job ids go on where the last start left off.
+Input: a directory and a shape.  Guarantees: everything lies below the directory; only recorded processes and those of
+the cluster's own jobs are ever signalled; `stop` leaves none of them; job ids continue after the last start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DevCluster:
     def create(
         cls, root: Path, shape: ClusterShape, installation: Installation, *, dies_with_parent: bool = False
     ) -> Self:
-        """Claim a new or empty directory.
+        """Take a new or empty directory.
 
         Raises RunDirectoryError: it holds something, or its path is too long; ConfigError: networks without root.
         """
@@ -112,13 +112,13 @@ class DevCluster:
                 self.network.serve(HUB, wait_s)
             with reserved_ports(2 + len(self.shape.nodes)) as ports:
                 self._write_files(ports)
-                self.mend(wait_s)
+                self.repair(wait_s)
         except BaseException:  # survived: nothing; whatever it was, no daemon may be left behind
             self.stop()
             raise
         return time.monotonic() - began
 
-    def mend(self, wait_s: float = 30.0) -> list[str]:
+    def repair(self, wait_s: float = 30.0) -> list[str]:
         """Start again the daemons that have died; returns their names.  Jobs go on.  Raises RoleFailed: no success."""
         missing = self.revive(wait_s)
         self.wait_up(wait_s)
@@ -218,7 +218,7 @@ class DevCluster:
         while not self.is_reachable():
             self.daemons.raise_for_dead()
             if time.monotonic() > deadline:
-                raise RoleFailed(f"the controller does not answer: {self.daemons.last_words(CONTROLLER)}")
+                raise RoleFailed(f"the controller does not answer: {self.daemons.last_error(CONTROLLER)}")
             time.sleep(0.05)
 
     def node_states(self) -> dict[str, str]:
@@ -247,7 +247,7 @@ class DevCluster:
                 reasons = self.run("sinfo", "--list-reasons", "--noheader", "--format=%N: %E", check=False).strip()
                 wanted, seen = " or ".join(states), broken or found or "the controller does not answer"
                 raise RoleFailed(
-                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_words(CONTROLLER)})"
+                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_error(CONTROLLER)})"
                 )
             time.sleep(0.05)
 

@@ -1,6 +1,6 @@
-"""`rlhpc cluster up | status | down`: what a person sees.
+"""The commands `rlhpc cluster up | status | down`.
 
-Eats parsed options, prints, returns the exit status.
+Input: parsed options.  Output: printed text and the exit status.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def up(options: argparse.Namespace) -> int:
     else:
         cluster = DevCluster.create(root, shape, _installation(options))
     if cluster.is_running:
-        mended = cluster.mend(options.wait_s)
-        print(f"cluster     {root}, runs already" + (f"; started again: {', '.join(mended)}" if mended else ""))
+        repaired = cluster.repair(options.wait_s)
+        print(f"cluster     {root}, runs already" + (f"; started again: {', '.join(repaired)}" if repaired else ""))
     else:
         seconds = cluster.start(options.wait_s)
         print(f"cluster     {root}, {len(cluster.shape.nodes)} nodes idle after {seconds:.1f} s")

@@ -1,7 +1,7 @@
 """slurm.conf and its companions, as text.
 
-Eats shape, paths and ports; pure.  The same text serves Slurm 22.05 to 26.05: plugins named "none", which 23.11 took
-away, are simply not mentioned.
+Input: shape, paths and ports.  Pure.  The same text works with Slurm 22.05 to 26.05: plugins named "none", which 23.11
+removed, are simply not mentioned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The daemons of one cluster: start each, find each again by its record, end each.
+"""The daemons of one cluster: start, find by record, and end each of them.
 
-Eats Installation and ClusterLayout.  A daemon is known by the file in run/ that holds its pid and birth, so any
-process of the same user can watch it or end it.
+Input: Installation and ClusterLayout.  A daemon is identified by the file in run/ that holds its pid and start time, so
+that any process of the same user can watch or end it.
 """
 
 from __future__ import annotations
@@ -110,18 +110,18 @@ class Daemons:
         deadline = time.monotonic() + patience_s
         while not is_ready():
             if not self.is_alive(name):
-                raise RoleFailed(f"{name} ended by itself: {self.last_words(name)}")
+                raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
             if time.monotonic() > deadline:
-                raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_words(name)}")
+                raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_error(name)}")
             time.sleep(0.02)
 
     def raise_for_dead(self) -> None:
         """Raises RoleFailed with the last words of a daemon that has a record and does not live."""
         for name, found in self.recorded().items():
             if not found.is_alive:
-                raise RoleFailed(f"{name} ended by itself: {self.last_words(name)}")
+                raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
 
-    def last_words(self, name: str) -> str:
+    def last_error(self, name: str) -> str:
         """The last complaint in a daemon's files, and where they are."""
         lines: list[str] = []
         for path in (self._layout.log(name), self._layout.output(name)):

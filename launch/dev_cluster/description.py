@@ -1,6 +1,6 @@
-"""What a dev cluster is, as its directory remembers it: cluster.json, written once.
+"""The description of a dev cluster that its directory keeps: cluster.json, written once.
 
-Eats and makes Description.
+Reads and writes Description.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What can happen to a cluster, on purpose: a node without power or without a network, a dead daemon or controller.
+"""Faults to inject into a cluster: a node without power or network, a dead daemon or controller.
 
-Each function acts on a running DevCluster and returns when it is done; `DevCluster.mend` undoes all of them but
-`cut`, which `heal` undoes.  Slurm notices a silent node by itself after Times.dead_node_s and some 20 s more, or at
-once after `declare_down`.
+Each function acts on a running DevCluster and returns when it is done; `DevCluster.repair` undoes all of them except
+`cut`, which `heal` undoes.  Slurm notices a silent node by itself after Times.dead_node_s plus some 20 s, or at once
+after `declare_down`.
 """
 
 from __future__ import annotations

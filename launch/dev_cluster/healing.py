@@ -1,7 +1,7 @@
-"""Bring a cluster back to how it began, whatever was done to it: all daemons, all links, no job, every node idle.
+"""Restore a cluster to its initial state after any fault: all daemons and links up, no job, every node idle.
 
-Eats a DevCluster.  Promises: afterwards the next user finds it whole, or RoleFailed says within some seconds that it is
-not to be had, so that it can be replaced by a new one (DevCluster.stop(at_once=True)).
+Input: a DevCluster.  Guarantees: afterwards the cluster is in its initial state, or RoleFailed says within seconds that
+it cannot be restored, so that it can be replaced by a new one (DevCluster.stop(at_once=True)).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One Slurm on this machine: its programs, its plugins, and the variables that whoever calls it needs.
+"""One Slurm installation on this machine: its programs, its plugins, and the environment variables that callers need.
 
-Eats PATH or a prefix; writes nothing.
+Input: PATH or a prefix.  Writes nothing.
 """
 
 from __future__ import annotations

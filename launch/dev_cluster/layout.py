@@ -1,6 +1,6 @@
-"""Every path of a dev cluster, said once.
+"""Every path of a dev cluster, defined once.
 
-Eats the cluster's directory.  Promises that every unix socket below it fits into the 107 bytes that Linux allows.
+Input: the cluster's directory.  Guarantees that every unix socket below it fits into Linux's limit of 107 bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a dev cluster needs of the machine that it is on, besides Slurm.  Writes nothing."""
+"""What a dev cluster needs from its machine besides Slurm.  Writes nothing."""
 
 from __future__ import annotations
 

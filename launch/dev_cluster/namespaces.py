@@ -1,7 +1,7 @@
-"""Commands that make network namespaces and join them; only root may run them.
+"""Commands that create and enter network namespaces; only root may run them.
 
-Eats processes that hold a namespace, makes interfaces in it.  Promises: an interface belongs to the namespace of a
-process, or is the other end of one that does, so that it ends with the process: no crash leaves any behind.
+Input: processes that hold a namespace.  Output: interfaces in it.  Guarantees: every interface belongs to the namespace
+of a process, or is the peer of one that does, so that it ends with the process: a crash leaves none behind.
 """
 
 from __future__ import annotations

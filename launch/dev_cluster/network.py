@@ -1,7 +1,7 @@
-"""The network of a dev cluster: a switch, and for every node a namespace with an address and a host name of its own.
+"""The network of a dev cluster: a switch, and for every node a namespace with its own address and host name.
 
-Eats the daemons' records.  Each namespace is held by a process that does nothing else and is recorded, watched, mended
-and ended as any daemon; namespaces.py has the commands.
+Input: the daemons' records.  Each namespace is held by an otherwise idle process that is recorded, watched, restarted
+and ended like any daemon; namespaces.py has the commands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where Slurm's programs come from: this machine, or Debian packages unpacked into a private prefix, without root.
 
-Eats PATH, apt's lists or the name of a Debian suite, makes Installation.  A prefix lies in the user's cache, one per
-distribution, release and processor; it appears whole or not at all, and nothing outside it is written.
+Input: PATH, apt's lists, or the name of a Debian suite.  Output: Installation.  A prefix lies in the user's cache, one
+per distribution, release and processor; it appears complete or not at all, and nothing outside it is written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Processes by identity, read from /proc: a pid together with the time of its birth names one process for ever.
+"""Processes by identity, read from /proc: a pid together with its start time identifies one process uniquely.
 
-Nothing here looks for a process by the name of its program alone, and no signal reaches a pid that has been reused.
+No process is looked up by program name alone, and no signal reaches a pid that has been reused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Slurm of another Debian suite, in a prefix that runs on this one: a site matrix on one machine.
+"""Slurm of another Debian suite, in a prefix that runs on this machine, to test several Slurm releases on one machine.
 
-Eats the name of a suite, makes a tree of packages with their own C library and dynamic linker.  Nothing of the machine
-changes: apt works in a directory of its own, as any user.  Every program is told by patchelf where its linker and its
-libraries lie, so that no variable is needed that a job's own programs would inherit.
+Input: the name of a suite.  Output: a tree of packages with their own C library and dynamic linker.  Nothing on the
+machine changes: apt works in a directory of its own, as any user.  patchelf sets linker and library paths in every
+program, so that no environment variable is needed that a job's own programs would inherit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a dev cluster looks like: groups of equal nodes, partitions, and times that suit tests.
+"""The shape of a dev cluster: groups of equal nodes, partitions, and timeouts that suit tests.
 
 Pure values.  The default has the partitions that a run is placed on: `train`, `gen`, `cpu`, and `scavenge`, whose jobs
 are preempted by those of `train` and `gen` on the same nodes.

@@ -1,1 +1,1 @@
-"""`rlhpc doctor`: would a run work here?  From the login node, and by jobs of a few seconds.  docs/doctor.md."""
+"""`rlhpc doctor`: would a run work on this site?  Checks on the login node, and jobs of seconds.  docs/doctor.md."""

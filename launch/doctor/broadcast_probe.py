@@ -1,9 +1,9 @@
-"""How fast do weights travel between two nodes?  A broadcast of torch.distributed, gloo or NCCL.
+"""Measure the bandwidth of a weight broadcast between two nodes: torch.distributed with gloo or NCCL.
 
 Runs as a plain file on both nodes:
     python broadcast_probe.py STORE_FILE ADDRESS RANK BACKEND
-ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 tells the free port of its store
-in STORE_FILE, which lies on the shared filesystem.
+ADDRESS is rank 0's.  Prints {"gbit_per_s": …, "backend": …} as its last line.  Rank 0 writes the port of its store into
+STORE_FILE, which lies on the shared filesystem.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _store(distributed: Any, file: Path, host: str, rank: int) -> Any:
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while file not in file.parent.iterdir():  # listing makes an NFS client look again
         if time.monotonic() > deadline:
-            raise TimeoutError("the other node's store has not been seen")
+            raise TimeoutError("the other node's store has not appeared")
         time.sleep(0.02)
     return distributed.TCPStore(host, int(file.read_text(encoding="ascii")), 2, False, TIMEOUT)
 

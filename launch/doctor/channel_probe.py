@@ -1,8 +1,8 @@
-"""Does a role reach the controller as it will in a run: address in a file, CURVE keys, ZeroMQ?
+"""Test whether a role can reach the controller as in a run: address in a file, CURVE keys, ZeroMQ.
 
-Runs on a node under the interpreter of a role:
+Runs on a node with the Python of a role:
     python -m launch.doctor.channel_probe DIRECTORY NAME
-NAME is a component: "controller" serves until the file `done` is there, the others connect.  Prints a line of JSON.
+NAME is a component: "controller" serves until the file `done` exists, the others connect.  Prints a line of JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a cluster is: partitions, nodes, accounts, reservations, settings.  Asked of Slurm once.
+"""Properties of a cluster: partitions, nodes, accounts, reservations, settings.  Slurm is queried once.
 
-Eats the output of scontrol and sacctmgr, makes ClusterFacts.  `ask_cluster` alone runs commands; the rest is pure.
-Promises: what a site hides (PrivateData, no accounting) is empty or None here and named in `hidden`, never an error.
+Input: the output of scontrol and sacctmgr.  Output: ClusterFacts.  Only `ask_cluster` runs commands; the rest is pure.
+Guarantees: what a site hides (PrivateData, no accounting) is empty or None here and listed in `hidden`, never an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE"
 
 @dataclass(frozen=True, slots=True)
 class PartitionFacts:
-    """One partition; None stands for no limit, and for everybody."""
+    """One partition; None means no limit, or no restriction of users."""
 
     name: str
     state: str  # UP, DOWN, DRAIN, INACTIVE
@@ -88,7 +88,7 @@ class Qos:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """Everything at one moment."""
+    """All facts about a cluster, at one moment."""
 
     version: tuple[int, int]
     release: str
@@ -105,7 +105,7 @@ class ClusterFacts:
 
     @property
     def default_partition(self) -> str | None:
-        """Where a job goes that names none."""
+        """The partition of a job that names none."""
         return next((partition.name for partition in self.partitions if partition.is_default), None)
 
     @property
@@ -149,7 +149,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
     except SlurmError as error:
         if "no such command" in str(error):
             raise
-        why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be asked"
+        why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
         raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
     settings = parse_config(config)
     user = pwd.getpwuid(os.getuid()).pw_name
@@ -172,7 +172,7 @@ def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
 
 
 def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> tuple[str, str, str] | None:
-    """Three answers of sacctmgr; None where there is no accounting, or it is away: jobs are taken all the same."""
+    """Three answers of sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
     if "slurmdbd" not in settings.get("AccountingStorageType", ""):
         return None
     show = ("sacctmgr", "--noheader", "--parsable2", "show")
@@ -291,7 +291,7 @@ def _everybody(text: str) -> tuple[str, ...] | None:
 
 
 def slurm_versions() -> list[tuple[str, str]]:
-    """What Slurm's programs say of their release: (command, output or error)."""
+    """The releases of Slurm's programs: (command, output or error)."""
     return [(f"{program} --version", _version_said(program)) for program in ("scontrol", "sinfo")]
 
 

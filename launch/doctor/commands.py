@@ -1,7 +1,7 @@
 """The command `rlhpc doctor SITE.toml [RUN.toml] [--quick] [--report FILE]`.
 
-Eats options, prints the table, returns the exit status: 1 if anything fails.  Without a run file a made-up run stands
-in, as small as the site allows: one trainer rank, one generator.
+Input: parsed options.  Output: the printed table and the exit status: 1 if any check fails.  Without a run file a
+minimal run is assumed, as small as the site allows: one trainer rank, one generator.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def doctor(options: Any) -> int:
 
 
 def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports | None]:
-    """Everything that was asked for, and what the nodes reported."""
+    """All requested checks, and the reports of the nodes."""
     site = load_site(options.site_file)
     config = load_config(run_file, getattr(options, "overrides", ())) if run_file is not None else None
     plan = plan_of(site, config)
@@ -66,23 +66,23 @@ def _look(options: Any, run_file: Path | None) -> tuple[list[Finding], Reports |
         return findings, None
     timeout_s = float(getattr(options, "timeout_s", None) or TIMEOUT_S)
     jobs = sum(len(job.components) for job in plan.jobs)
-    sys.stderr.write(f"{jobs} jobs of some seconds are sent to the nodes; at most {timeout_s:.0f} s\n")
+    sys.stderr.write(f"submitting {jobs} jobs of a few seconds; waiting at most {timeout_s:.0f} s\n")
     reports = probe_nodes(plan, timeout_s)
     return [*findings, *judge(reports, plan, config, timeout_s)], reports
 
 
 def _sent(report: Path) -> str:
-    return f"report: {report} (read it over before you send it: names of nodes, partitions and accounts stay)"
+    return f"report: {report} (review it before you send it: it contains names of nodes, partitions and accounts)"
 
 
 def plan_of(site: Site, config: Config | None) -> JobPlan:
-    """The run's plan, or that of a made-up run.  Raises ConfigError."""
+    """The run's plan, or that of a minimal run.  Raises ConfigError."""
     made_up = config or _made_up(site)
     return plan_jobs(made_up, site, shared_layout(made_up, site))
 
 
 def look_from_here(plan: JobPlan, config: Config | None) -> list[Finding]:
-    """Everything that takes no job."""
+    """All checks that need no job."""
     shared = plan.cluster.shared_directory
     findings = check_directory(shared)
     if findings[0].verdict != "fail":
@@ -100,11 +100,11 @@ def _ask_slurm(plan: JobPlan) -> list[Finding]:
         findings = [*login_checks.check_version(plan, facts), login_checks.check_clock(facts, asked)]
         return [*findings, *ask_sbatch(plan, check_plan(plan, facts))]
     except SlurmError as error:
-        return [Finding("slurm", "", "fail", str(error), "give the command where sbatch works")]
+        return [Finding("slurm", "", "fail", str(error), "run the command where sbatch works")]
 
 
 def _made_up(site: Site) -> Config:
-    """A run of one rank and one replica; its model and data are never looked at."""
+    """A run of one rank and one replica; its model and data are never read."""
     if site.cluster is None:
         raise ConfigError("cluster: missing in the site file; jobs need at least cluster.shared_directory")
     on_gpu = site.trainer.gpus_per_node is not None

@@ -1,7 +1,7 @@
-"""Hold one component of a plan against the partitions, nodes and accounts of a cluster.  Pure.
+"""Check one component of a plan against the partitions, nodes and accounts of a cluster.  Pure.
 
-Eats Component and ClusterFacts, makes Findings: key and value of the site file, and what is legal.  Where several
-partitions are named, what only some of them refuse is a warning.
+Input: Component and ClusterFacts.  Output: Findings: key and value of the site file, and what is legal.  If several
+partitions are listed, what only some of them refuse is a warning.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Verdict = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
-    key: str  # of the site file where it has one
+    key: str  # of the site file, if it has one
     value: str
     verdict: Verdict
     text: str
     remedy: str = ""  # what to do; of a failure "legal: …"
-    sbatch_decides: bool = False  # a failure that is a warning where sbatch takes the component
+    sbatch_decides: bool = False  # a failure that becomes a warning if sbatch accepts the component
 
     @property
     def component(self) -> str:
@@ -101,7 +101,7 @@ def _account(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
     legal = sorted({each.account for each in facts.associations})
     if account.lower() not in legal:
         verdict: Verdict = "fail" if "associations" in facts.enforced else "warn"
-        text = f"{facts.user} may not charge it, or there is no such account"
+        text = f"{facts.user} may not use it, or there is no such account"
         yield Finding(f"{component.name}.account", account, verdict, text, _legal(account, legal))
 
 
@@ -121,7 +121,7 @@ def _qos(component: Component, facts: ClusterFacts) -> Iterator[Finding]:
         text = f"account {account!r} may not use it"
         yield Finding(key, name, verdict, text, _legal(name, allowed), sbatch_decides=True)
     elif (limit := known[name].max_wall_s if name in known else None) and component.allocation.time_s > limit:
-        text = f"QOS {name!r} gives {slurm_time(limit)}"
+        text = f"QOS {name!r} allows {slurm_time(limit)}"
         is_held = "limits" in facts.enforced
         yield _time(component, "fail" if is_held else "warn", text, limit)
 
@@ -152,7 +152,7 @@ def _in_partition(component: Component, partition: PartitionFacts, facts: Cluste
         and component.allocation.time_s > limit
         and "PartitionTimeLimit" not in _flags(component, facts)
     ):
-        yield _time(component, "fail", f"partition {partition.name!r} gives {slurm_time(limit)}", limit)
+        yield _time(component, "fail", f"partition {partition.name!r} allows {slurm_time(limit)}", limit)
     nodes = facts.nodes_of(partition.name)
     if nodes:  # else the site hides them
         yield from _size(component, partition, nodes, _flags(component, facts))
@@ -172,14 +172,14 @@ def _door(component: Component, partition: PartitionFacts, facts: ClusterFacts) 
     key, name = f"{component.name}.partition", partition.name
     others = "legal: " + ", ".join(each.name for each in facts.partitions if each.state == "UP")
     if partition.state in ("INACTIVE", "DRAIN"):
-        yield Finding(key, name, "fail", f"takes no jobs now ({partition.state})", others)
+        yield Finding(key, name, "fail", f"accepts no jobs now ({partition.state})", others)
     elif partition.state != "UP":
-        yield Finding(key, name, "warn", f"starts no jobs now ({partition.state}); they wait", others)
+        yield Finding(key, name, "warn", f"starts no jobs now ({partition.state}); they stay pending", others)
     if partition.is_root_only:
         yield Finding(key, name, "fail", "takes jobs of root alone", others)
     if partition.needs_reservation and component.allocation.reservation is None:
         legal = f"legal: {component.name}.reservation, one of {', '.join(facts.reservations) or 'none'}"
-        yield Finding(key, name, "fail", "takes jobs with a reservation alone", legal)
+        yield Finding(key, name, "fail", "accepts only jobs with a reservation", legal)
 
 
 def _who(component: Component, partition: PartitionFacts, facts: ClusterFacts) -> Iterator[Finding]:
@@ -187,14 +187,14 @@ def _who(component: Component, partition: PartitionFacts, facts: ClusterFacts) -
     mine = sorted({each.account for each in facts.associations or ()})
     fits = [a for a in mine if _is_allowed(a, partition.allowed_accounts, partition.denied_accounts)]
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
-        text = f"partition {partition.name!r} does not take this account by its name"
+        text = f"partition {partition.name!r} does not accept this account by its name"
         legal = f"legal: {', '.join(fits or partition.allowed_accounts or ()) or 'none of yours'}"
-        # Newer Slurm means an account's children too; an older one takes the job, and lets it wait for ever.
+        # Newer Slurm includes an account's children; older Slurm accepts the job, and keeps it pending for ever.
         yield Finding(f"{component.name}.account", account, "fail", text, legal, sbatch_decides=True)
     qos = component.allocation.qos
     is_known = any(each.name == qos for each in facts.qos) or not facts.qos  # one that is not has been told
     if qos and is_known and not _is_allowed(qos, partition.allowed_qos, partition.denied_qos):
-        text = f"partition {partition.name!r} does not take this QOS"
+        text = f"partition {partition.name!r} does not accept this QOS"
         open_to = partition.allowed_qos or [each.name for each in facts.qos if each.name not in partition.denied_qos]
         yield Finding(f"{component.name}.qos", qos, "fail", text, f"legal: {', '.join(open_to)}")
 
@@ -211,10 +211,10 @@ def _size(
 ) -> Iterator[Finding]:
     key, name, most = f"{component.name}.nodes", partition.name, partition.max_nodes
     if most is not None and component.nodes > most and "PartitionMaxNodes" not in flags:
-        text = f"partition {name!r} gives one job {most}"
+        text = f"partition {name!r} allows {most} per job"
         yield Finding(key, str(component.nodes), "fail", text, f"legal: at most {most}")
     if component.nodes < partition.min_nodes and "PartitionMinNodes" not in flags:
-        text = f"partition {name!r} wants {partition.min_nodes} at least"
+        text = f"partition {name!r} requires at least {partition.min_nodes}"
         yield Finding(key, str(component.nodes), "fail", text, f"legal: {partition.min_nodes} or more")
     misfits = list(_misfits(component, partition, nodes))
     yield from misfits
@@ -222,7 +222,7 @@ def _size(
         return
     fit = [node for node in nodes if all(is_fit(node) for is_fit in _demands(component))]
     if not fit:
-        text = f"no node of partition {name!r} has GPUs, CPUs, memory and features all together"
+        text = f"no node of partition {name!r} has the GPUs, CPUs, memory and features together"
         key, legal = f"{component.name}.partition", "legal: less of one of them"
         yield Finding(key, name, "fail", text, legal, sbatch_decides=True)
     elif component.nodes > len(fit):
@@ -234,7 +234,7 @@ def _size(
 
 
 def _misfits(component: Component, partition: PartitionFacts, nodes: tuple[NodeFacts, ...]) -> Iterator[Finding]:
-    """What not one node has."""
+    """Requests that no single node can satisfy."""
     name, section = repr(partition.name), component.name
     if not any(_has_gpus(component, node) for node in nodes):
         yield _no_gpus(component, name, nodes)
@@ -243,14 +243,14 @@ def _misfits(component: Component, partition: PartitionFacts, nodes: tuple[NodeF
     if cpus > most:
         key = f"{section}.cpus_per_gpu" if section in ("trainer", "generation") else f"{section}.cpus_per_task"
         text = (
-            f"{component.tasks_per_node} tasks of {component.cpus_per_task} cores on a node, which has {most} at most"
+            f"{component.tasks_per_node} tasks of {component.cpus_per_task} cores on a node, which has at most {most}"
         )
         text, legal = f"partition {name}: {text}", f"legal: {most} a node"
         yield Finding(key, str(component.cpus_per_task), "fail", text, legal, sbatch_decides=True)
     memory, there = _memory_mib(component), max(node.memory_mib for node in nodes)
     if memory > there:
         per = "memory_gib_per_gpu" if section in ("trainer", "generation") else "memory_gib_per_task"
-        text = f"{memory // 1024} GiB on a node, and nodes of partition {name} have {there // 1024} at most"
+        text = f"{memory // 1024} GiB on a node, and nodes of partition {name} have at most {there // 1024}"
         legal = f"legal: {there // 1024} a node, {there // 1024 // component.tasks_per_node} a task"
         yield Finding(f"{section}.{per}", str(component.memory_gib_per_task), "fail", text, legal, sbatch_decides=True)
     constraint = component.allocation.constraint
@@ -273,7 +273,7 @@ def _no_gpus(component: Component, name: str, nodes: tuple[NodeFacts, ...]) -> F
         text = f"no node of partition {name} has GPUs of this type"
         return Finding(f"{component.name}.gres_type", wanted, "fail", text, _legal(wanted, sorted(filter(None, types))))
     legal = f"legal: up to {types.get(wanted or '', 0) or max(types.values(), default=0)} a node ({has})"
-    text = f"no node of partition {name} has so many GPUs"
+    text = f"no node of partition {name} has that many GPUs"
     return Finding(f"{component.name}.gpus_per_node", str(component.gpus_per_node), "fail", text, legal)
 
 
@@ -297,5 +297,5 @@ def _cpus(component: Component) -> int:
 
 
 def _memory_mib(component: Component) -> int:
-    """0 where nothing, or all of the node, is asked for."""
+    """0 if nothing, or all of the node, is requested."""
     return component.tasks_per_node * (component.memory_gib_per_task or 0) * 1024

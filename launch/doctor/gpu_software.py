@@ -1,7 +1,7 @@
 """Can the GPUs of a node run the torch that is installed there?  Driver, architecture, compiler.  Pure.
 
-Eats a probe's report, makes Findings.  The tables are NVIDIA's and torch's; they are looked at only where the node has
-GPUs that nvidia-smi names.
+Input: a probe's report.  Output: Findings.  The tables are NVIDIA's and torch's; they are consulted only where
+nvidia-smi lists GPUs.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def _driver(key: str, ready: dict[str, Any], cuda: int) -> Iterator[Finding]:
             key,
             "",
             "warn",
-            f"{text}: not known whether they fit",
+            f"{text}: not known whether they are compatible",
             "try `python -c 'import torch; torch.ones(1).cuda()'`",
         )
     elif kernel >= needed:
         yield Finding(key, "", "pass", text)
     elif library is not None and library >= needed:
-        text = f"{text}, which wants {needed}; LD_LIBRARY_PATH has libcuda {ready['cuda_library']} before it"
+        text = f"{text}, which needs {needed}; LD_LIBRARY_PATH has libcuda {ready['cuda_library']} before it"
         is_told = ready.get("vllm_compatibility") == "1"
         remedy = (
             "" if is_told else 'prologue.environment.VLLM_ENABLE_CUDA_COMPATIBILITY = "1", or vLLM may take the old one'
         )
         yield Finding(key, "", "pass" if is_told else "warn", text, remedy)
     else:
-        text = f"{text}, which wants {needed} or newer"
-        newer = f"a driver of {needed} or newer (the site's matter)"
+        text = f"{text}, which needs {needed} or newer"
+        newer = f"a driver {needed} or newer (ask the site)"
         if _CONSUMER.search(ready["gpus"][0]):
             yield Finding(key, "", "fail", text, f"legal: {newer}; or a torch and vLLM for an older CUDA")
         else:
@@ -71,7 +71,7 @@ def _architecture(key: str, ready: dict[str, Any], cuda: int, dtype: str | None)
     known = sorted(each for each in found if each is not None)
     oldest = OLDEST_ARCHITECTURE.get(cuda, (0, 0))
     if not known:
-        yield Finding(key, "", "warn", "nvidia-smi does not tell it", f"{_sm(oldest)} at least is needed")
+        yield Finding(key, "", "warn", "not reported by nvidia-smi", f"{_sm(oldest)} or newer is needed")
         return
     text = ", ".join(dict.fromkeys(_sm(each) for each in known))
     if known[0] < oldest:
@@ -84,7 +84,7 @@ def _architecture(key: str, ready: dict[str, Any], cuda: int, dtype: str | None)
             key, "", verdict, text, f"legal: {_sm(BFLOAT16_ARCHITECTURE)} (A100, RTX 30) or newer for bfloat16"
         )
     elif known[-1] > NEWEST_ARCHITECTURE:
-        yield Finding(key, "", "warn", f"{text}: newer than what the wheels were built for", "a newer torch and vLLM")
+        yield Finding(key, "", "warn", f"{text}: newer than the wheels were built for", "a newer torch and vLLM")
     else:
         yield Finding(key, "", "pass", text)
 

@@ -1,8 +1,8 @@
-"""Tiny jobs of all components at once, which tell what compute nodes see and whom they reach.
+"""Tiny jobs of all components at once, which report what compute nodes see and which hosts they can reach.
 
-Eats a JobPlan, makes Reports: what the probes wrote, and why others are missing.  Talks with the probes through files
-of one directory below the shared one, as a run does.  Promises: whatever happens, the jobs are cancelled and the
-directory is deleted; a job that starts after that finds nothing and ends.
+Input: a JobPlan.  Output: Reports: what the probes wrote, and why others are missing.  Communicates with the probes
+through files in a directory below the shared one, as a run does.  Guarantees: in any case the jobs are cancelled and
+the directory is deleted; a job that starts after that finds nothing and ends.
 """
 
 from __future__ import annotations

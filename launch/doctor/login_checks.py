@@ -1,7 +1,6 @@
-"""What the login node alone can tell: Slurm's version and clock, the shared directory, room, Python, image, modules.
+"""Checks on the login node: Slurm's version and clock, the shared directory, free space, Python, image, modules.
 
-Eats JobPlan, ClusterFacts and a Config, makes Findings.  Writes only below the directory that it is given, and nothing
-stays there.
+Input: JobPlan, ClusterFacts and a Config.  Output: Findings.  Writes only below the given directory and removes it all.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ def check_version(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     """Slurm's release, and what is known to be wrong with it."""
     key, version = "slurm: version", facts.version
     if version < OLDEST:
-        text = "too old: --het-group and --gpus-per-task are as we use them since 20.11"
+        text = "too old: --het-group and --gpus-per-task work as needed since 20.11"
         yield Finding(key, facts.release, "fail", text, "a newer Slurm")
     elif version in TRIED:
         yield Finding(key, facts.release, "pass", "has been tried")
     elif TRIED[0] < version < TRIED[-1]:
-        text = f"rlhpc is made for it, but has been tried on {', '.join(map(_release, TRIED))} alone"
+        text = f"should work, but rlhpc is tested only on {', '.join(map(_release, TRIED))}"
         yield Finding(key, facts.release, "pass", text)
     else:
-        text = f"never tried; rlhpc is made for {_release(TRIED[0])} to {_release(TRIED[-1])}"
+        text = f"not tested; rlhpc supports {_release(TRIED[0])} to {_release(TRIED[-1])}"
         yield Finding(key, facts.release, "warn", text, "tell us how it went")
     if version >= HET_DEFECT and plan.placement == "hetjob":
         text = "a requeue cancels a heterogeneous job whose component 0 has a step; ours has none, so it works"
@@ -62,7 +61,7 @@ def check_clock(facts: ClusterFacts, asked: float) -> Finding:
     try:
         there = datetime.fromisoformat(facts.clock_text).timestamp()
     except ValueError:
-        return Finding(key, "", "warn", "slurmctld does not tell its time", "")
+        return Finding(key, "", "warn", "slurmctld does not report its time", "")
     skew = max(0.0, abs(there + 0.5 - asked) - 0.5)
     verdict = skew_verdict(skew)
     return Finding(key, "", verdict, f"differs by {skew:.0f} s, to a second", "" if verdict == "pass" else remedy)
@@ -98,14 +97,14 @@ def check_renames(directory: Path) -> Iterator[Finding]:
         reader.join()
     key, value = "shared: rename", ""
     if torn[0]:
-        text_torn = f"{torn[0]} reads saw no file, or half of one, while it was replaced"
+        text_torn = f"{torn[0]} reads saw no file, or a partial one, while it was replaced"
         yield Finding(key, value, "fail", text_torn, "legal: a filesystem with atomic rename (Lustre, GPFS, NFS)")
     else:
         yield Finding(key, value, "pass", f"atomic; {each_ms:.2g} ms for a file written and renamed")
     names = os.listdir(directory)  # noqa: PTH208 - names are enough
     is_listed = "renamed" in names and "partial" not in names
     path.unlink()
-    said = "as written" if is_listed else f"not what was written: {', '.join(names)}"
+    said = "as written" if is_listed else f"differs from what was written: {', '.join(names)}"
     yield Finding("shared: listing", value, "pass" if is_listed else "fail", said)
 
 
@@ -131,7 +130,7 @@ def check_caches(plan: JobPlan, shell: Mapping[str, str] = os.environ, mounts: s
         trouble = None if given is None else _cache_trouble(given, mounts)
         if trouble is not None:
             key, where = (f"prologue.environment.{name}", "there") if is_ours else (f"shell: {name}", "of your shell")
-            remedy = f"take it out {where}: a job has its own on each node"
+            remedy = f"remove it {where}: a job has its own on each node"
             findings.append(Finding(key, str(given), "warn", trouble, remedy))
     yield from findings or [Finding("caches: kernels", "", "pass", "on the nodes, in a directory of each job")]
 
@@ -145,7 +144,7 @@ def _cache_trouble(given: str, mounts: str | None) -> str | None:
         path = path.parent
     kind = filesystem_type(path, mounts) if path.is_absolute() else ""
     if kind.removeprefix("fuse.") in SHARED_TYPES:
-        return f"{given} lies on {kind}: compiled kernels go stale there, and fill quotas"
+        return f"{given} is on {kind}: compiled kernels become stale there, and fill quotas"
     return None
 
 
@@ -155,14 +154,16 @@ def check_software(prologue: PrologueConfig) -> Iterator[Finding]:
         yield _modules(prologue)
     for key, path, what in _named_paths(prologue):
         if not path.exists():
-            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not here", "legal: what nodes see too")
+            yield Finding(
+                f"prologue.{key}", str(path), "fail", f"{what} is not here", "legal: a path that nodes see, too"
+            )
         elif not os.access(path, os.R_OK):
-            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} may not be read", "ask its owner for rights")
+            yield Finding(f"prologue.{key}", str(path), "fail", f"{what} is not readable", "ask its owner")
         else:
             yield Finding(f"prologue.{key}", str(path), "pass", f"{what} is here")
     if prologue.image is not None and shutil.which("apptainer") is None:
         text = "no such command here"
-        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else prologue.modules must bring it")
+        yield Finding("apptainer", "", "warn", text, "compute nodes may have it; else load it by prologue.modules")
     if not prologue.modules:
         yield _python(prologue)
 

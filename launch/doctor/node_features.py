@@ -1,8 +1,8 @@
-"""Which nodes an expression such as "ib&(h100|h200)" holds for.
+"""Which nodes satisfy a feature expression such as "ib&(h100|h200)".
 
-Eats Slurm's --constraint and the features of a node.  Pure.  AND and OR have equal rank and bind from left to right, as
-in Slurm; brackets and parentheses group.  An expression of another form (counts, "prefer") holds for every node: sbatch
-will say.
+Input: Slurm's --constraint and the features of a node.  Pure.  AND and OR have equal precedence and bind from left to
+right, as in Slurm; brackets and parentheses group.  An expression of another form (counts, "prefer") matches every
+node; sbatch has the last word.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a tiny job finds out on a node: files, clocks, libraries, GPUs, limits, and who can be reached.
+"""The program of a tiny job that inspects a node: files, clocks, libraries, GPUs, limits, and reachable hosts.
 
 Runs as a plain file under the interpreter of a role, Python 3.9 or newer, standard library alone:
     python probe.py DIRECTORY NAME
-Eats the directory that `rlhpc doctor` has made on the shared filesystem; leaves NAME.ready.json (the node), and, once
-peers.json says who else is there, NAME.result.json (the network).  Ends by itself after LIFE_S whatever happens.
+Input: the directory that `rlhpc doctor` has made on the shared filesystem.  Output: NAME.ready.json (the node), and,
+once peers.json lists the other nodes, NAME.result.json (the network).  Ends by itself after LIFE_S in any case.
 """
 
 from __future__ import annotations

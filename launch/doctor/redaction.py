@@ -1,7 +1,7 @@
-"""Take out of a text what nobody else should read: secrets, user names, home directories.  Pure but for `Private.here`.
+"""Remove from a text what others should not read: secrets, user names, home directories.  Pure except `Private.here`.
 
-Eats text and Private, makes text.  Promises: no value of a secret variable, nothing that looks like a key or a token,
-no name of the user and no home directory is left.  What it cannot know stays: names of nodes, partitions, accounts.
+Input: text and Private.  Output: text.  Guarantees: no value of a secret variable, nothing that looks like a key or a
+token, no user name and no home directory is left.  Names of nodes, partitions and accounts are not removed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The file of `rlhpc doctor … --report FILE`: what somebody else needs to see why a site does not work.
+"""The file of `rlhpc doctor … --report FILE`: what somebody else needs to diagnose a site.
 
-Eats findings, the probes' reports, site file and run file; makes text without secrets (redaction.py), to be read over
-and sent.  Promises: the file is the user's alone (mode 600), and is written whole or not at all.
+Input: findings, the probes' reports, site file and run file.  Output: text without secrets (redaction.py), to be
+reviewed and sent.  Guarantees: only the user can read the file (mode 600); it is written completely or not at all.
 """
 
 from __future__ import annotations

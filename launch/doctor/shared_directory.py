@@ -1,6 +1,6 @@
-"""What this machine knows of the shared directory: is it there, may we write, what kind of filesystem is it?
+"""Check the shared directory from this machine: does it exist, is it writable, which filesystem is it?
 
-Eats a path and /proc/mounts, makes Findings.  Whether compute nodes see the same is for `rlhpc doctor` to find out.
+Input: a path and /proc/mounts.  Output: Findings.  Whether compute nodes see the same, `rlhpc doctor` finds out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ def check_directory(directory: Path) -> list[Finding]:
     """Findings about a directory, as this machine sees it."""
     value = str(directory)
     if not directory.is_dir():
-        legal = "legal: a directory that login and compute nodes see alike; make it, or correct the key"
+        legal = "legal: a directory shared by login and compute nodes; create it, or correct the key"
         return [Finding(KEY, value, "fail", "no such directory here", legal)]
     if not os.access(directory, os.W_OK | os.X_OK):
-        return [
-            Finding(KEY, value, "fail", "may not be written by you", "legal: a directory of your own or your group")
-        ]
+        return [Finding(KEY, value, "fail", "not writable by you", "legal: a directory of your own or your group")]
     kind = filesystem_type(directory)
     if kind.removeprefix("fuse.") in SHARED_TYPES:
         return [Finding(KEY, value, "pass", f"on {kind}, which nodes share")]
-    text = f"lies on {kind}, which is local to one machine as a rule"
-    return [Finding(KEY, value, "warn", text, "`rlhpc doctor SITE.toml` asks the nodes what they see")]
+    text = f"is on {kind}, which is usually local to one machine"
+    return [Finding(KEY, value, "warn", text, "`rlhpc doctor SITE.toml` checks it on the nodes")]
 
 
 def filesystem_type(path: Path, mounts: str | None = None) -> str:

@@ -1,7 +1,7 @@
-"""Refuse before submission what the cluster would refuse, or let wait for ever.
+"""Refuse before submission what the cluster would refuse, or keep pending for ever.
 
-Eats JobPlan and ClusterFacts, makes Findings.  `check_plan` is pure; `ask_sbatch` has sbatch itself try each component;
-`refuse_unfit` does all of it and raises.  What is checked of one component alone stands in component_check.py.
+Input: JobPlan and ClusterFacts.  Output: Findings.  `check_plan` is pure; `ask_sbatch` runs sbatch --test-only for each
+component; `refuse_unfit` does both and raises.  Checks of a single component are in component_check.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def settle(findings: Sequence[Finding], tried: Sequence[Finding]) -> list[Findin
     """
     taken = {finding.key for finding in tried if finding.verdict == "pass"}
     settled = [
-        replace(finding, verdict="warn", text=f"{finding.text}, but sbatch takes it")
+        replace(finding, verdict="warn", text=f"{finding.text}, but sbatch accepts it")
         if finding.verdict == "fail" and finding.sbatch_decides and finding.component in taken
         else finding
         for finding in findings
@@ -106,7 +106,7 @@ def _try(component: Component, script: Path) -> Finding:
         # Slurm says the same of what does not exist and of what is drained; check_plan has told the first.
         waits = "node configuration is not available" in said or "not available (" in said
         text = f"sbatch refuses it: {said}"
-        remedy = "nodes are down or drained, perhaps" if waits else f"legal: see `sbatch --test-only` of [{key}]"
+        remedy = "nodes may be down or drained" if waits else f"legal: see `sbatch --test-only` of [{key}]"
         return Finding(key, value, "warn" if waits else "fail", text, remedy)
     return Finding(key, value, "pass", "sbatch takes it")
 
@@ -114,7 +114,7 @@ def _try(component: Component, script: Path) -> Finding:
 def _hidden(facts: ClusterFacts) -> Iterator[Finding]:
     if facts.hidden:
         what = " and ".join(f"{kind}s" for kind in sorted(facts.hidden))
-        text = f"this site hides its {what}: nothing is said of them, and sbatch alone was asked"
+        text = f"this site hides its {what}: they were not checked, except by sbatch"
         yield Finding("slurm.PrivateData", facts.config.get("PrivateData", ""), "warn", text)
 
 
@@ -145,7 +145,7 @@ def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
                 continue
             legal = f"legal: up to {len(there)} nodes together, other partitions, or cluster.placement='jobs'"
             if wanted > len(there):
-                text = f"components of one job lie on different nodes: {names} need {wanted}, there are {len(there)}"
+                text = f"components of one job need different nodes: {names} need {wanted}, there are {len(there)}"
                 yield Finding(f"{group[0].name}.partition", _partition_text(group[0]), "fail", text, legal)
                 return
             text = f"{names} need {wanted} different nodes, and {up} of {len(there)} are up now"
@@ -158,7 +158,7 @@ def _gpus_at_once(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     there = {node.name: node for part, _ in parts for node in candidate_nodes(part, facts)}
     has, wanted = sum(node.num_gpus for node in there.values()), sum(p.gpus_per_node * p.nodes * n for p, n in parts)
     if there and wanted > has:
-        text = f"trainer and generation ask for {wanted} GPUs, and {has} are there: some jobs will wait for ever"
+        text = f"trainer and generation request {wanted} GPUs, and there are {has}: some jobs will never start"
         yield Finding("generation.partition", _partition_text(parts[-1][0]), "warn", text, "fewer replicas or ranks")
 
 
@@ -179,7 +179,7 @@ def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
                     continue
                 key, value = f"{part.name}.partition", partition.name
                 if len(job.components) > 1:
-                    text = f"jobs of it are preempted ({partition.preempt_mode}), and take every component along"
+                    text = f"its jobs can be preempted ({partition.preempt_mode}), together with all components"
                     yield Finding(key, value, "warn", text, "cluster.placement='jobs'")
                 elif "CANCEL" in partition.preempt_mode:
                     text = "preempted jobs are cancelled, not requeued"
@@ -188,13 +188,13 @@ def _preemption(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 
 def _requeue(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     if facts.config.get("JobRequeue") == "0" and plan.cluster.continuation == "requeue":
-        text = "this cluster does not requeue jobs unless they ask for it (JobRequeue=0); ours ask, the site may object"
+        text = "this cluster requeues only jobs that ask for it (JobRequeue=0); ours do, the site may object"
         yield Finding("cluster.continuation", "requeue", "warn", text, 'continuation = "successor"')
     age = facts.config.get("MinJobAge", "").split()
     if age and age[0].isdigit() and 0 < int(age[0]) < SHORTEST_JOB_AGE_S:
         text = f"Slurm forgets a job {age[0]} s after its end (MinJobAge)"
         has_accounting = facts.associations is not None
-        remedy = "" if has_accounting else "how jobs ended is known from the run directory alone"
+        remedy = "" if has_accounting else "how jobs ended is known only from the run directory"
         yield Finding("slurm.MinJobAge", age[0], "pass" if has_accounting else "warn", text, remedy)
     scheduler = facts.config.get("SchedulerType", "sched/backfill")
     if plan.placement == "hetjob" and scheduler != "sched/backfill":
@@ -208,7 +208,7 @@ def _arrays(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
         if job.array_size is None or not limit.isdigit() or job.array_size <= int(limit):
             continue
         if int(limit) == 0:
-            text = "this cluster takes no job arrays (MaxArraySize=0), and generators of their own are one"
+            text = "this cluster allows no job arrays (MaxArraySize=0), which placement='jobs' needs for generators"
             legal = "legal: 'hetjob'; `rlhpc scale` cannot be used here"
             if plan.is_elastic:  # its placement is the run's, and not to blame
                 legal = "legal: the generators that the run was submitted with; `rlhpc scale` cannot be used here"
@@ -228,5 +228,5 @@ def _submissions(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
     wanted = {part.allocation.qos for job in plan.jobs for part in job.components}
     limits += [qos.max_submit for qos in facts.qos if qos.name in wanted and qos.max_submit]
     if limits and number > min(limits):
-        text = f"Slurm counts {number} jobs, and {min(limits)} may be submitted at once (MaxSubmitJobs)"
+        text = f"Slurm counts {number} jobs, and at most {min(limits)} may be submitted at once (MaxSubmitJobs)"
         yield Finding("cluster.placement", plan.placement, "warn", text, "fewer generators, or whole nodes for them")

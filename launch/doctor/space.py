@@ -1,7 +1,7 @@
-"""Room on the shared filesystem: what is free, what quotas leave, and what a run will write.
+"""Free space on the shared filesystem, quotas, and how much a run will write.
 
-Eats a directory, the output of `lfs quota` and `quota`, and a Config; makes Findings.  The forecast is a bound: 12
-bytes a parameter, and its weights, for every checkpoint kept and the one being written, and what rollouts take.
+Input: a directory, the output of `lfs quota` and `quota`, and a Config.  Output: Findings.  The forecast is an upper
+bound: 12 bytes per parameter plus the weights for every checkpoint kept and the one being written, plus rollouts.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def check_space(directory: Path, wanted: Forecast | None) -> list[Finding]:
     rooms = [_of_filesystem(directory), *_quotas(directory)]
     findings = [finding for room in rooms for finding in judge(room, wanted)]
     if wanted is not None and wanted.checkpoint_bytes is None:
-        text = "the size of checkpoints is not known: model.path/config.json is not here, or of another family"
-        findings.append(Finding("room: forecast", "", "warn", text, "give the model's directory as model.path"))
+        text = "the size of checkpoints is unknown: model.path/config.json is missing, or of another family"
+        findings.append(Finding("room: forecast", "", "warn", text, "set model.path to the model's directory"))
     return findings
 
 
@@ -84,12 +84,12 @@ def judge(room: Room, wanted: Forecast | None) -> Iterator[Finding]:
         text = f"{_size(room.free_bytes)} left" + (f"; the run writes up to {_size(need)}" if wanted else "")
         verdict = _verdict(room.free_bytes, need, GIB)
         yield Finding(
-            f"room: {room.source}", "", verdict, text, "" if verdict == "pass" else "delete, or ask for more room"
+            f"room: {room.source}", "", verdict, text, "" if verdict == "pass" else "delete, or ask for more space"
         )
     if room.free_inodes is not None:
-        text = f"{room.free_inodes} files left; a run makes up to {INODES}"
+        text = f"{room.free_inodes} files left; a run creates up to {INODES}"
         verdict = _verdict(room.free_inodes, INODES, 0)
-        remedy = "" if verdict == "pass" else "an environment of 100,000 files belongs into an image"
+        remedy = "" if verdict == "pass" else "put large environments (100,000 files) into an image"
         yield Finding(f"files: {room.source}", "", verdict, text, remedy)
 
 

@@ -1,6 +1,6 @@
-"""Findings as a table for people: verdict, check, result, and what to do.
+"""Findings as a table for people: status, check, result, and what to do.
 
-Eats Findings, makes text and an exit status.
+Input: Findings.  Output: text and an exit status.
 """
 
 from __future__ import annotations

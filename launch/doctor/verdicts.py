@@ -1,4 +1,4 @@
-"""What the probes' reports mean.  Pure: Reports and JobPlan in, Findings out."""
+"""Evaluate the probes' reports.  Pure.  Input: Reports and JobPlan.  Output: Findings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def judge(reports: Reports, plan: JobPlan, config: Config | None, timeout_s: flo
 def _job(name: str, reports: Reports, timeout_s: float) -> Iterator[Finding]:
     if name in reports.missing:
         text = f"could not start in {timeout_s:.0f} s: {reports.missing[name]}"
-        yield Finding(f"{name}: job", "", "warn", text, "ask again when the queue is shorter")
+        yield Finding(f"{name}: job", "", "warn", text, "try again when the queue is shorter")
     elif name in reports.failed:
         text, remedy = reports.failed[name], "see the log's last line above, and [prologue] in the site file"
         if "prologue:" in text:
@@ -68,18 +68,18 @@ def _files(key: str, ready: dict[str, Any], reports: Reports) -> Iterator[Findin
     place = f"{key}: shared directory"
     trip, skew = ready.get("round_trip_s"), ready.get("skew_s")
     if ready["known_sha256"] != reports.known_sha256:
-        text = f"{ready['node']} sees other content than the login node"
+        text = f"{ready['node']} sees different content than the login node"
         yield Finding(place, "", "fail", text, "legal: a directory that is the same on all nodes")
     elif trip is None or skew is None:
-        text = ready.get("write_error") or "what the login node writes is not seen in 20 s"
-        yield Finding(place, "", "fail", f"{ready['node']}: {text}", "legal: a directory where all nodes write and see")
+        text = ready.get("write_error") or "a file written on the login node does not appear within 20 s"
+        yield Finding(place, "", "fail", f"{ready['node']}: {text}", "legal: a directory that all nodes share")
     else:
         verdict: Verdict = "warn" if trip > SLOW_S else "pass"
-        remedy = "attribute caches of NFS (actimeo) are long; ask for a shorter one" if verdict == "warn" else ""
-        text = f"same content; a file renamed into place and its answer: {trip * 1000:.0f} ms there and back"
+        remedy = "long attribute caches of NFS (actimeo); ask for shorter ones" if verdict == "warn" else ""
+        text = f"same content; round trip of a renamed file: {trip * 1000:.0f} ms"
         yield Finding(place, "", verdict, text, remedy)
         sure = max(0.0, abs(skew) - trip / 2)
-        text = f"{skew:+.3f} s against the login node, give or take {trip / 2:.3f} s"
+        text = f"{skew:+.3f} s against the login node, ± {trip / 2:.3f} s"
         verdict = skew_verdict(sure)
         yield Finding(
             f"{key}: clock", "", verdict, text, "" if verdict == "pass" else "the site should run an NTP client"
@@ -123,16 +123,16 @@ def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
     wanted = component.gpus_per_task if by_task else component.gpus_per_node
     visible = [word for word in (ready["visible"] or "").split(",") if word]
     if len(visible) != wanted:
-        text = f"CUDA_VISIBLE_DEVICES={ready['visible']!r}, and {wanted} GPUs were asked for"
-        yield Finding(place, "", "fail", text, "legal: another gpu_request; sites differ in what they hand out")
+        text = f"CUDA_VISIBLE_DEVICES={ready['visible']!r}, and {wanted} GPUs were requested"
+        yield Finding(place, "", "fail", text, "legal: another gpu_request; sites differ in what they support")
     elif names is None:
-        text = f"{wanted} given, and no nvidia-smi on {ready['node']} to tell their names"
-        yield Finding(place, "", "warn", text, "none on a cluster with fake GPUs; else load the driver's module")
+        text = f"{wanted} given, but no nvidia-smi on {ready['node']} to identify them"
+        yield Finding(place, "", "warn", text, "expected on a cluster with fake GPUs; else load the driver's module")
     elif not names:
         text = f"nvidia-smi fails on {ready['node']}"
         yield Finding(place, "", "fail", text, "the node's driver is broken: tell the site")
     elif ready["torch_cuda"] == "" and "torch" in ready["versions"]:
-        text = f"{names[0]}, and a torch without CUDA"
+        text = f"{names[0]}, but torch is built without CUDA"
         yield Finding(place, "", "fail", text, "legal: a torch for CUDA in the environment of [prologue]")
     else:
         text = f"{wanted} × {names[0]}, driver {ready['driver'] or '?'}"
@@ -151,7 +151,7 @@ def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Fin
     few = files != -1 and files < LEAST_FILES
     text = f"open files {_limit(files)}, locked memory {_limit(locked)}"
     remedy = 'prologue.commands = ["ulimit -n 65536"]' if few else ""
-    remedy = remedy or ("RDMA wants unlimited locked memory: the site sets it for slurmd" if is_locked else "")
+    remedy = remedy or ("RDMA needs unlimited locked memory: the site sets it for slurmd" if is_locked else "")
     yield Finding(f"{key}: limits", "", "warn" if remedy else "pass", text, remedy)
 
 
@@ -167,7 +167,7 @@ def _limit(value: int) -> str:
 
 
 def _alike(reports: Reports) -> Iterator[Finding]:
-    """Trainer and generation must speak one torch: their collectives meet in one group."""
+    """Trainer and generation must have the same torch: they share a process group."""
     found = {name: ready["versions"]["torch"] for name, ready in reports.ready.items() if "torch" in ready["versions"]}
     if len(set(found.values())) > 1:
         text = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
@@ -183,8 +183,8 @@ def _network(reports: Reports) -> Iterator[Finding]:
                 f"{name}: interface", "", "fail", text, "legal: prologue.nccl_interface as `ip -br addr` shows"
             )
     for name in sorted(set(reports.ready) - set(reports.results)):
-        text = f"tests between nodes did not end on {nodes[name]} in time"
-        yield Finding(f"{name}: reaches", "", "warn", text, "ask again; a firewall that swallows packets takes long")
+        text = f"network tests did not finish on {nodes[name]} in time"
+        yield Finding(f"{name}: reaches", "", "warn", text, "try again; a firewall that drops packets causes timeouts")
     for name, result in sorted(reports.results.items()):
         if result.get("reach"):
             yield _reach(name, result["reach"], nodes)
@@ -227,7 +227,7 @@ def _bandwidth(reports: Reports, nodes: dict[str, str]) -> Iterator[Finding]:
     for pair, found in sorted(told.items()):
         backend = found.get("backend", "broadcast")
         is_slow = found.get("gbit_per_s", 0.0) < SLOW_GBIT.get(backend, 0.0) or "error" in found
-        remedy = "another prologue.nccl_interface; NCCL_DEBUG=INFO says what it chose" if is_slow else ""
+        remedy = "another prologue.nccl_interface; NCCL_DEBUG=INFO shows which one is used" if is_slow else ""
         text = _figure(found, f"{backend} broadcast") + _same("trainer", pair.removeprefix("trainer-to-"), nodes)
         yield Finding(f"weights: {pair.replace('-to-', ' → ')}", "", "warn" if is_slow else "pass", text, remedy)
 

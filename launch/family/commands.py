@@ -1,6 +1,6 @@
 """`rlhpc submit` of several runs at once: its options, and what it prints.
 
-Input: the command line.  Light until it is called: every command builds these options.
+Input: the command line.  Imports little, because every command builds these options.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rlhpc.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that make several runs of one."""
-    parser.add_argument("--seeds", metavar="N|S,S", help="N runs that differ in run.seed, or with these seeds")
-    sweep = "a run for each value; again for another key: every combination"
+    """The options that make several runs of one run file."""
+    parser.add_argument("--seeds", metavar="N|S,S", help="N runs with different run.seed, or one for each seed S")
+    sweep = "submit a run for each value; repeated for several keys: for every combination"
     parser.add_argument("--sweep", action="append", default=[], metavar="key=v,v", help=sweep)
-    parser.add_argument("--chain", action="store_true", help="these runs one after the other, not side by side")
+    parser.add_argument("--chain", action="store_true", help="run them one after the other instead of in parallel")
 
 
 def is_family(options: argparse.Namespace) -> bool:
@@ -35,7 +35,7 @@ def submit_family_of(options: argparse.Namespace, tell: Callable[[str], None]) -
     from launch.jobs.submit import dependency
 
     if options.wait:
-        raise ConfigError("--wait: watches one run, and these are several; `rlhpc list` shows them all")
+        raise ConfigError("--wait: only for a single run; `rlhpc list` shows several")
     members = members_of(options.run_file, options.overrides, options.seeds, options.sweep)
     if options.dry_run:
         dependency(options.after)

@@ -1,6 +1,6 @@
-"""Which runs a family consists of, and what each is called.  Pure but for reading the run file.
+"""Which runs a family consists of, and their names.  Pure except that it reads the run file.
 
-Input: run file, overrides, the words of --seeds and --sweep.  Output: Member, one for each combination.  Guarantees: no
+Input: run file, overrides, the values of --seeds and --sweep.  Output: one Member for each combination.  Guarantees: no
 two have the same name, directory or settings.
 """
 

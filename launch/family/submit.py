@@ -1,8 +1,8 @@
 """Submit the runs of a family: all are checked before the first is submitted.
 
-Input: members, a site file.  Output: jobs.  Guarantees: what is refused is refused for all, with nothing made; of a
-submission that fails in the middle it is said which runs are in the queue, how they are ended, and how the rest is
-submitted.  With `resume` the same command may be given again: what lives or is complete is left alone.
+Input: members, a site file.  Output: jobs.  Guarantees: if one run is refused, none is submitted and nothing is
+written; if submission fails midway, the error says which runs are queued, how to stop them, and how to submit the rest.
+With `resume` the same command can be repeated: runs that are alive or complete are left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launch.jobs.report import describe_jobs
 from launch.jobs.submit import Submission, Tell, check, dependency, describe_record, prepare, submit_checked
 from launch.overview.standing import State
 from launch.overview.survey import survey
-from launch.run_directory import refuse_claim_for_jobs
+from launch.run_directory import refuse_run_dir_for_jobs
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 
 
@@ -41,7 +41,7 @@ class _Run:
     submission: Submission
     resume: bool = False
     left_alone: str = ""  # why; "" if it is to be submitted
-    lead: int | None = None  # job with the controller of one that lives
+    controller_job: int | None = None  # job with the controller of one that lives
 
     @property
     def root(self) -> Path:
@@ -77,7 +77,7 @@ def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Te
         runs = _where_they_stand(runs)
     wanted = [run for run in runs if not run.left_alone]
     for run in wanted:
-        refuse_claim_for_jobs(run.submission.config, run.submission.layout, resume=run.resume, fresh=how.fresh)
+        refuse_run_dir_for_jobs(run.submission.config, run.submission.layout, resume=run.resume, fresh=how.fresh)
     _check_each_kind(wanted)
     for run in runs:
         if run.left_alone:
@@ -92,8 +92,8 @@ def submit_family(members: Sequence[Member], site_file: Path, how: How, tell: Te
 def _refuse_chain(submission: Submission, chain: bool) -> None:
     if chain and submission.plan.cluster.continuation == "successor":
         raise ConfigError(
-            "--chain with cluster.continuation='successor': every life of a run is a job of its own there, and the "
-            "next run would begin when the first life ends; legal: continuation='requeue', or no --chain"
+            "--chain with cluster.continuation='successor': then a run is a sequence of jobs, and the next run would "
+            "begin when the first of them ends; legal: continuation='requeue', or no --chain"
         )
 
 
@@ -123,7 +123,14 @@ def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:
         elif found.state is State.UNKNOWN:
             raise RunDirectoryError(f"{run.root}: jobs of this run may be queued or running: Slurm does not answer")
         elif found.state.is_alive:
-            judged.append(_Run(run.member, run.submission, left_alone=f"{found.state} already", lead=_lead_of(run)))
+            judged.append(
+                _Run(
+                    run.member,
+                    run.submission,
+                    left_alone=f"{found.state} already",
+                    controller_job=_controller_job_of(run),
+                )
+            )
         elif found.state is State.COMPLETE and run.member.config.run.num_steps <= (found.figures.num_steps or 0):
             judged.append(_Run(run.member, run.submission, left_alone="complete"))
         else:
@@ -131,9 +138,9 @@ def _where_they_stand(runs: Sequence[_Run]) -> list[_Run]:
     return judged
 
 
-def _lead_of(run: _Run) -> int | None:
-    leads = [record.job_id for record in read_records(run.submission.layout) if record.is_lead]
-    return leads[-1] if leads else None
+def _controller_job_of(run: _Run) -> int | None:
+    controller_jobs = [record.job_id for record in read_records(run.submission.layout) if record.hosts_controller]
+    return controller_jobs[-1] if controller_jobs else None
 
 
 # ---------------------------------------------------------------------------------------------------------- submission
@@ -144,7 +151,7 @@ def _submit(runs: Sequence[_Run], how: How, tell: Tell) -> None:
     before: int | None = None  # the job after whose end the next run of a chain begins
     for run in runs:
         if run.left_alone:
-            before = run.lead if run.lead is not None else before
+            before = run.controller_job if run.controller_job is not None else before
             continue
         after = f"afterany:{before}" if how.chain and before is not None else how.after
         try:
@@ -155,14 +162,14 @@ def _submit(runs: Sequence[_Run], how: How, tell: Tell) -> None:
             text = str(interrupt) or "interrupted"
             raise KeyboardInterrupt(f"{run.member.name}: {text}{_what_stands(done, len(runs))}") from None
         done.append((run, records))
-        before = next((record.job_id for record in records if record.is_lead), before)
+        before = next((record.job_id for record in records if record.hosts_controller), before)
 
 
 def _what_stands(done: Sequence[tuple[_Run, list[JobRecord]]], num_runs: int) -> str:
     """Said after what went wrong."""
     rest = "the same command with --resume instead of --fresh submits the rest"
     if not done:
-        return f"\nno run of the {num_runs} has been submitted; {rest}, once that is mended"
+        return f"\nnone of the {num_runs} runs has been submitted; {rest}, once this is fixed"
     lines = [f"  {', '.join(map(describe_record, records))}: `rlhpc stop {run.root}`" for run, records in done]
-    head = f"{len(done)} of {num_runs} runs are submitted and go on; what ends each:"
-    return "\n".join(["", head, *lines, f"{rest}, once that is mended"])
+    head = f"{len(done)} of {num_runs} runs are submitted and stay queued or running; to stop each:"
+    return "\n".join(["", head, *lines, f"{rest}, once this is fixed"])

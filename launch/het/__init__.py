@@ -1,1 +1,1 @@
-"""Heterogeneous Slurm jobs for submitit: of use without the rest of this project."""
+"""Heterogeneous Slurm jobs for submitit; usable without the rest of this project."""

@@ -1,7 +1,8 @@
-"""What a task of a heterogeneous job does when a signal arrives.
+"""How a task of a heterogeneous job reacts to signals.
 
-Three signals.  The warning (USR2): rank 0 stores its checkpoint, writes a note and exits; the other ranks go on, rank 0
-may need them.  SIGTERM, which Slurm sends before it takes nodes away: the same.  USR1, sent by the supervisor: leave.
+Three signals.  The warning (USR2): rank 0 stores its checkpoint, writes a note and exits; the other ranks continue,
+because rank 0 may need them.  SIGTERM, which Slurm sends before it takes nodes away: the same.  USR1, sent by the
+supervisor: exit.
 submitit would requeue the job from inside the task; that cancels a heterogeneous job on Slurm 25.11 and newer, so the
 note asks the supervisor to do it from the batch step once every task has ended (launch/batch/callables.py).
 """

@@ -1,8 +1,8 @@
-"""HeterogeneousSlurmExecutor: submitit for jobs whose components ask for different nodes and run different callables.
+"""HeterogeneousSlurmExecutor: submitit for jobs whose components need different nodes and run different callables.
 
-Eats components; makes one sbatch and a submitit job per component.  Promises: what a job needs is on disk, in
-FOLDER/JOBID, before the job begins; nothing in FOLDER is overwritten; a submission that fails leaves nothing behind.
-docs/executor.md explains it; launch/batch/callables.py is what runs in the job.
+Input: components.  Output: one sbatch, and one submitit job per component.  Guarantees: everything that a job needs is
+on disk in FOLDER/JOBID before the job begins; nothing in FOLDER is overwritten; a failed submission leaves nothing
+behind.  docs/executor.md explains it; launch/batch/callables.py is what runs in the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Job objects of the heterogeneous executor, and how they learn their state.
+"""Job objects of the heterogeneous executor, and how they find out their state.
 
-submitit's SlurmJob asks sacct alone: without accounting a cancelled job never ends, and components are unknown to it.
-Here squeue is asked first, then sacct for what squeue no longer knows; what neither knows is over.
+submitit's SlurmJob asks only sacct: without accounting a cancelled job never ends, and it does not know components.
+Here squeue is asked first, then sacct for jobs that squeue no longer lists; a job that neither knows has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The batch script and the plan of a heterogeneous job of callables.  Pure: components in, text and plan.json out."""
+"""The batch script and plan of a heterogeneous job of callables.  Pure.
+
+Input: components.  Output: the script's text, and the content of plan.json.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every private part of submitit that the heterogeneous executor leans on, each behind a name of ours.
+"""Every private part of submitit that the heterogeneous executor depends on, each behind a name of ours.
 
-Nothing else in this package touches a name of submitit's that begins with an underscore, except by overriding it in a
-subclass of what stands here.  tests/unit/launch/test_het_executor_seams.py holds each seam against the installed
-version; importing this module refuses any version but 1.5.
+Nothing else in this package uses a submitit name that begins with an underscore, except by overriding it in a subclass
+of a class defined here.  tests/unit/launch/test_het_executor_seams.py checks each seam against the installed version;
+importing this module refuses any version but 1.5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One task of a component: `python -u -m launch.het.task FOLDER`.
 
-Eats FOLDER/JOB_submitted.pkl, makes FOLDER/JOB_RANK_result.pkl: ("success", value) or ("error", traceback).
+Input: FOLDER/JOB_submitted.pkl.  Output: FOLDER/JOB_RANK_result.pkl: ("success", value) or ("error", traceback).
 """
 
 from __future__ import annotations

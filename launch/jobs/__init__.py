@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: planned, written as scripts, submitted, watched, stopped, resumed."""
+"""Runs as Slurm jobs: plan, write scripts, submit, watch, stop, resume."""

@@ -1,9 +1,9 @@
-"""Begin an attempt of a run whose jobs are up: `python -m launch.jobs.begin_attempt`.
+"""Begin an attempt of a run whose jobs are running: `python -m launch.jobs.begin_attempt`.
 
-Runs in the roles' Python, called by the supervisor of the job in which the controller lives, while no role of an
-earlier attempt does.  Makes clean meeting places and new keys, finds the checkpoint to go on from, and writes
-attempt.json last of all: whoever reads that finds the rest.  Prints what it holds as its last line.
-A damaged checkpoint is set aside and the one before is taken, for nobody is there to be asked; the run ends if none is
+Runs in the roles' Python environment, called by the supervisor of the controller's job while no role of an earlier
+attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
+attempt.json last: whoever reads that file finds everything else.  Prints its content as its last line.
+A damaged checkpoint is set aside and the previous one is used, because nobody can be asked; the run ends if none is
 sound.
 """
 
@@ -23,7 +23,7 @@ from launch.batch.run_state import read_attempt
 from launch.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
 from launch.inputs import refuse_other_inputs
 from launch.plan import plan_run
-from launch.run_directory import Attempt, mint_keys, note_attempt, num_attempts, renew_meeting_places
+from launch.run_directory import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.files import write_atomically
@@ -34,14 +34,14 @@ EXIT_USER, EXIT_FAULT, EXIT_FENCED = 2, 3, 4
 
 
 class FencedError(RlhpcError):
-    """A later life of the run has begun an attempt: this one is a ghost."""
+    """A later supervisor has taken the run over: the caller is stale."""
 
 
 def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
 
-    Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset are other
-    ones than at the first start; UnreadableCheckpoint: another try may help; ConfigError: config.json was altered;
+    Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset differ
+    from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
     FencedError: a later job, or a later life of this one, owns the run.
     """
     if not layout.config.exists():
@@ -51,7 +51,8 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
     known = read_attempt(layout)
     if known is not None and known.owner > (job_id, restart):
         raise FencedError(
-            f"{layout.attempt}: attempt {known.index} is of job {known.job_id}, life {known.restart}: later than this"
+            f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
+            "later than this one"
         )
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
@@ -60,7 +61,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
     choice = choose(layout, NEWEST, _unheard)
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
-    renew_meeting_places(layout)
+    clear_rendezvous(layout)
     mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
     document = {
@@ -78,16 +79,16 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
 
 
 def _unheard(line: str) -> None:
-    """What was set aside stands in attempt.json, for the supervisor to tell."""
+    """Ignore the message: attempt.json lists what was set aside, and the supervisor reports it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 2: another try would not help.  3: it might.  4: a later life of the run has begun."""
+    """Exit status 2: a retry would not help.  3: it might.  4: a later supervisor has taken the run over."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.jobs.begin_attempt", description="Begin an attempt of a run."
     )
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--job-id", type=int, required=True, help="of Slurm")
+    parser.add_argument("--job-id", type=int, required=True, help="Slurm's id of this job")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
     options = parser.parse_args(arguments)
     try:

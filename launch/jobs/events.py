@@ -1,6 +1,6 @@
-"""The last event of each supervisor of a run, and other files of the run directory that may not be there yet.
+"""The last event of each supervisor of a run, and other files of the run directory that may not exist yet.
 
-Eats jobs/NAME.events.jsonl (launch/batch/event_log.py).  A file that is not there, or half there, is not known.
+Input: jobs/NAME.events.jsonl (launch/batch/event_log.py).  A file that is missing or incomplete counts as absent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhpc.run_layout import RunLayout
 
-_TAIL_BYTES = 16384  # an event is a line of some hundred
+_TAIL_BYTES = 16384  # an event is a line of some hundred bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ def last_events(layout: RunLayout) -> list[Event]:
     return sorted(found, key=lambda event: -event.unix_time_s)
 
 
-def last_verdict(layout: RunLayout, name: str) -> str:
-    """What the last life of a job came to, "given_up: …" (launch/batch/verdict.py); "" if it ended without a word."""
+def last_outcome(layout: RunLayout, name: str) -> str:
+    """Outcome of the last life of a job, "given_up: …" (launch/batch/outcome.py); "" if it left none."""
     for line in _lines_from_the_end(layout.job_events(name)):
         try:
             said = json.loads(line)
-            if said["event"] in ("verdict", "life"):  # a life that began later has not come to one
+            if said["event"] in ("verdict", "life"):  # a later life has begun, and has no outcome yet
                 return str(said["text"]) if said["event"] == "verdict" else ""
         except (ValueError, KeyError, TypeError):
             continue  # half written
@@ -45,7 +45,7 @@ def last_verdict(layout: RunLayout, name: str) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none."""
+    """A JSON object; {} if there is none."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Which Slurm jobs a run consists of, and what each asks for.  Pure: run file and site file in, jobs out.
+"""Which Slurm jobs a run consists of, and what each requests.  Pure.
 
-Eats Config, Site, RunLayout, makes JobPlan.  Component 0 is the controller, which runs in the batch step without srun;
-then trainer, generators, reward services.  A task is a process: a trainer rank, a replica of the engine, a service.
+Input: Config, Site, RunLayout.  Output: JobPlan.  Component 0 is the controller, which runs in the batch step without
+srun; then trainer, generators, reward services.  A task is one process: a trainer rank, an engine replica, a service.
 Submits nothing and touches no file; script.py writes the scripts, report.py what people and programs read.
 """
 

@@ -1,7 +1,7 @@
-"""What Slurm knows of some jobs, by one call of squeue, and one of sacct for those that squeue has forgotten.
+"""Ask Slurm about given jobs: one call of squeue, and one of sacct for those that squeue no longer lists.
 
-Eats job ids, makes JobRow.  Nothing here fails for want of Slurm: a command that is not there, an answer that does not
-come, are a sentence in the result.  Bounded: squeue gives up after 9 s when slurmctld is away, and this after ANSWER_S.
+Input: job ids.  Output: JobRow.  Nothing here raises if Slurm is missing or does not answer: the result then contains
+a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, and this module after ANSWER_S.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from launch.batch.slurm_values import duration_s
 from launch.jobs.states import JobState, state_of
 
 ANSWER_S = 12.0
-BLINK_S = 2.0  # squeue is called again after a failure that came at once, not after one that took long
+BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
 
-# Fields of squeue with their widths: -O has the number of restarts, which -o has not.  The name comes last: it alone
-# may hold the separator.
+# Fields of squeue with their widths: -O has the number of restarts, which -o lacks.  The name comes last because only
+# it may contain the separator.
 _FIELDS = (
     ("JobArrayID", 80), ("State", 20), ("RestartCnt", 9), ("Reason", 200), ("Partition", 100), ("TimeUsed", 20),
     ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
 _LOG_FIELD = "StdOut:1024|"
-# As script.py writes it.  The name of the job is part of it: others may well have a directory logs/slurm, too.
+# As written by script.py.  The job's name is part of the pattern, because other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
@@ -36,12 +36,12 @@ _ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<t
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """One line of the queue: a job, a component of a heterogeneous one, an array task, or tasks that wait together."""
+    """One line of the queue: a job, a component of a heterogeneous job, an array task, or several pending tasks."""
 
     job_id: int  # as submitted: of the array, of the first component
     name: str
     state: JobState
-    reason: str  # Slurm's word; "" if there is none
+    reason: str  # as in squeue; "" if there is none
     partition: str
     nodes: str  # as Slurm writes them, "g[0-1]"; "" if none
     component: int | None = None  # offset in the heterogeneous job
@@ -50,7 +50,7 @@ class JobRow:
     used_s: int | None = None
     left_s: int | None = None
     limit_s: int | None = None  # None: no limit, or not known
-    start_unix_s: float | None = None  # of a job that waits: Slurm's estimate
+    start_unix_s: float | None = None  # of a pending job: Slurm's estimate
     restarts: int | None = None  # None: not known, from sacct
 
     @property
@@ -68,11 +68,9 @@ class QueueLook:
     """An answer about the jobs asked for."""
 
     rows: tuple[JobRow, ...]
-    unknown: tuple[int, ...] = ()  # Slurm answered, and knows no such job (any more)
+    unknown: tuple[int, ...] = ()  # Slurm answered, and does not know these jobs (any more)
     trouble: str = ""  # why there is no answer; "" if there is one
-    drained: tuple[
-        str, ...
-    ] = ()  # where a job could not be started: nodes that Slurm takes no more, "g0: Prolog error"
+    drained: tuple[str, ...] = ()  # nodes drained because a job could not be started: "g0: Prolog error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class MyJob:
     """A line of the queue, and the run that it was submitted for."""
 
     row: JobRow
-    run_directory: Path | None  # None: no job of rlhpc's
+    run_directory: Path | None  # None: not a job of rlhpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +95,16 @@ class MyQueue:
 
 
 def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
-    """Ask squeue once for all jobs of this user, those too that ended in the last minutes.  Raises nothing.
+    """Ask squeue once for all jobs of this user, including those that ended in the last minutes.  Raises nothing.
 
-    The run is told by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be the site's, its
-    script a link elsewhere, but this directive is always ours (script.py).
+    The run is identified by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be set by
+    the site and its script may be a link, but this directive is always ours (script.py).
     """
     words = ("squeue", "--me", "--all", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
     try:
         answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
     except SlurmError as error:
-        return MyQueue((), f"no word of Slurm: {error}")
+        return MyQueue((), f"Slurm did not answer: {error}")
     jobs = []
     for line in answer.splitlines():
         log, _, rest = line.partition("|")
@@ -118,19 +116,19 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
 
 
 def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
-    """Rows of these jobs, in the order of the ids; none where Slurm is absent or does not answer."""
+    """Rows of these jobs, in the order of the ids; none if Slurm is absent or does not answer."""
     return list(look_at_jobs(job_ids, timeout_s).rows)
 
 
 def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLook:
-    """Ask Slurm about jobs.  timeout_s: of either command.  Raises nothing."""
+    """Ask Slurm about jobs.  timeout_s: of each command.  Raises nothing."""
     wanted = list(dict.fromkeys(job_ids))
     if not wanted:
         return QueueLook(())
     try:
         rows = _of_squeue(wanted, timeout_s)
     except SlurmError as error:
-        return QueueLook((), trouble=f"no word of Slurm: {error}")
+        return QueueLook((), trouble=f"Slurm did not answer: {error}")
     missing = [job for job in wanted if job not in {row.job_id for row in rows}]
     if missing:
         rows += _of_sacct(missing, timeout_s)
@@ -143,7 +141,7 @@ def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLo
 
 
 def _drained(timeout_s: float) -> tuple[str, ...]:
-    """Nodes that were drained because a job could not be started on them; none where the site hides them."""
+    """Nodes that were drained because a job could not be started on them; none if the site hides them."""
     try:
         answer = slurm("sinfo", "--all", "--noheader", "--list-reasons", "--format=%N|%E|%H", timeout_s=timeout_s)
     except SlurmError:
@@ -156,7 +154,7 @@ def _drained(timeout_s: float) -> tuple[str, ...]:
 
 
 def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
-    # Of a single id that it does not know squeue says "Invalid job id specified" and fails; of two it prints nothing.
+    # For a single unknown id squeue fails with "Invalid job id specified"; for two ids it prints nothing.
     listed = ",".join(map(str, [*jobs, jobs[0]]))
     words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
     answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
@@ -167,7 +165,7 @@ def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
 def _squeue_row(line: str) -> JobRow | None:
     cells = [cell.strip() for cell in line.split("|", len(_FIELDS) - 1)]
     if len(cells) != len(_FIELDS):
-        return None  # another form than was asked for: better no row than a wrong one
+        return None  # not the requested format: better no row than a wrong one
     found = _ID.match(cells[0])
     if found is None:
         return None
@@ -199,7 +197,7 @@ def _run_directory(log: str) -> Path | None:
 
 
 def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
-    """Rows of jobs that have left the queue; none where the site keeps no accounts."""
+    """Rows of jobs that have left the queue; none if the site has no accounting."""
     listed = ",".join(map(str, jobs))
     words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
     try:

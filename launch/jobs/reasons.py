@@ -1,67 +1,67 @@
-"""Why a job waits, in words: Slurm's reason, what it means, and what to do where something can be done.
+"""Why a job is pending, in words: Slurm's reason, what it means, and what can be done about it.
 
-Eats the reason that squeue prints, makes a sentence.  Pure.  Limits have some two hundred names, built from four parts
-(whose, which kind, of what, for whom); they are taken apart instead of listed.
+Input: the reason that squeue prints.  Output: a sentence.  Pure.  Names of limits number some two hundred and have four
+parts (whose, which kind, of what, for whom); they are parsed instead of listed.
 """
 
 from __future__ import annotations
 
 import re
 
-_SLURMS_OWN = "waits for Slurm to look at it again"
+_SLURMS_OWN = "waits for the scheduler to consider it again"
 
 # Reasons by their exact name.
 REASONS = {
     "None": _SLURMS_OWN,
     "Resources": "next in line; waits for nodes to become free",
     "Priority": "jobs of higher priority are before it",
-    "Dependency": "waits for another job, as was asked for",
-    "DependencyNeverSatisfied": "waits for a job that ended otherwise than was asked for, and so never starts; end it "
-    "with `rlhpc stop`, and submit again",
+    "Dependency": "waits for another job, as requested",
+    "DependencyNeverSatisfied": "its dependency can no longer be satisfied, so it never starts; end it with `rlhpc "
+    "stop`, and submit again",
     "BeginTime": "may not start yet: a job that was requeued waits some minutes",
-    "JobHeldUser": "held by you (or a coordinator of the account); `scontrol release JOB` lets it go",
-    "JobHeldAdmin": "held by an administrator, who alone can release it: ask them",
+    "JobHeldUser": "held by you (or a coordinator of the account); `scontrol release JOB` releases it",
+    "JobHeldAdmin": "held by an administrator, and only they can release it: ask them",
     "JobHoldMaxRequeue": "held: it has been requeued too often (max_batch_requeue); see its logs, then `scontrol "
     "release JOB`",
     "JobLaunchFailure": "could not be started on its nodes (prolog, file system, a program that is not there), and has "
     "no log of it",
-    "JobArrayTaskLimit": "as many tasks of the array run as may run at once",
+    "JobArrayTaskLimit": "the limit of running tasks of the array is reached",
     "PartitionDown": "the partition is down; waits for an administrator",
-    "PartitionInactive": "the partition takes no jobs now",
-    "PartitionNodeLimit": "asks for more nodes than the partition gives one job, or has up; a smaller size, or "
+    "PartitionInactive": "the partition accepts no jobs now",
+    "PartitionNodeLimit": "requests more nodes than the partition allows for one job, or has up; a smaller size, or "
     "another `partition`",
-    "PartitionTimeLimit": "asks for more time than the partition gives; lower `time` in the site file, or another "
+    "PartitionTimeLimit": "requests more time than the partition allows; lower `time` in the site file, or another "
     "`partition`",
-    "PartitionConfig": "asks for more than the partition gives; a smaller size, or another `partition`",
+    "PartitionConfig": "requests more than the partition allows; a smaller size, or another `partition`",
     "AccountNotAllowed": "the account may not use this partition; another `account` or `partition`",
     "AccountingPolicy": "over a limit of the account or QOS; `sacctmgr show assoc` lists them",
-    "AssociationJobLimit": "as many jobs of this account run as may run at once",
-    "AssociationResourceLimit": "this account has as much as it may have at once",
-    "AssociationTimeLimit": "this account has used up its time; ask whoever runs it",
-    "QOSJobLimit": "as many jobs of this QOS run as may run at once",
-    "QOSResourceLimit": "this QOS has as much as it may have at once",
+    "AssociationJobLimit": "the limit of running jobs of this account is reached",
+    "AssociationResourceLimit": "the limit of resources of this account is reached",
+    "AssociationTimeLimit": "this account has used up its time; ask its coordinator",
+    "QOSJobLimit": "the limit of running jobs of this QOS is reached",
+    "QOSResourceLimit": "the limit of resources of this QOS is reached",
     "QOSTimeLimit": "this QOS has used up its time; another `qos`, or ask the site",
     "QOSNotAllowed": "the account or the partition may not use this QOS; another `qos`",
     "QOSUsageThreshold": "too little of the account's share is left for this QOS; another `qos`",
     "InvalidAccount": "Slurm does not know the account, or you are not in it; correct `account` in the site file",
     "InvalidQOS": "Slurm does not know the QOS, or you may not use it; correct `qos` in the site file",
-    "BadConstraints": "no node can ever fulfil what it asks for; correct `constraint`, `gres_type` or sizes in the "
-    "site file",
-    "Constraints": "nodes that fulfil its constraints are not there now",
+    "BadConstraints": "no node can ever satisfy its request; correct `constraint`, `gres_type` or sizes in the site "
+    "file",
+    "Constraints": "nodes that satisfy its constraints are not available now",
     "Licenses": "waits for a licence",
     "NodeDown": "a node that it needs is down",
     "ReqNodeNotAvail": "nodes that it needs are down, drained, or reserved, for maintenance perhaps; a shorter `time` "
     "may fit before it",
     "Reservation": "waits for its reservation to begin",
     "ReservationDeleted": "its reservation has been deleted; correct `reservation` in the site file",
-    "RequiresReservation": "the partition takes jobs with a reservation only; set `reservation` in the site file",
-    "MaxMemPerLimit": "asks for more memory per core or node than it may; lower `memory_gib_per_gpu` or "
+    "RequiresReservation": "the partition accepts only jobs with a reservation; set `reservation` in the site file",
+    "MaxMemPerLimit": "requests more memory per core or node than allowed; lower `memory_gib_per_gpu` or "
     "`memory_gib_per_task`",
     "DeadLine": "cannot end before its deadline",
-    "Cleaning": "was requeued, and its last life is still being cleaned up",
+    "Cleaning": "was requeued, and Slurm is still cleaning up after its last run",
     "Prolog": "the site's prolog prepares its nodes",
     "BurstBufferOperation": "the burst buffer failed; ask the site",
-    "BurstBufferResources": "waits for room in the burst buffer",
+    "BurstBufferResources": "waits for space in the burst buffer",
     "BurstBufferStageIn": "files are being copied into the burst buffer",
     "FedJobLock": "the clusters of the federation agree on where it runs",
     "FrontEndDown": "no front end is up; waits for an administrator",
@@ -69,13 +69,13 @@ REASONS = {
     "SystemFailure": "Slurm itself, a file system or the network failed; ask the site if it lasts",
     "InactiveLimit": "was idle for longer than the site allows",
     # of jobs that have ended
-    "TimeLimit": "came to its time limit",
+    "TimeLimit": "reached its time limit",
     "NonZeroExitCode": "ended with an exit status other than 0",
     "RaisedSignal": "was ended by a signal",
-    "OutOfMemory": "took more memory than it had asked for",
+    "OutOfMemory": "used more memory than it had requested",
 }
 
-# With these a job stays where it is until somebody does something.
+# With these reasons a job stays in the queue until somebody acts.
 _STUCK = {
     "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS", "JobHeldAdmin",
     "JobHeldUser", "JobHoldMaxRequeue", "PartitionTimeLimit", "QOSNotAllowed", "RequiresReservation",
@@ -85,8 +85,8 @@ _STUCK = {
 # Longer texts that Slurm puts in the reason's place, by a part of them.
 _TEXTS = (
     ("launch failed requeued held", "could not be started on its nodes (prolog, file system), has no log of it, and is "
-     "held; `scontrol release JOB` lets it go when they are mended"),
-    ("job requeued in held state", "was requeued, and is held; `scontrol release JOB` lets it go"),
+     "held; `scontrol release JOB` releases it when they are repaired"),
+    ("job requeued in held state", "was requeued, and is held; `scontrol release JOB` releases it"),
     ("Nodes required for job are DOWN", REASONS["ReqNodeNotAvail"]),
     ("Reserved for maintenance", "its nodes are reserved for maintenance; a shorter `time` may fit before it"),
 )  # fmt: skip
@@ -106,7 +106,7 @@ _WHAT = {
 
 
 def reason_in_words(reason: str) -> str:
-    """A sentence for what squeue prints as the reason; the reason itself where there is nothing to add, "" for none."""
+    """A sentence for squeue's reason; the reason itself if there is nothing to add, "" for none."""
     text = reason.strip().strip("()")
     if not text:
         return ""
@@ -121,7 +121,7 @@ def reason_in_words(reason: str) -> str:
 def is_stuck(reason: str) -> bool:
     """True if a job with this reason does not start by itself, ever.
 
-    A job that was requeued and held is PENDING again a moment later, and only its reason tells.
+    A job that was requeued and held is PENDING again a moment later, and only its reason shows it.
     """
     name = reason.strip().strip("()").partition(",")[0]
     return name in _STUCK or "held" in name.lower()
@@ -136,13 +136,11 @@ def _limit_in_words(name: str) -> str:
     if found["minutes"]:
         what = f"minutes of {what}"
     if found["kind"] == "Min":
-        return f"asks for fewer {what} than {owner} takes jobs for; another `qos`"
+        return f"requests fewer {what} than the minimum of {owner}; another `qos`"
     each = found["each"]
     if each in ("Job", "Node"):
-        return (
-            f"asks for more {what} than {owner} gives a {each.lower()}; a smaller size, or another `qos` or `account`"
-        )
+        return f"requests more {what} than {owner} allows per {each.lower()}; a smaller size, other `qos` or `account`"
     if found["minutes"] and not found["run"]:
-        return f"{owner} has used up its {what}; another `account`, or ask whoever runs it"
-    of = f" a{'n' if each == 'Account' else ''} {each.lower()}" if each else ""
+        return f"{owner} has used up its {what}; another `account`, or ask its coordinator"
+    of = f" per {each.lower()}" if each else ""
     return f"{owner} has as many {what} in use as it allows{of}: waits for its other jobs to end"

@@ -1,7 +1,7 @@
-"""A job plan in words, for people, and as JSON, for the supervisor.
+"""A job plan as text for people and as JSON for the supervisor.
 
-Eats JobPlan, makes text.  The JSON is an interface: the supervisor reads it with the standard library alone, on a node
-that may have nothing else.  docs/slurm.md lists its fields; new ones come last.
+Input: JobPlan.  Output: text.  The JSON is an interface: the supervisor reads it with the standard library alone, on a
+node that may have nothing else.  docs/slurm.md lists its fields; new fields are added at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Go on with a run from its directory alone: settings and site file lie there.
+"""Resume a run from its directory alone, which holds settings and site file.
 
-Eats a run directory, submits its jobs again (submit.py) where the last complete checkpoint ends.
+Input: a run directory.  Submits its jobs again (submit.py), to continue from the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ def resume_run(
 ) -> RunLayout:
     """Submit the jobs of a run again.
 
-    words: overrides key=value, and at most one site file, which then takes the place of the old one.  Raises
-    RunDirectoryError: not a run, it is complete, it lives; ConfigError and SlurmError as submit_run does.
+    words: overrides key=value, and at most one site file, which replaces the old one.  Raises RunDirectoryError: not a
+    run, complete, or still running; ConfigError and SlurmError as submit_run does.
     """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise ConfigError(f"{files[1]!r}: neither an override (key=value) nor the one site file that may be given")
+        raise ConfigError(f"{files[1]!r}: legal: at most one site file, and overrides (key=value)")
     site_file = Path(files[0]) if files else layout.site
     if not files and not site_file.exists():
         raise ConfigError(
-            f"{site_file}: missing, as of a run that was never submitted; `rlhpc resume RUN_DIR SITE.toml`"
+            f"{site_file}: missing, because this run was never submitted; use `rlhpc resume RUN_DIR SITE.toml`"
         )
     old, _ = read_resolved(layout)
     here = old.model_copy(update={"run": old.run.model_copy(update={"directory": layout.root})})
     config = override(here, [word for word in words if "=" in word])
     if config.run_directory != layout.root:
-        raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume stays in its directory {layout.root}")
+        raise ConfigError(f"run.directory={str(config.run_directory)!r}: a resume cannot leave {layout.root}")
     return submit_run(config, site_file, resume=True, fresh=False, after=after, tell=tell, resume_from=resume_from)

@@ -1,8 +1,8 @@
-"""Add generators to a run that is up, and retire them again.
+"""Add generators to a running run, and retire them again.
 
-Eats a run directory and +N or -N, makes an array job of its own for each addition, with scripts/generation-K.json as
-its plan.  Promises: no number that a generator of the run has borne is given to another; only generators that were
-added are retired, the youngest first, and those that wait before those that work.
+Input: a run directory and +N or -N.  Output: one array job for each addition, with scripts/generation-K.json as its
+plan.  Guarantees: replica numbers are never reused within a run; only generators that were added are retired, the
+newest first, pending ones before running ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhpc.run_layout import RunLayout
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """How generators are added; None: as the site file says."""
+    """Options for added generators; None: as in the site file."""
 
     site_file: Path | None = None  # None: that of the run
     partition: str | None = None
@@ -38,7 +38,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class _Added:
-    """A living generator that was added, or what waits in the queue to go on as one."""
+    """An added generator that is running, or a pending task that will continue it."""
 
     replica: int
     slurm_id: str  # JOB_TASK
@@ -49,9 +49,9 @@ class _Added:
 def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
     """Add (+N) or retire (-N) generators.
 
-    Raises ConfigError: not of that form, or generators that the site cannot hold; RunDirectoryError: no jobs were ever
-    submitted from here, the run is complete or does not live, has less than N to retire, or is scaled by somebody else
-    at this moment; SlurmError.
+    Raises ConfigError: not of that form, or more generators than the site can hold; RunDirectoryError: the run was
+    never submitted, is complete or not running, has less than N to retire, or is being scaled by another process;
+    SlurmError.
     """
     if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
         raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
@@ -59,7 +59,7 @@ def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: boo
     if dry_run:
         _scale(layout, int(generators), placement, how, dry_run=True, tell=tell)
         return
-    with submits_alone(layout.jobs / ".scaling", tell):  # or two would give the same numbers
+    with submits_alone(layout.jobs / ".scaling", tell):  # otherwise two callers could use the same numbers
         _refuse_lifeless(layout, read_records(layout))
         _scale(layout, int(generators), placement, how, dry_run=False, tell=tell)
 
@@ -72,7 +72,7 @@ def _scale(layout: RunLayout, change: int, placement: str, how: Addition, *, dry
 
 
 def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
-    """The directory by the name that compute nodes know, and the placement of the run."""
+    """The directory by the path that compute nodes use, and the placement of the run."""
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     if layout.summary.exists():
@@ -80,17 +80,17 @@ def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
     try:
         document = json.loads(layout.job_plan.read_bytes())
     except FileNotFoundError:
-        raise RunDirectoryError(f"{layout.root}: not submitted to Slurm; `rlhpc submit` does that") from None
+        raise RunDirectoryError(f"{layout.root}: not submitted to Slurm; submit it with `rlhpc submit`") from None
     return RunLayout(Path(document["run_directory"])), document["placement"]
 
 
 def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
-    look = look_at_jobs(record.job_id for record in records if record.is_lead)
+    look = look_at_jobs(record.job_id for record in records if record.hosts_controller)
     if look.trouble:
         raise SlurmError(look.trouble)
     if not any(row.state.is_alive for row in look.rows):
         raise RunDirectoryError(
-            f"{layout.root}: the job of its controller is not in the queue; `rlhpc resume {layout.root}` goes on"
+            f"{layout.root}: the controller's job is not in the queue; `rlhpc resume {layout.root}` continues the run"
         )
 
 
@@ -116,11 +116,11 @@ def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_ru
     refuse_unfit_for_slurm(plan)
     from rlhpc.transport.keys import mint_run_keys
 
-    write_plan(plan)  # before the keys: an attempt that begins now mints for all that have a plan
+    write_plan(plan)  # before the keys: an attempt that begins now makes keys for every planned generator
     mint_run_keys(layout.secrets, [f"generator-{replica}" for replica in range(first, first + count)])
     try:
         (record,) = submit_jobs(plan, (), tell)
-    except BaseException:  # survived: nothing; without a job the plan must not count
+    except BaseException:  # survived: nothing; a plan without a job must not stay
         for path in (plan.plan_file, layout.scripts / f"{wanted.name}.sbatch"):
             path.unlink(missing_ok=True)
         raise
@@ -150,24 +150,24 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
     if look.trouble:
         raise SlurmError(look.trouble)
     rows = [row for row in look.rows if row.state.is_alive]
-    added: dict[int, list[_Added]] = {}  # of one that works, a successor may wait already
+    added: dict[int, list[_Added]] = {}  # a running one may already have a pending successor
     for each in [each for row in rows for each in _generators_of(elastic[row.job_id], row)]:
         added.setdefault(each.replica, []).append(each)
     if count > len(added):
         raise RunDirectoryError(
-            f"{layout.root}: --generators -{count}: {len(added) or 'none'} of those that were added can be retired; "
-            "those of the run's own plan stay"
+            f"{layout.root}: --generators -{count}: only added generators can be retired, and there are "
+            f"{len(added) or 'none'}; those of the run's own plan stay"
         )
     order = sorted(added, key=lambda replica: (any(each.has_begun for each in added[replica]), -replica))
     retired = [each for replica in order[:count] for each in added[replica]]
     for each in retired:
         tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
-    if not dry_run:  # those that wait first: none may begin in the place of one that ends
+    if not dry_run:  # pending ones first: none may start in place of one that ends
         cancel(each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun))
 
 
 def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:
-    """One of a task that runs, several of a row for tasks that wait together."""
+    """One for a running task, several for a row of pending tasks."""
     tasks = [row.array_task] if row.array_task is not None else _tasks(row.waiting_tasks)
     has_begun = row.array_task is not None and row.state.name != "PENDING"
     return [

@@ -1,8 +1,8 @@
-"""The exact batch scripts of a run.  Pure: JobPlan in, text out.
+"""The exact batch scripts of a run.  Pure.  Input: JobPlan.  Output: text.
 
-A script holds the directives of its components, the prologue of the site, and the start of the supervisor, which takes
-the place of the shell so that Slurm's signals to the batch step (B:) reach it.  It is bash 4 without extras and starts
-with nothing but what the node has.
+A script holds the directives of its components, the prologue of the site, and the start of the supervisor, which
+replaces the shell (exec) so that Slurm's signals to the batch step (B:) reach it.  It is plain bash 4 and needs nothing
+that is not on every node.
 """
 
 from __future__ import annotations

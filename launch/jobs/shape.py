@@ -1,7 +1,7 @@
-"""How the processes of a run are shared out over nodes.
+"""How the processes of a run are distributed over nodes.
 
-Eats Config and a section of the site file, makes Shape: the same number of tasks on every node.  What does not divide
-is refused; `nodes` in the site file spreads tasks thinner than need be.
+Input: Config and a section of the site file.  Output: Shape: the same number of tasks on every node.  A number of tasks
+that cannot be divided evenly is refused; `nodes` in the site file spreads tasks over more nodes than necessary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The jobs of a run under Slurm, in words: what each is, where it stands, who waits for whom, what happens next.
+"""The jobs of a run under Slurm, in words: what each is, its state, what it waits for, what happens next.
 
-Eats the run directory and launch/jobs/queue.py's answer, makes SlurmView, lines of text and a JSON document.  A file
-that is not there yet is not known; nothing here fails because of it.
+Input: the run directory and the answer of launch/jobs/queue.py.  Output: SlurmView, lines of text and a JSON document.
+A file that does not exist yet counts as absent; nothing here fails because of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launch.run_owner import launcher_of
 from launch.text_table import aligned, span
 from rlhpc.run_layout import RunLayout
 
-EARLY_S = 60  # before its time limit: Slurm ends a job whose time is over within some seconds
-NUM_EVENTS = 8  # of the newest; a run may have a hundred array tasks
+EARLY_S = 60  # ending this long before the time limit is not due to the limit, which Slurm enforces within seconds
+NUM_EVENTS = 8  # shown, newest first; a run may have a hundred array tasks
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmView:
-    """All that is said of a run's jobs, and when it was so."""
+    """Everything known about a run's jobs, at one moment."""
 
     layout: RunLayout
     jobs: tuple[JobRecord, ...]
@@ -39,19 +39,19 @@ class SlurmView:
 
     @property
     def is_alive(self) -> bool:
-        """True while a job of the run runs or may still run, or Slurm has not said."""
+        """True while a job of the run runs or may still run, or while Slurm does not answer."""
         return bool(self.look.trouble) or any(row.state.is_alive for row in self.look.rows)
 
 
 def is_slurm_run(layout: RunLayout) -> bool:
-    """True if jobs were submitted for this run, and it does not go on as processes of this machine now."""
+    """True if jobs were submitted for this run, and it is not running as processes of this machine now."""
     return any(layout.jobs.glob("[0-9]*.json")) and launcher_of(layout) is None
 
 
 def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
-    """Read the directory and ask Slurm, once: milliseconds, or seconds where slurmctld is away.
+    """Read the directory and ask Slurm, once: milliseconds, or seconds if slurmctld is away.
 
-    Raises RunDirectoryError for a job's record that is damaged.
+    Raises RunDirectoryError for a damaged job record.
     """
     jobs = tuple(read_records(layout))
     ids = [job.job_id for job in jobs]
@@ -61,7 +61,7 @@ def look_at_run(layout: RunLayout, timeout_s: float | None = None) -> SlurmView:
 
 
 def lines_of(view: SlurmView) -> list[str]:
-    """What `rlhpc status` prints of the jobs."""
+    """What `rlhpc status` prints about the jobs."""
     lines = [_attempt_line(view), ""]
     if view.look.trouble:
         lines += [view.look.trouble, f"jobs of this run: {', '.join(str(job.job_id) for job in view.jobs) or 'none'}"]
@@ -76,7 +76,7 @@ def lines_of(view: SlurmView) -> list[str]:
 
 
 def document_of(view: SlurmView) -> dict[str, Any]:
-    """The same for programs."""
+    """The same as a JSON document."""
     return {
         "attempt": view.attempt,
         "is_alive": view.is_alive,
@@ -107,7 +107,7 @@ def _table(view: SlurmView) -> list[str]:
     rows += [(str(job), _record(view, job).name, "unknown", *"-----") for job in view.look.unknown]
     lines = aligned(rows)
     if view.look.unknown:
-        lines.append("unknown: Slurm has forgotten the job, which has ended therefore")
+        lines.append("unknown: Slurm no longer knows the job, so it has ended")
     return lines
 
 
@@ -126,7 +126,7 @@ def _cells(view: SlurmView, row: JobRow) -> tuple[str, ...]:
 
 
 def why(view: SlurmView, row: JobRow) -> str:
-    """Why a job is in its state, with the remedy; "" of one that simply runs or is done."""
+    """Why a job is in its state, with the remedy; "" if it is simply running or completed."""
     state = row.state
     if state.name in ("RUNNING", "COMPLETED"):
         return ""
@@ -143,27 +143,27 @@ def why(view: SlurmView, row: JobRow) -> str:
 def _how_it_ended(row: JobRow) -> str:
     early_s = (row.limit_s or 0) - (row.used_s or 0)
     if row.state.name == "TIMEOUT" and row.limit_s and row.used_s is not None and early_s > EARLY_S:
-        return f"was ended {span(early_s)} before its time limit, as after the grace time of a pre-emption"
+        return f"was ended {span(early_s)} before its time limit, as after the grace time of a preemption"
     return row.state.what
 
 
 def _what_follows(view: SlurmView, row: JobRow) -> str:
-    """Of a job that has ended: what to do, or what the run does, which refuses a resume while it lives."""
+    """For a job that has ended: what to do, or what the run does (a resume is refused while it is alive)."""
     job, remedy = _record(view, row.job_id), row.state.remedy
     if not view.is_alive or "rlhpc resume" not in remedy:
         return remedy
     successors = [other for other in view.jobs if other.follows == row.job_id and other.is_for(row.array_task)]
     if successors:
-        return f"job {successors[-1].job_id} has taken its place"
+        return f"replaced by job {successors[-1].job_id}"
     if job.is_elastic:
         return "`rlhpc scale RUN_DIR --generators +1` adds another"
-    if job.placement != "jobs" or job.is_lead or not _is_led(view):
+    if job.placement != "jobs" or job.hosts_controller or not _has_running_controller(view):
         return ""
-    return "stays away" if row.state.name == "CANCELLED" else "job JOB is submitted again by the controller's"
+    return "not resubmitted" if row.state.name == "CANCELLED" else "will be resubmitted by the controller's job"
 
 
 def what_it_is(view: SlurmView, row: JobRow) -> str:
-    """The part of the run: "trainer", "generator-3", "generator-0…3", with "elastic" where it may come and go."""
+    """The part of the run: "trainer", "generator-3", "generator-0…3"; "(elastic)" if it was added by `rlhpc scale`."""
     job, name = _record(view, row.job_id), part_of(view, row)
     if name.startswith("generation") and row.component is None:
         name = _replicas(job, row)
@@ -171,7 +171,7 @@ def what_it_is(view: SlurmView, row: JobRow) -> str:
 
 
 def part_of(view: SlurmView, row: JobRow) -> str:
-    """The section of the site file that it is: controller, trainer, generation, rewards."""
+    """Its section of the site file: controller, trainer, generation, rewards."""
     job = _record(view, row.job_id)
     if row.component is None:
         return job.name
@@ -182,11 +182,11 @@ def part_of(view: SlurmView, row: JobRow) -> str:
 
 
 def _replicas(job: JobRecord, row: JobRow) -> str:
-    whole = f"0-{job.array_size - 1}" if job.array_size else "0"  # an array that never began is one row
+    whole = f"0-{job.array_size - 1}" if job.array_size else "0"  # an array that never started is one row
     tasks = row.waiting_tasks or (whole if row.array_task is None else str(row.array_task))
     head, _, tail = tasks.partition("-")
     if not head.isdecimal() or (tail and not tail.isdecimal()):
-        return job.name  # "2,5-7": the id says which
+        return job.name  # "2,5-7": the id shows which
     low = job.first_replica + int(head) * job.replicas_per_task
     high = job.first_replica + (int(tail or head) + 1) * job.replicas_per_task - 1
     return f"generator-{low}" if high <= low else f"generator-{low}…{high}"
@@ -196,7 +196,7 @@ def _replicas(job: JobRecord, row: JobRow) -> str:
 
 
 def waits(view: SlurmView) -> list[str]:
-    """Who waits for whom, as far as Slurm is the reason: parts on nodes, for parts that are not."""
+    """Which parts of the run wait for which, as far as Slurm is the reason: parts on nodes wait for pending ones."""
     standing: dict[str, list[JobRow]] = {}
     for row in view.look.rows:
         if not _record(view, row.job_id).is_elastic:
@@ -213,34 +213,34 @@ def waits(view: SlurmView) -> list[str]:
 
 
 def upcoming(view: SlurmView) -> list[str]:
-    """What will happen by itself, and what somebody has to do."""
+    """What will happen by itself, and what the user has to do."""
     layout = view.layout
     if layout.summary.exists():
         return ["the run is complete" + ("; its jobs end" if view.is_alive and not view.look.trouble else "")]
     if layout.abort_request.exists():
-        return ["ABORT: all jobs end at once, nothing is saved" if view.is_alive else _resume(view)]
+        return ["ABORT: all jobs end now, nothing is saved" if view.is_alive else _resume(view)]
     if layout.stop_request.exists():
         return ["STOP: the step is finished and saved, then all jobs end" if view.is_alive else _resume(view)]
     if view.look.trouble or not view.jobs:
         return []
     if not view.is_alive:
         return [_resume(view)]
-    lines = [line for row in view.look.rows if _is_lead(view, row) and (line := _limit_line(view, row))]
+    lines = [line for row in view.look.rows if _is_controller(view, row) and (line := _limit_line(view, row))]
     held = {row.job_id: row for row in reversed(view.look.rows) if _is_held(row)}
-    lines += [f"job {job} stays where it is: {why(view, held[job])}" for job in sorted(held)]
+    lines += [f"job {job} stays in the queue: {why(view, held[job])}" for job in sorted(held)]
     if view.look.drained:
-        lines.append(f"nodes on which nothing starts: {'; '.join(view.look.drained)}: tell the site's administrators")
+        lines.append(f"drained nodes: {'; '.join(view.look.drained)}: tell the site's administrators")
     waiting = {row.job_id for row in view.look.rows if row.state.life is Life.WAITING}
     alive = {row.job_id for row in view.look.rows if row.state.is_alive}
     return lines + [
-        f"job {job.job_id} takes over when job {job.follows} has ended"
+        f"job {job.job_id} continues the run when job {job.follows} has ended"
         for job in view.jobs
         if job.job_id in waiting and job.follows in alive
     ]
 
 
 def _limit_line(view: SlurmView, row: JobRow) -> str:
-    """What the lead does at its time limit, or when it starts."""
+    """What the controller's job does at its time limit, or when it starts."""
     if _is_held(row):
         return ""
     if row.state.life is Life.WAITING:
@@ -248,8 +248,8 @@ def _limit_line(view: SlurmView, row: JobRow) -> str:
     if row.state.life is not Life.ON_NODES or row.left_s is None:
         return ""
     followed = any(job.follows == row.job_id for job in view.jobs) or view.plan.get("continuation") == "successor"
-    # Whether a site lets a job requeue itself is seen when it does; else it submits its successor then.
-    then = "ends, and its successor goes on" if followed else "is requeued or submits a successor, and goes on"
+    # Whether the site allows a job to requeue itself is known only then; otherwise the job submits a successor.
+    then = "ends, and its successor continues" if followed else "is requeued or submits a successor, and continues"
     return f"before {_clock(view.now + row.left_s, view.now)}, its time limit, job {row.label} saves, {then}"
 
 
@@ -267,18 +267,18 @@ def _resume(view: SlurmView) -> str:
 
 def _goes_on(view: SlurmView) -> str:
     step = saved_step(view.layout)
-    return f"goes on from step {step}" if step else "begins at step 0"
+    return f"continues from step {step}" if step else "begins at step 0"
 
 
 def _is_held(row: JobRow) -> bool:
     return row.state.life is Life.HELD or (row.state.life is Life.WAITING and is_stuck(row.reason))
 
 
-def _is_led(view: SlurmView) -> bool:
-    return any(row.state.life is Life.ON_NODES and _is_lead(view, row) for row in view.look.rows)
+def _has_running_controller(view: SlurmView) -> bool:
+    return any(row.state.life is Life.ON_NODES and _is_controller(view, row) for row in view.look.rows)
 
 
-def _is_lead(view: SlurmView, row: JobRow) -> bool:
+def _is_controller(view: SlurmView, row: JobRow) -> bool:
     return part_of(view, row) == "controller"
 
 
@@ -332,6 +332,6 @@ def _and(words: Iterable[str]) -> str:
 
 
 def _clock(moment: float, now: float) -> str:
-    """Local time of day; with the date where it is not about today."""
+    """Local time of day; with the date if it is more than 12 hours away."""
     is_near = abs(moment - now) < 12 * 3600
     return time.strftime("%H:%M" if is_near else "%d %b %H:%M", time.localtime(moment))

@@ -1,7 +1,7 @@
-"""End a run: well, with a checkpoint, or at once.
+"""Stop a run: gracefully with a checkpoint, or at once.
 
-Eats a run directory, ends the launcher of this machine or the jobs of Slurm.  Promises: only the recorded launcher and
-recorded job ids are touched, nothing by its name.
+Input: a run directory.  Ends the launcher on this machine or the jobs in Slurm.  Guarantees: only the recorded launcher
+and recorded job ids are signalled or cancelled, nothing by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlhpc.run_layout import RunLayout
 Tell = Callable[[str], None]
 
 ASK_S = 3.0
-SAY_S = 60.0  # a line at least so often while nothing changes
-FOLLOWERS_S = 120.0  # what outlives the controller for so long does not end by itself
-PATIENCE_S = 60.0  # with a slurmctld that is away
+SAY_S = 60.0  # longest time without a line of progress
+FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
+PATIENCE_S = 60.0  # for a slurmctld that is away
 INTERRUPTED = 130
 _IS_OVER = ("Invalid job id specified", "already completing or completed")
 
 
 def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
-    """Finish the step, save, and end every process of a run; returns the exit status when nothing is left.
+    """Finish the step, save, and end every process of a run; returns the exit status when all have ended.
 
-    now: no step is finished.  A local run has what Ctrl-C gives it, seven seconds; jobs are cancelled.
-    1 is returned for a run that ended without saving its last steps.  May be called by many at once.
+    now: do not finish the step.  A local run gets seven seconds, as after Ctrl-C; jobs are cancelled.
+    Returns 1 for a run that ended without saving its last steps.  Several callers at once are allowed.
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
     if not layout.config.exists():
@@ -46,7 +46,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         launcher.await_end()
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
-        tell(f"{layout.root}: nothing runs here")
+        tell(f"{layout.root}: this run is not running")
         return 0
     request = layout.abort_request if now else layout.stop_request
     write_atomically(request, b"")
@@ -54,17 +54,17 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         _see_to_the_end(layout, now, tell)
     except SlurmError as error:
         raise SlurmError(
-            f"{error}; {request.name} stands in {layout.root}: what runs sees it and ends by itself, what waits in the "
-            f"queue does when it begins; the same command again, or `scancel {_ids(layout)}`, ends the rest"
+            f"{error}; the request {request.name} is in {layout.root}: running jobs see it and end by themselves, "
+            f"pending ones when they start; repeat the command, or `scancel {_ids(layout)}`, to end the rest"
         ) from error
     except KeyboardInterrupt:
-        tell(f"{layout.root}: the request stands and its jobs will end; `rlhpc status {layout.root}` shows them")
+        tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
         return INTERRUPTED
     return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
 
 
 def cancel(ids: Iterable[str], *options: str) -> None:
-    """scancel; one that has ended by itself is no error.  Raises SlurmError."""
+    """Run scancel; jobs that have ended by themselves are no error.  Raises SlurmError."""
     listed = list(dict.fromkeys(ids))
     if not listed:
         return
@@ -79,17 +79,17 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
     said, said_at = "", 0.0
     led_at, pause_s = time.monotonic(), 0.2
     while rows := _living(layout):
-        leads = {record.job_id for record in read_records(layout) if record.is_lead}
+        controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
         waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
-        if any(row.job_id in leads for row in rows):
+        if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
         if now or time.monotonic() - led_at > FOLLOWERS_S:
             cancel(str(row.job_id) for row in rows if row.state.life is not Life.ENDING)
-        elif waiting:  # of these, only what has not begun meanwhile
+        elif waiting:  # only those that have not started meanwhile
             cancel((str(row.job_id) for row in waiting), "--state=PENDING")
         words = ", ".join(dict.fromkeys(f"{row.name} {row.label} {row.state.name.lower()}" for row in rows))
         if words != said or time.monotonic() - said_at > SAY_S:
-            tell(f"waits for    {words}")
+            tell(f"waiting for  {words}")
             said, said_at = words, time.monotonic()
         pause_s = min(2 * pause_s, ASK_S)
         time.sleep(pause_s)
@@ -110,7 +110,7 @@ def _living(layout: RunLayout) -> list[JobRow]:
 
 
 def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> int:
-    """Say what was saved, and how to go on; returns 1 if steps were lost although nobody asked for haste."""
+    """Report what was saved, and how to continue; returns 1 if steps were lost although `now` was not requested."""
     progress = read_progress(layout)
     trained, saved = progress.step if progress is not None else 0, saved_step(layout)
     if layout.summary.exists():
@@ -118,11 +118,11 @@ def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> i
         return 0
     if saved >= trained:
         steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
-        tell(f"{layout.root}: {steps}; {command} goes on")
+        tell(f"{layout.root}: {steps}; {command} continues it")
         return 0
-    begins = f"goes on from step {saved}" if saved else "begins anew, for there is no checkpoint"
+    begins = f"continues from step {saved}" if saved else "starts over, because there is no checkpoint"
     tell(
-        f"{layout.root}: ended at step {trained} without saving; step {saved} is the last that is saved, so "
-        f"{trained - saved} steps are undone; {command} {begins}"
+        f"{layout.root}: ended at step {trained} without saving; the last saved step is {saved}, so "
+        f"{trained - saved} steps are lost; {command} {begins}"
     )
     return 0 if now else 1

@@ -1,7 +1,7 @@
-"""One submission at a time: a file that exists while somebody claims a run directory and submits its jobs.
+"""One submission at a time: a file that exists while a process prepares a run directory and submits its jobs.
 
-Eats the path of that file.  Promises: of two that ask at once one goes on and one is refused; what a dead process has
-left behind is taken over.  Made with O_EXCL, which holds on every shared filesystem, as locks of files do not.
+Input: the path of that file.  Guarantees: of two simultaneous submissions one proceeds and one is refused; the lock of
+a dead process is taken over.  Created with O_EXCL, which works on every shared filesystem, unlike file locks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        """Who we are, now."""
+        """This process, now."""
         return cls(ProcessIdentity.of_this_process(), time.time())
 
     @classmethod
     def parse(cls, text: bytes) -> Holder:
-        """What to_json made.  Raises KeyError, TypeError or ValueError."""
+        """Inverse of to_json.  Raises KeyError, TypeError or ValueError."""
         document = json.loads(text)
         return cls(ProcessIdentity.parse(document), float(document["unix_time_s"]))
 
@@ -45,7 +45,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """True if it has ended, or may be taken to have."""
+        """True if it has ended, or can be assumed to have."""
         if self.process.is_here:
             return not self.process.is_alive
         return self.process.host == socket.gethostname() or time.time() - self.unix_time_s > ABANDONED_S
@@ -53,7 +53,7 @@ class Holder:
 
 @contextmanager
 def submits_alone(lock: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold `lock` for the length of the block.  Raises RunDirectoryError: somebody else does, and how to remove it."""
+    """Hold `lock` while the block runs.  Raises RunDirectoryError: another process holds it, and how to remove it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     text = Holder.of_this_process().to_json().encode()
     if not _made(lock, text):
@@ -64,7 +64,7 @@ def submits_alone(lock: Path, tell: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         with suppress(FileNotFoundError):
-            if lock.read_bytes() == text:  # and not somebody's who has taken it over
+            if lock.read_bytes() == text:  # unless another process has taken it over
                 lock.unlink()
 
 
@@ -92,7 +92,7 @@ def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
     except FileNotFoundError:
         return
     try:
-        if aside.read_bytes() != text:  # another has taken it over meanwhile: this is its own, and it gets it back
+        if aside.read_bytes() != text:  # another process has taken it over meanwhile: give its lock back
             with suppress(OSError):
                 os.link(aside, lock)
             raise RunDirectoryError(_refusal(lock))
@@ -102,7 +102,7 @@ def _take_over(lock: Path, tell: Callable[[str], None]) -> None:
 
 
 def _read(lock: Path) -> tuple[bytes, Holder | None] | None:
-    """Its text, and who wrote it (None: half written, or damaged); None: it is not there."""
+    """Its text, and its holder (None: half written, or damaged); None: it does not exist."""
     try:
         text = lock.read_bytes()
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _refusal(lock: Path) -> str:
     found = _read(lock)
     return (
         f"{lock}: a submission is going on, by {_describe(found[1] if found else None)}; try again when it has ended, "
-        f"or, if it has died, `rm {lock}`"
+        f"or, if that process is dead, `rm {lock}`"
     )
 
 

@@ -1,7 +1,7 @@
-"""From a run file and a site file to jobs in the queue: everything that can be refused is refused before the first.
+"""Submit the jobs of a run: everything that can be refused is refused before the first submission.
 
-Eats Config and a site file, makes the run directory with plan, scripts and site file, and jobs.  Promises: all jobs of
-a run are submitted, or none; what lives is never submitted a second time.
+Input: Config and a site file.  Output: the run directory with plan, scripts and site file, and jobs in the queue.
+Guarantees: all jobs of a run are submitted, or none; a job that is alive is never submitted a second time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launch.jobs.script import render_scripts
 from launch.jobs.stop import cancel
 from launch.jobs.submission_lock import submits_alone
 from launch.preflight import Findings, preflight
-from launch.run_directory import claim_for_jobs
+from launch.run_directory import prepare_run_dir_for_jobs
 from launch.site.site_file import GpuConfig, PrologueConfig, Site, load_site
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -47,7 +47,7 @@ class Submission:
 
     @property
     def layout(self) -> RunLayout:
-        """Where it lies, by the name that compute nodes know."""
+        """The run directory, by the path that compute nodes use."""
         return self.plan.layout
 
 
@@ -61,10 +61,10 @@ def submit_run(
     tell: Tell,
     resume_from: ResumePoint = NEWEST,
 ) -> RunLayout:
-    """Check everything, claim the run directory, submit every job, say what to do next.
+    """Check everything, prepare the run directory, submit every job, print the next commands.
 
-    after: a job id, or a dependency in sbatch's words.  Raises ConfigError, RunDirectoryError: refused, and nothing was
-    made.  Raises SlurmError: sbatch failed; then no job is left in the queue, or the message names what may be.
+    after: a job id, or a dependency in sbatch's syntax.  Raises ConfigError, RunDirectoryError: refused, nothing was
+    written.  Raises SlurmError: sbatch failed; no job is left in the queue, or the message names those that may be.
     """
     options, run = dependency(after), prepare(config, site_file)
     check(run)
@@ -76,7 +76,7 @@ def submit_run(
 
 
 def prepare(config: Config, site_file: Path) -> Submission:
-    """Lay out the jobs of a run; nothing is made.  Raises ConfigError as load_site and plan_jobs do."""
+    """Plan the jobs of a run; writes nothing.  Raises ConfigError as load_site and plan_jobs do."""
     site = load_site(site_file)
     layout = shared_layout(config, site)
     config = _for_jobs(config, layout)
@@ -84,7 +84,7 @@ def prepare(config: Config, site_file: Path) -> Submission:
 
 
 def check(run: Submission) -> None:
-    """Model, data, memory, and what the cluster takes.  Raises ConfigError; SlurmError: Slurm does not answer."""
+    """Check model, data, memory, and the cluster's limits.  Raises ConfigError; SlurmError: Slurm does not answer."""
     findings = preflight(run.config, roles_run_here=roles_run_here(run.site.prologue))
     refuse_small_gpus(run.config, findings, run.site, run.site_file)
     refuse_unfit_for_slurm(run.plan)
@@ -99,13 +99,13 @@ def submit_checked(
     tell: Tell,
     resume_from: ResumePoint = NEWEST,
 ) -> list[JobRecord]:
-    """Claim the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    """x the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
     layout = run.layout
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
         is_new = not layout.root.exists()
-        changed = claim_for_jobs(
+        changed = prepare_run_dir_for_jobs(
             run.config,
             layout,
             resume=resume,
@@ -121,7 +121,7 @@ def submit_checked(
             records = submit_jobs(run.plan, options, tell)
         except MayBeQueued:
             raise
-        except SlurmError:  # a run that never was leaves no directory
+        except SlurmError:  # nothing was submitted: leave no directory behind
             if is_new and not read_records(layout):
                 shutil.rmtree(layout.root, ignore_errors=True)
             raise
@@ -130,7 +130,7 @@ def submit_checked(
 
 
 def _for_jobs(config: Config, layout: RunLayout) -> Config:
-    """The settings with what is left to the way of starting filled in: the directory's name there, and sockets."""
+    """The settings as they apply to jobs: the directory's path on compute nodes, and the kind of sockets."""
     run = config.run.model_copy(update={"directory": layout.root})
     kind = "tcp" if config.transport.kind == "auto" else config.transport.kind
     return config.model_copy(update={"run": run, "transport": config.transport.model_copy(update={"kind": kind})})
@@ -143,7 +143,7 @@ def dependency(after: str | None) -> list[str]:
     if after.isdecimal():
         return [f"--dependency=afterok:{after}"]
     if after == "singleton":
-        raise ConfigError("--after singleton: jobs of a run have names of their own; legal: afterany:JOB")
+        raise ConfigError("--after singleton: every run has its own job names; legal: afterany:JOB")
     if not _DEPENDENCY.fullmatch(after):
         raise ConfigError(f"--after {after!r}: legal: a job id, or a dependency of sbatch such as afterany:123")
     return [f"--dependency={after}"]
@@ -153,7 +153,7 @@ def dependency(after: str | None) -> list[str]:
 
 
 def roles_run_here(prologue: PrologueConfig) -> bool:
-    """True if the roles run in the environment of this process, as far as a site file says."""
+    """True if the roles run in the environment of this process, as far as the site file shows."""
     if prologue.image is not None:
         return False
     if prologue.conda is not None:
@@ -164,7 +164,7 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
 
 
 def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
-    """As `rlhpc check --site`, where the site file knows its GPUs.  Raises ConfigError."""
+    """As `rlhpc check --site`, if the site file describes its GPUs.  Raises ConfigError."""
     from launch.memory.verdict import judge_memory
 
     known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
@@ -177,7 +177,7 @@ def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
 
 
 def refuse_unfit_for_slurm(plan: JobPlan) -> None:
-    """What Slurm itself knows to be illegal.  Raises ConfigError with key, value and the legal ones."""
+    """Refuse what Slurm would refuse.  Raises ConfigError with key, value and what is legal."""
     from launch.doctor.slurm_check import refuse_unfit
 
     refuse_unfit(plan)
@@ -187,7 +187,7 @@ def refuse_unfit_for_slurm(plan: JobPlan) -> None:
 
 
 def write_plan(plan: JobPlan) -> None:
-    """Write what jobs need before they are submitted: scripts, the plan, and the directory of their logs."""
+    """Write what jobs need before they are submitted: scripts, the plan, and the directory for their logs."""
     for directory in (plan.layout.scripts, plan.log_directory, plan.layout.jobs):
         directory.mkdir(parents=True, exist_ok=True)
     for name, text in render_scripts(plan).items():
@@ -196,23 +196,23 @@ def write_plan(plan: JobPlan) -> None:
 
 
 def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda remarks: None) -> list[JobRecord]:
-    """Submit the scripts of a plan, the lead first, and record them.  tell: what sbatch remarks of them.
+    """Submit the scripts of a plan, the controller's first, and record them.  tell: called with sbatch's messages.
 
-    Raises SlurmError with what sbatch said; the jobs before it are cancelled then, or named where even that failed.
+    Raises SlurmError with sbatch's error; jobs submitted before it are cancelled, or named if even that failed.
     """
     records: list[JobRecord] = []
     try:
         for job in plan.jobs:
             _submit(plan, job, options, records, tell)
     except MayBeQueued as error:
-        lost = f"{error}; if so, it ends by itself a minute after it has begun"
+        lost = f"{error}; if so, it ends by itself a minute after it has started"
         raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
     except RlhpcError as error:
         raise SlurmError(f"{error}; {_withdraw(plan.layout, records) or 'nothing was submitted'}") from error
     except KeyboardInterrupt as interrupt:
         told = filter(None, (str(interrupt) or "interrupted", _withdraw(plan.layout, records)))
         raise KeyboardInterrupt("; ".join(told)) from None
-    except BaseException:  # survived: nothing; whatever it was (a full disk), no part of a run stays behind
+    except BaseException:  # survived: nothing; whatever it was (a full disk), no part of a run stays queued
         _withdraw(plan.layout, records)
         raise
     return records
@@ -226,15 +226,15 @@ def describe_record(record: JobRecord) -> str:
 
 
 def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
-    """Submit one; its record is on disk, and the last of `records`, before anything can come between."""
+    """Submit one job; its record is on disk, and the last of `records`, before anything else happens."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
-    from launch.het.executor import HeterogeneousSlurmExecutor  # submitit is not needed before
+    from launch.het.executor import HeterogeneousSlurmExecutor  # imports submitit, which is not needed before
 
     def record(job_id: int) -> None:
         records.append(_record(plan, job, job_id, script))
         write_record(plan.layout, records[-1])
 
-    # The executor's environment is clean: SBATCH_PARTITION and the like would win over what the script says.
+    # The executor cleans the environment: SBATCH_PARTITION and the like would override the script.
     executor = HeterogeneousSlurmExecutor(plan.log_directory)
     executor.submit_script(
         script,
@@ -264,7 +264,7 @@ def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:
 
 
 def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
-    """Cancel jobs and forget them; returns what is to be said of it, "" if there is none."""
+    """Cancel jobs and delete their records; returns a message about it, "" if there are none."""
     if not records:
         return ""
     names = ", ".join(map(describe_record, records))

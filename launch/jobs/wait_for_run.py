@@ -1,6 +1,6 @@
-"""Stay with a submitted run until its jobs have ended: the live line, and a line when a job changes its state.
+"""Follow a submitted run until its jobs have ended: the progress line, and a line whenever a job changes its state.
 
-Eats status.json and the queue; prints.
+Input: status.json and the queue.  Output: printed lines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from launch.jobs.queue import JobRow, look_at_jobs
 from launch.watch import Watch
 from rlhpc.run_layout import RunLayout
 
-ASK_SLURM_EVERY_S = 15.0  # the controller serves everybody
-NEARLY_OVER_S = 2.0  # once the result is there
+ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
+NEARLY_OVER_S = 2.0  # once the result exists
 INTERRUPTED = 130
 
 
@@ -34,13 +34,13 @@ def wait_for_run(layout: RunLayout) -> int:
                 break
             _look_on(layout, watch)
     except KeyboardInterrupt:
-        watch.tell(f"no longer watched; the jobs go on: `rlhpc status {layout.root}`, `rlhpc stop {layout.root}`")
+        watch.tell(f"no longer watched; the jobs continue: `rlhpc status {layout.root}`, `rlhpc stop {layout.root}`")
         return INTERRUPTED
     watch.close()
     if layout.summary.exists():
         watch.tell(f"{layout.root}: complete")
         return 0
-    watch.tell(f"{layout.root}: no job is left, and the run is not complete; `rlhpc status {layout.root}` says why")
+    watch.tell(f"{layout.root}: all jobs have ended, the run is not complete; `rlhpc status {layout.root}` says why")
     return 1
 
 

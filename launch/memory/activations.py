@@ -1,6 +1,6 @@
 """Bytes that one packed row leaves on a rank between forward and backward, and while its tokens pass the head.
 
-Eats ModelShape, ParallelLayout and the keys of [trainer] that matter, makes bytes.  Every number is an estimate: it
+Input: ModelShape, ParallelLayout and the relevant keys of [trainer].  Output: bytes.  Every number is an estimate: it
 counts the tensors that autograd keeps (tests hold it to what autograd keeps on CPU), not what an allocator makes of
 them, nor what kernels take for themselves.
 

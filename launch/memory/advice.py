@@ -1,7 +1,7 @@
 """Which change of [trainer] would make a run fit a GPU that it does not fit.
 
-Eats a Config, its model and a limit; makes one line of advice.  Tries what one would try by hand, in the same order,
-with the same formulas (plan.py), so that the advice is an estimate too.
+Input: a Config, its model and a limit.  Output: one line of advice.  Tries the usual changes in the usual order, with
+the formulas of plan.py, so that the advice is an estimate too.
 """
 
 from __future__ import annotations

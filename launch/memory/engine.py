@@ -1,14 +1,14 @@
-"""Memory of a generator's GPUs: the engine, and what a new version of the weights takes while it arrives.
+"""Memory of a generator's GPUs: the engine, and what a new version of the weights needs while it arrives.
 
-Input: a Config and a ModelShape; output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
-engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where one tensor is.
+Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
+engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where a single tensor is larger.
 
     weights    b·Ψ / t
-    KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the greatest length,
+    KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
                2·b·L·K·D·tokens / t
     staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
-               being loaded, one that a loader still holds a tensor of; and the largest module that is put together
-               from several tensors, as they came and as the rank's part of it.  auto may become either.
+               being loaded, one whose tensor a loader still references; and the largest module that is assembled from
+               several tensors, both as received and as this rank's shard.  auto may become either.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether an engine that has its GPUs to itself fits them, new weights included; if not, which change would.
+"""Whether an engine that has its GPUs to itself fits them, new weights included; if not, which change would help.
 
-Input: a Config, a ModelShape and the memory of a GPU; output: nothing, or a ConfigError.  An estimate (engine.py).
+Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a ConfigError.  An estimate (engine.py).
 """
 
 from __future__ import annotations

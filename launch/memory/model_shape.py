@@ -1,6 +1,6 @@
-"""How many numbers a model holds, from its config.json alone: in all, and on each rank of a layout.
+"""Number of parameters of a model, from its config.json alone: in total, and on each rank of a layout.
 
-Eats the content of config.json and a ParallelLayout, makes parameter counts.  No torch, no weights, microseconds.
+Input: the content of config.json and a ParallelLayout.  Output: parameter counts.  No torch, no weights, microseconds.
 Legend: H hidden size, A heads, K key heads, D size of a head, F width of the MLP, V vocabulary, E experts.
 """
 

@@ -1,6 +1,6 @@
-"""Memory of the trainer's ranks, from numbers alone: what a layout needs before any GPU is asked for.
+"""Memory of the trainer's ranks, calculated: what a layout needs before any GPU is requested.
 
-Eats a Config and a ModelShape, makes RankMemory for every pipeline stage.  Pure, without torch, microseconds.
+Input: a Config and a ModelShape.  Output: RankMemory for every pipeline stage.  Pure, without torch, microseconds.
 Nothing here was measured: these are formulas, and two constants at the top that are guesses.
 
 Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × context-parallel ranks.
@@ -175,7 +175,7 @@ def _deepspeed(config: Config, layout: ParallelLayout, held: RankParameters) -> 
 
 
 def _reference(config: Config, layout: ParallelLayout, held: RankParameters) -> _ModelState:
-    """The lead alone saves."""
+    """Only rank 0 saves."""
     b = ELEMENT_BYTES[config.model.dtype]
     return _ModelState(
         parameters=0 if b == 4 else b * held.total,

@@ -1,7 +1,7 @@
-"""What `rlhpc check` says of memory: a table, and whether the layout fits the GPUs of a site.
+"""The memory report of `rlhpc check`: a table, and whether the layout fits the GPUs of a site.
 
-Eats a Config, a ModelShape and a site file; makes lines, or raises ConfigError with a change that would fit.
-Everything that is said here is an estimate (plan.py).
+Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError that names a change that would fit.
+Every number is an estimate (plan.py).
 """
 
 from __future__ import annotations

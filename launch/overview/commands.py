@@ -1,6 +1,7 @@
 """`rlhpc list`: which runs are shown.
 
-Input: the command line.  Output: a table, or JSON.  Light until it is called: every command builds this parser.
+Input: the command line.  Output: a table, or JSON.  Imports little until called, because every command builds this
+parser.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ MOST_ROWS = 40
 
 def add_parser(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
     """Add `list` to the commands."""
-    parser = command("list", list_runs, "Show your runs below a directory and in the queue, a line each.")
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="default: runs/, or else here")
-    parser.add_argument("--state", metavar="S[,S]", help="only these: queued, running, failed, …")
-    parser.add_argument("--all", action="store_true", help=f"more than {MOST_ROWS} lines, and other users' runs")
-    parser.add_argument("--depth", type=int, metavar="N", help="levels below DIR that are looked into (4)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = command("list", list_runs, "Show your runs below a directory and in the queue, one line each.")
+    text = "default: runs/ if it exists, else the current directory"
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
+    parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
+    parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
 def list_runs(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""What the files of one run directory say of it, whoever lives in it.
+"""Figures read from the files of one run directory, whether or not a process is alive in it.
 
-Input: RunFiles.  Output: Figures.  A file that is missing, damaged or of another form is not known: nothing here fails.
+Input: RunFiles.  Output: Figures.  A file that is missing, damaged or of another form counts as absent: nothing raises.
 """
 
 from __future__ import annotations

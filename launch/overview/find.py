@@ -1,8 +1,8 @@
-"""Find run directories below a directory, fast on a slow filesystem and safe in a strange one.
+"""Find run directories below a directory, fast on a slow filesystem and safe in an unknown one.
 
-Input: a directory.  Output: RunFiles, one for each run, by what its own directory lists.  Guarantees: no directory is
-read twice, whatever symbolic links say; no run is looked into for others; depth and number are bounded, and what was
-left out is said.
+Input: a directory.  Output: one RunFiles for each run, with the names its directory lists.  Guarantees: no directory is
+read twice, whatever the symbolic links; run directories are not searched for other runs; depth and number are bounded,
+and what was skipped is reported.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def find_runs(tops: Iterable[Path], depth: int = DEPTH) -> Found:
         for _ in range(depth + 1):
             if len(level) > MOST_DIRECTORIES - num_looked_at:
                 level = level[: MOST_DIRECTORIES - num_looked_at]
-                found.remarks.append(f"looked into {MOST_DIRECTORIES} directories and no further: name one of them")
+                found.remarks.append(f"stopped after {MOST_DIRECTORIES} directories: give a directory further down")
             num_looked_at += len(level)
             following: list[Path] = []
             for listing in pool.map(_list, level):

@@ -1,8 +1,8 @@
-"""Where a run stands: who lives in its directory, or how it ended.
+"""The state of a run: which processes or jobs are alive, or how it ended.
 
-Input: RunFiles, the lines of the queue that are its jobs.  Output: Standing.  Pure but for reading the directory.
-What lives is believed first to Slurm and to the process table, then to a status that is still being written; a run
-that says "training" while nobody lives is lost.
+Input: RunFiles and the run's lines of the queue.  Output: Standing.  Pure except that it reads the directory.
+Slurm and the process table are trusted first, then a status file that is still being updated; a run that says
+"training" while nothing is alive is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.batch.job_records import JobRecord, read_records
-from launch.batch.verdict import Cause
-from launch.jobs.events import last_verdict
+from launch.batch.outcome import Cause
+from launch.jobs.events import last_outcome
 from launch.jobs.queue import JobRow
 from launch.jobs.reasons import is_stuck, reason_in_words
 from launch.jobs.states import EndedBy, Life
@@ -39,9 +39,9 @@ class State(StrEnum):
     STOPPED = "stopped"  # on request, or cancelled; a resume goes on
     FAILED = "failed"
     COMPLETE = "complete"
-    LOST = "lost"  # it says that it runs, and nobody lives
-    NEW = "new"  # nothing of it has ever been started
-    UNKNOWN = "unknown"  # Slurm has it, and does not answer
+    LOST = "lost"  # its status says that it is running, but nothing is alive
+    NEW = "new"  # never started
+    UNKNOWN = "unknown"  # a Slurm run, and Slurm does not answer
     DAMAGED = "damaged"
 
     @property
@@ -112,10 +112,14 @@ def _living(rows: Sequence[JobRow]) -> tuple[JobRow, ...]:
 
 def _alive_here(found: Standing, records: Sequence[JobRecord]) -> Standing | None:
     """By Slurm, or by this machine's processes; None: neither knows of anybody."""
-    leads, living = {record.job_id for record in records if record.is_lead}, _living(found.rows)
-    leading = [row for row in living if not row.component and (row.job_id in leads or not leads)]
-    if leading and not (all(row.state.life is Life.ENDING for row in leading) and _told(found, records)):
-        return _in_slurm(found, living, leading)
+    controller_jobs, living = {record.job_id for record in records if record.hosts_controller}, _living(found.rows)
+    controller_rows = [
+        row for row in living if not row.component and (row.job_id in controller_jobs or not controller_jobs)
+    ]
+    if controller_rows and not (
+        all(row.state.life is Life.ENDING for row in controller_rows) and _told(found, records)
+    ):
+        return _in_slurm(found, living, controller_rows)
     if (pid := launcher_of(found.files.layout)) is not None:
         return replace(found, state=_phase(found.figures), where=socket.gethostname(), remark=f"launcher pid {pid}")
     return None
@@ -128,7 +132,7 @@ def _not_here(found: Standing, records: Sequence[JobRecord], trouble: str, now: 
     silent_s = now - max(figures.status_unix_s, 0.0 if is_submitted else figures.launcher_unix_s)
     if told is None and silent_s < LIVES_ELSEWHERE_S and figures.phase != "stopped":
         if is_submitted:
-            remark = "" if trouble else f"no job of it is in this queue; it wrote its status {silent_s:.0f} s ago"
+            remark = "" if trouble else f"none of its jobs is in this queue; its status is {silent_s:.0f} s old"
             return replace(found, state=_phase(figures), where=figures.host, remark=remark)
         if figures.host != socket.gethostname():
             return replace(found, state=_phase(figures), where=figures.host)
@@ -145,24 +149,29 @@ def _is_submitted(figures: Figures, records: Sequence[JobRecord]) -> bool:
     return bool(records) and (figures.is_in_a_job or records[-1].submitted_unix_s > figures.attempt_unix_s)
 
 
-def _in_slurm(found: Standing, living: tuple[JobRow, ...], leading: Sequence[JobRow]) -> Standing:
+def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequence[JobRow]) -> Standing:
     """By the job with the controller; a successor waits while the one before it runs."""
-    there = [row for row in leading if row.state.life not in (Life.WAITING, Life.HELD)]
-    lead, names = (there or leading)[0], found.files.names
+    there = [row for row in controller_rows if row.state.life not in (Life.WAITING, Life.HELD)]
+    controller_row, names = (there or controller_rows)[0], found.files.names
     state, remark = State.QUEUED, ""
     if there:
-        is_of_this_life = found.figures.status_unix_s > (lead.start_unix_s or 0.0) - _CLOCK_SKEW_S
+        is_of_this_life = found.figures.status_unix_s > (controller_row.start_unix_s or 0.0) - _CLOCK_SKEW_S
         state = _phase(found.figures) if is_of_this_life else State.STARTING
-    elif lead.state.life is Life.HELD or is_stuck(lead.reason):
-        remark = f"stays where it is: {reason_in_words(lead.reason) or lead.state.sentence}"
-    elif lead.reason:
-        remark = reason_in_words(lead.reason)
+    elif controller_row.state.life is Life.HELD or is_stuck(controller_row.reason):
+        remark = f"stays in the queue: {reason_in_words(controller_row.reason) or controller_row.state.sentence}"
+    elif controller_row.reason:
+        remark = reason_in_words(controller_row.reason)
     if {"STOP", "ABORT"} & names:
         remark = "is being stopped"
     waiting = {part for row in living if row.state.life is Life.WAITING and (part := row.partition)}
     if there and waiting and state is State.STARTING and not remark:
         remark = f"waits for jobs in {', '.join(sorted(waiting))}"
-    return replace(found, state=state, where=_nodes(living, lead), remark=remark.replace("JOB", str(lead.job_id)))
+    return replace(
+        found,
+        state=state,
+        where=_nodes(living, controller_row),
+        remark=remark.replace("JOB", str(controller_row.job_id)),
+    )
 
 
 def _phase(figures: Figures) -> State:
@@ -174,16 +183,16 @@ def _phase(figures: Figures) -> State:
 
 def _told(found: Standing, records: Sequence[JobRecord]) -> tuple[State, str] | None:
     """What the job with the controller said of its end, or else what Slurm still knows of it."""
-    lead = next((record for record in reversed(records) if record.is_lead), None)
-    if lead is None:
+    controller_job = next((record for record in reversed(records) if record.hosts_controller), None)
+    if controller_job is None:
         return None
-    cause, _, text = last_verdict(found.files.layout, str(lead.job_id)).partition(": ")
+    cause, _, text = last_outcome(found.files.layout, str(controller_job.job_id)).partition(": ")
     known = Cause.__members__.get(cause.upper())
     if known in _STOPS:
         return State.STOPPED, "" if known is Cause.STOP else known.words
     if known is not None and known not in _GOES_ON:
         return State.FAILED, text
-    row = next((row for row in found.rows if row.job_id == lead.job_id and not row.component), None)
+    row = next((row for row in found.rows if row.job_id == controller_job.job_id and not row.component), None)
     if row is None or row.state.ended_by in (EndedBy.NOBODY, EndedBy.SUCCESS):
         return None
     state = State.STOPPED if row.state.ended_by is EndedBy.PERSON else State.FAILED
@@ -201,19 +210,21 @@ def _silent_end(found: Standing, is_submitted: bool) -> tuple[State, str]:
         return State.FAILED, error
     if figures.attempt is None and not is_submitted:
         is_on = files.root.with_name(f".{files.root.name}.submitting").exists()
-        return State.NEW, "is being submitted" if is_on else "nothing of it has been started"
+        return State.NEW, "is being submitted" if is_on else "never started"
     if figures.attempt is None:
-        return State.LOST, "its jobs have left the queue, and none had begun"
-    return State.LOST, "" if figures.phase else "ended before its controller was up"
+        return State.LOST, "its jobs have left the queue, and none had started"
+    return State.LOST, "" if figures.phase else "ended before its controller started"
 
 
 # --------------------------------------------------------------------------------------------------------------- where
 
 
-def _nodes(living: Sequence[JobRow], lead: JobRow | None = None) -> str:
+def _nodes(living: Sequence[JobRow], controller_row: JobRow | None = None) -> str:
     """The controller's node, and the partitions of all: "c0 (cpu, gen, train)"."""
     partitions = ", ".join(sorted({row.partition for row in living if row.partition}))
-    return " ".join(filter(None, (lead.nodes if lead else "", f"({partitions})" if partitions else "")))
+    return " ".join(
+        filter(None, (controller_row.nodes if controller_row else "", f"({partitions})" if partitions else ""))
+    )
 
 
 def is_mine(files: RunFiles) -> bool:

@@ -1,6 +1,6 @@
-"""All runs below some directories and in the queue, each judged; Slurm is asked once for all.
+"""All runs below some directories and in the queue, with their states; Slurm is queried once for all.
 
-Input: directories.  Output: Survey, sorted by the last sign of life.
+Input: directories.  Output: Survey, sorted by the last sign of activity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launch.overview.find import DEPTH, Identity, RunFiles, find_runs, run_at
 from launch.overview.standing import Queue, Standing, State, is_mine, standing_of
 
 _AT_ONCE = 16
-_NOT_ASKED = "another user's jobs are not asked for"
+_NOT_ASKED = "another user's jobs are not queried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _elsewhere(queue: MyQueue, runs: dict[Identity, RunFiles]) -> list[str]:
     for root in waiting.keys() - known:
         files = run_at(root)
         if files is None:
-            remarks.append(f"job {waiting[root].label}: its run directory {root} is gone; `scancel` ends it")
+            remarks.append(f"job {waiting[root].label}: its run directory {root} does not exist; `scancel` ends it")
         elif files.identity not in runs:
             runs[files.identity] = files
     return sorted(remarks)

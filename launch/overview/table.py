@@ -1,6 +1,6 @@
-"""Runs as a table for people, and as JSON for programs.
+"""Runs as a table for people and as JSON for programs.
 
-Input: Standing.  Output: lines, dictionaries.  Pure but for the current directory, from which paths are shown.
+Input: Standing.  Output: lines, dictionaries.  Pure except for the current directory, to which paths are relative.
 """
 
 from __future__ import annotations

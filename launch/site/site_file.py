@@ -1,7 +1,7 @@
-"""The site file: where runs run.  Partitions, GPUs, time, accounts, and what has to be loaded on a node.
+"""The site file: where runs run.  Partitions, GPUs, time limits, accounts, and what has to be loaded on a node.
 
-Eats TOML, makes Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists all.
-Keys mean here what they mean to Slurm; what a run needs of them is derived from its run file (jobs/job_plan.py).
+Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists
+all.  Keys have the same meaning as in Slurm; what a run needs of them is derived from its run file (jobs/job_plan.py).
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class ClusterConfig(Section):
     """[cluster]: what holds for the whole run."""
 
     name: Word = "cluster"
-    """What people call it; appears in plans and scripts."""
+    """Name of the cluster; appears in plans and scripts."""
     shared_directory: LoosePath
-    """Absolute path that login and compute nodes see alike; run directories must lie in it."""
+    """Absolute path shared by login and compute nodes; run directories must lie in it."""
     placement: Placement = "hetjob"
     """hetjob: one heterogeneous job, all or nothing.  jobs: one job per role, generators an array, in any order."""
     mail: Word | None = None
     """Address that Slurm writes to."""
     mail_events: Several[MailEvent] = ("END", "FAIL")
-    """About what; without `mail` about nothing."""
+    """Events that Slurm reports by mail; none without `mail`."""
     warn_s: Positive = 600
-    """Slurm signals the batch step so long before the time limit; never more than a quarter of it, and not at all in a
-    job shorter than five minutes."""
+    """Seconds before the time limit at which Slurm signals the batch step; at most a quarter of the limit, and no
+    signal in a job shorter than five minutes."""
     continuation: Continuation = "requeue"
-    """requeue: a job whose time is over goes back into the queue.  successor: the next one is submitted ahead, to begin
-    when this one ends, for sites that forbid requeue."""
+    """requeue: a job is requeued before its time limit.  successor: the next job is submitted ahead, to begin when this
+    one ends, for sites that forbid requeue."""
     max_retries: NonNegative = 5
-    """Failed attempts in a row before the run is given up; progress fills the budget again."""
+    """Consecutive failed attempts before the run is given up; a new checkpoint resets the count."""
     meet_s: Positive = 1800
-    """A role waits so long for another, in the queue or on its way, then says who is missing and ends."""
+    """Seconds that a role waits for the other roles, before it reports which are missing and exits."""
     stall_s: Positive = 3600
-    """A run without an optimiser step for so long says why, and frees its nodes."""
+    """Seconds without an optimiser step after which a run reports the cause and frees its nodes."""
 
     @model_validator(mode="after")
     def _path_is_absolute(self) -> Self:
@@ -93,7 +93,7 @@ class CommonConfig(Section):
     exclusive: bool = False
     """Whole nodes for this component alone."""
     extra: Several[Directive] = ()
-    """More directives, verbatim: "--licenses=x:1".  Those that a key or the plan writes are refused."""
+    """More directives, verbatim: "--licenses=x:1".  Directives that a key or the plan sets are refused."""
 
 
 class ControllerConfig(CommonConfig):
@@ -122,7 +122,7 @@ class GpuConfig(CommonConfig):
     gpus_per_node: Positive | None = None
     """GPUs of one node; none: no GPU is asked for."""
     gpu_request: GpuRequest = "gres"
-    """Form in which the site wants GPUs asked for: --gres=gpu:TYPE:N, --gpus-per-node or --gpus-per-task."""
+    """How GPUs are requested at this site: --gres=gpu:TYPE:N, --gpus-per-node or --gpus-per-task."""
     gres_type: Word | None = None
     """TYPE in that request, as `sinfo -o %G` shows it; none: any GPU of the partition."""
     nodes: Positive | None = None
@@ -130,7 +130,7 @@ class GpuConfig(CommonConfig):
     cpus_per_gpu: Positive | None = None
     """CPU cores for each GPU of a task, at least for one; none: 4."""
     memory_gib_per_gpu: NonNegative | None = None
-    """GiB of host memory, likewise; 0: all of the node; none: what the partition gives."""
+    """GiB of host memory for each GPU, at least for one; 0: all of the node; none: the partition's default."""
 
     @property
     def memory_gib(self) -> float:
@@ -185,7 +185,7 @@ class PrologueConfig(Section):
         if self.conda_environment is not None and self.conda is None:
             raise ValueError(f"conda_environment={self.conda_environment!r}: needs conda")
         if self.image is not None and self.code is None:
-            raise ValueError("code: missing; with an image the supervisor, which runs outside, must be found somewhere")
+            raise ValueError("code: missing; with an image, the supervisor runs outside and needs the checkout's path")
         for key in ("venv", "conda", "image", "code"):
             path = getattr(self, key)
             if path is not None and not path.is_absolute():
@@ -258,7 +258,7 @@ def _explain(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         return f"{key}={value!r}: illegal; legal: {detail['ctx']['expected']}"
     if kind == "string_pattern_mismatch":
-        return f"{key}={value!r}: holds what breaks a script; legal: one word that matches {detail['ctx']['pattern']}"
+        return f"{key}={value!r}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
     return f"{key}={value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 

@@ -1,6 +1,6 @@
-"""Values of a site file that go into a job script as they stand: words, times, directives, shell names.
+"""Types of site-file values that are copied into a job script unchanged: words, times, directives, shell names.
 
-Each type refuses what would break a script, or mean something else to Slurm than it seems to say.
+Each type refuses what would break a script, or what Slurm would interpret differently from what it seems to say.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from launch.plan import ProcessPlan, RunPlan, plan_run
-from launch.run_directory import Attempt, claim, mint_keys
+from launch.run_directory import Attempt, mint_keys, prepare_run_dir
 from rlhpc.config_file import load_config
 from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 
@@ -42,7 +42,7 @@ class Attempts:
         self.kill(*self._processes)
 
     def begin(self) -> Attempt:
-        """Claim the directory for the next attempt and mint its keys; start nothing."""
+        """Prepare the directory for the next attempt and mint its keys; start nothing."""
         return self._claim(resume=self._plan is not None)
 
     def resume(self) -> Attempt:
@@ -50,7 +50,7 @@ class Attempts:
         return self._claim(resume=True)
 
     def _claim(self, *, resume: bool) -> Attempt:
-        attempt = claim(self._config, self.layout, resume=resume, fresh=False)
+        attempt = prepare_run_dir(self._config, self.layout, resume=resume, fresh=False)
         self._plan = plan_run(
             self._config,
             self.layout,

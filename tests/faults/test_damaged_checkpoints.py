@@ -128,7 +128,7 @@ def test_a_check_beside_a_living_run_finds_no_damage_and_after_harm_it_does(lab:
             run.wait_for_step(step)
             checked = rlhpc("check", str(layout.root))
             assert checked.returncode == 0, checked.stdout + checked.stderr
-            assert "sound; a resume goes on from step" in checked.stdout
+            assert "sound; a resume starts from step" in checked.stdout
         run.interrupt()
         assert run.finish() in (0, 130), run.story()
     newest = max(layout.checkpoints.glob("step_*"))

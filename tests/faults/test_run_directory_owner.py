@@ -109,8 +109,8 @@ def test_of_two_resumes_at_once_one_goes_on_and_one_is_refused(lab: Lab) -> None
     with Run(run_file, layout, *words) as one, Run(run_file, layout, *words) as other:
         statuses = sorted((one.finish(), other.finish()))
         assert statuses == [0, 2], one.output + other.output
-    refused = one if "a run lives here" in one.output else other
-    assert "a run lives here (launcher pid" in refused.output
+    refused = one if "a run is active here" in one.output else other
+    assert "a run is active here (launcher pid" in refused.output
     assert len(layout.attempts.read_text().splitlines()) == 2
     assert_full_batches_trained_once(layout.rollouts, 30, 4, 4)
 
@@ -152,7 +152,7 @@ def test_a_second_launcher_waits_for_nothing_of_a_living_run(lab: Lab) -> None:
         run.wait_for_step(1)
         refused = rlhpc("run", str(run_file), "--resume")
         assert refused.returncode == 2
-        assert "a run lives here" in refused.stderr
+        assert "a run is active here" in refused.stderr
         assert run.process.poll() is None
         run.interrupt()
         run.finish()

@@ -87,7 +87,7 @@ def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
         assert all(name in living.stdout for name in ("generator-0", "reward-0", "trainer-0"))
         with_the_living = rlhpc("run", str(run_file), "--fresh")
         assert with_the_living.returncode == 2
-        assert "a run lives here" in with_the_living.stderr
+        assert "a run is active here" in with_the_living.stderr
         stopped = rlhpc("stop", str(layout.root))
         assert stopped.returncode == 0, stopped.stderr
         assert "stopped" in stopped.stdout
@@ -100,7 +100,7 @@ def test_rlhpc_stop_saves_the_step_and_ends_everything(lab: Lab) -> None:
     assert_full_batches_trained_once(layout.rollouts, step, GROUPS, GROUP_SIZE)
     again = rlhpc("stop", str(layout.root))
     assert again.returncode == 0
-    assert "nothing runs here" in again.stdout
+    assert "this run is not running" in again.stdout
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(lab: Lab) -> None:

@@ -13,7 +13,7 @@ from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.cli import main
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.healing import restore
-from launch.run_directory import claim_for_jobs
+from launch.run_directory import prepare_run_dir_for_jobs
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, Lab
@@ -71,9 +71,9 @@ class Desk:
         restore(self.cluster)
 
     def recorded(self, name: str, *jobs: tuple[str, str, tuple[str, ...]]) -> RunLayout:
-        """A claimed run with jobs of the test's own: (name in the plan, lines of sh, options of sbatch)."""
+        """A prepared run with jobs of the test's own: (name in the plan, lines of sh, options of sbatch)."""
         layout = self.lab.layout(name)
-        claim_for_jobs(load_config(self.run_file(name)), layout, resume=False, fresh=False)
+        prepare_run_dir_for_jobs(load_config(self.run_file(name)), layout, resume=False, fresh=False)
         for number, (job, script, options) in enumerate(jobs):
             job_id = submit(self.cluster, script, f"--job-name={name}", *options)
             write_record(layout, JobRecord(job_id, job, "jobs", None, "", "", False, 0, 0, None, float(number)))

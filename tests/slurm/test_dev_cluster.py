@@ -111,7 +111,7 @@ def test_processes_outlive_the_daemon_of_their_node(make_cluster: MakeCluster) -
     before = {each.pid for each in cluster.job_processes(node)}
     faults.kill_node_daemon(cluster, node)
     assert {each.pid for each in cluster.job_processes(node)} == before
-    assert cluster.mend() == [f"slurmd-{node}"]
+    assert cluster.repair() == [f"slurmd-{node}"]
     assert job_state(cluster, job) == "RUNNING"
 
 

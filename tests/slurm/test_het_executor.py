@@ -127,7 +127,7 @@ def test_a_warned_job_stores_its_checkpoint_and_goes_on_under_the_same_id(
     assert jobs["trainer"].task(0).stdout().count("counts 5\n") == 1  # nothing was done twice
     said = batch_log(executor, job_id)
     assert "requeued" in said
-    assert "done: has ended in an earlier life" in said
+    assert "done: finished before the job was requeued" in said
     assert "leaves in good order" in jobs["gen"].stdout()
     jobs["gen"].cancel()
 

@@ -115,7 +115,7 @@ def test_a_successor_whose_answer_is_lost_is_submitted_once(
 def test_of_two_submissions_at_once_one_is_refused(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first has claimed the directory, and no job of it is recorded yet."""
+    """The first has prepared the directory, and no job of it is recorded yet."""
     before_sbatch(tmp_path, f'touch {tmp_path}/begun; sleep 3; real "$@"', monkeypatch)
     site = desk.site(prologue={"commands": ["export TOKEN=secret"]})
     site.chmod(0o600)

@@ -152,8 +152,8 @@ def test_nothing_passes_a_cut_link_in_either_direction(networked: NetworkedClust
 def test_a_dead_network_is_mended(networked: NetworkedCluster, victim: str) -> None:
     cluster = networked()
     cluster.daemons.kill(victim)
-    mended = cluster.mend()
-    assert mended == ([victim] if victim == "network" else [victim, "slurmd-g0"])
+    repaired = cluster.repair()
+    assert repaired == ([victim] if victim == "network" else [victim, "slurmd-g0"])
     cluster.wait_idle()
     host, port = _serve(cluster, "--nodelist=g0")
     assert cluster.run("srun", "--partition=gen", "--nodelist=g1", "sh", "-c", _python(CLIENT, host, port)) == "g0\n"

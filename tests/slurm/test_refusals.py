@@ -70,7 +70,7 @@ def test_an_account_that_the_partition_does_not_name_is_a_warning_where_sbatch_t
     finally:
         slurm_accounts.run("scontrol", "update", "PartitionName=train", "AllowAccounts=ALL")
     assert [finding.verdict for finding in warned] == ["warn"]
-    assert warned[0].text == "partition 'train' does not take this account by its name, but sbatch takes it"
+    assert warned[0].text == "partition 'train' does not accept this account by its name, but sbatch accepts it"
 
 
 def test_an_account_that_sbatch_refuses_too_is_refused_in_our_words(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_account_that_sbatch_refuses_too_is_refused_in_our_words(make_cluster
     cluster.run("scontrol", "update", "PartitionName=train", "AllowAccounts=university")
     lines = refusal(cluster, plan_of(tmp_path, common={"account": "lab"}))
     assert lines == [
-        "trainer.account='lab': partition 'train' does not take this account by its name; legal: university"
+        "trainer.account='lab': partition 'train' does not accept this account by its name; legal: university"
     ]
 
 
@@ -93,7 +93,7 @@ def test_a_time_above_the_partitions_is_refused_although_slurm_would_take_it(slu
     with turned_to(slurm):
         assert {finding.verdict for finding in try_components(plan)} == {"pass"}
     assert refusal(slurm, plan)[1] == (
-        "trainer.time='2:00:00': partition 'train' gives 1:00:00; legal: at most '1:00:00'"
+        "trainer.time='2:00:00': partition 'train' allows 1:00:00; legal: at most '1:00:00'"
     )
 
 
@@ -103,7 +103,7 @@ def test_gpus_of_another_type_or_too_many_are_refused(slurm: DevCluster, tmp_pat
     ]
     wide = plan_of(tmp_path, "generation.num_replicas=8", generation={"gpus_per_node": 8, "cpus_per_gpu": 1})
     assert refusal(slurm, wide) == [
-        "generation.gpus_per_node='8': no node of partition 'gen' has so many GPUs; legal: up to 4 a node (fake:4)"
+        "generation.gpus_per_node='8': no node of partition 'gen' has that many GPUs; legal: up to 4 a node (fake:4)"
     ]
 
 
@@ -136,9 +136,9 @@ def test_a_closed_partition_a_reservation_and_a_directory_that_are_not_there_are
         lines = refusal(slurm, plan)
     finally:
         slurm.run("scontrol", "update", "PartitionName=cpu", "State=UP")
-    assert lines[0].endswith("make it, or correct the key")
+    assert lines[0].endswith("create it, or correct the key")
     assert "controller.reservation='course': no such reservation; legal: none" in lines
-    assert "controller.partition='cpu': takes no jobs now (INACTIVE); legal: train, gen, scavenge" in lines
+    assert "controller.partition='cpu': accepts no jobs now (INACTIVE); legal: train, gen, scavenge" in lines
 
 
 def test_drained_nodes_make_a_job_wait_and_are_not_a_refusal(slurm: DevCluster, tmp_path: Path) -> None:

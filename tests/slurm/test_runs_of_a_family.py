@@ -104,7 +104,7 @@ def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_
     assert "half-seed3: hetjob: sbatch: error: QOSMaxSubmitJobPerUserLimit" in error.replace(
         "sbatch: sbatch:", "sbatch:"
     )
-    assert "2 of 4 runs are submitted and go on" in error
+    assert "2 of 4 runs are submitted and stay queued or running" in error
     for seed in (1, 2):
         assert f"hetjob {ids_of(stand[seed])['hetjob']}: `rlhpc stop {stand[seed].root}`" in error
     assert "the same command with --resume" in error

@@ -248,7 +248,7 @@ def test_status_of_a_heterogeneous_job_names_its_components_and_takes_less_than_
         [f"{job}+{k}", name, "RUNNING", "0"] for k, name in enumerate(("controller", "trainer", "generation"))
     ]
     assert [row[-2] for row in rows] == ["c0", "t0", "g0"]
-    assert f"its time limit, job {job}+0 saves, is requeued or submits a successor, and goes on" in text
+    assert f"its time limit, job {job}+0 saves, is requeued or submits a successor, and continues" in text
 
 
 def test_status_says_who_waits_for_whom_and_when_that_ends(cluster: DevCluster, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_controller_of_slurm_that_is_away_is_said(
     layout = make_run(tmp_path, (job, "controller"))
     faults.stop_controller(cluster)
     text = render_status(layout)
-    assert "no word of Slurm: squeue: " in text
+    assert "Slurm did not answer: squeue: " in text
     assert f"jobs of this run: {job}" in text
     faults.start_controller(cluster)
     assert f"{job}  controller  RUNNING" in render_status(layout)

@@ -52,7 +52,11 @@ def test_a_heterogeneous_run_reaches_the_queue_as_one_job(desk: Desk, capsys: py
     assert layout.site.read_bytes() == site.read_bytes()
     assert json.loads(layout.job_plan.read_bytes())["schema"] == 2
     (record,) = read_records(layout)
-    assert (record.is_lead, record.replicas_per_task, record.script) == (True, 2, str(layout.scripts / "hetjob.sbatch"))
+    assert (record.hosts_controller, record.replicas_per_task, record.script) == (
+        True,
+        2,
+        str(layout.scripts / "hetjob.sbatch"),
+    )
     assert (layout.logs / "slurm").is_dir()
     assert not layout.attempts.exists()
 
@@ -108,7 +112,7 @@ def test_what_is_in_the_queue_is_not_submitted_a_second_time(desk: Desk, capsys:
         error = capsys.readouterr().err
         for job in ids_of(layout).values():
             assert str(job) in error
-        assert f"`rlhpc stop {layout.root}` ends them" in error
+        assert f"`rlhpc stop {layout.root}` stops them" in error
     assert main(["resume", str(layout.root)]) == EXIT_USER
     assert main(["run", str(desk.run_file("twice")), "--resume"]) == EXIT_USER
     assert desk.queued() == before
@@ -221,11 +225,11 @@ def test_stop_cancels_what_waits_in_the_queue(desk: Desk, placement: str, capsys
     layout = desk.lab.layout(f"stop-{placement}")
     assert main(["stop", str(layout.root)]) == 0
     assert capsys.readouterr().out.endswith(
-        f"{layout.root}: stopped before the first step; `rlhpc resume {layout.root}` goes on\n"
+        f"{layout.root}: stopped before the first step; `rlhpc resume {layout.root}` continues it\n"
     )
     assert desk.queued() == [str(other)]
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
 def test_stop_waits_for_what_runs_and_cancels_the_rest(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,17 +286,17 @@ def test_generators_are_added_and_the_youngest_retired(
     assert main(["scale", root, "--generators", "-2"]) == 0
     assert desk.queued() == sorted([*planned, f"{first}_0"])
     assert main(["scale", root, "--generators", "-2"]) == EXIT_USER
-    assert "-2: 1 of those that were added can be retired" in capsys.readouterr().err
+    assert "-2: only added generators can be retired, and there are 1" in capsys.readouterr().err
     assert main(["scale", root, "--generators", "-1"]) == 0
     assert main(["scale", root, "--generators", "-1"]) == EXIT_USER
-    assert "none of those that were added" in capsys.readouterr().err
+    assert "only added generators can be retired, and there are none" in capsys.readouterr().err
     assert main(["scale", root, "--generators", "+1"]) == 0
     assert read_records(layout)[-1].first_replica == 5  # no number is given twice
 
     assert main(["stop", root]) == 0
     assert desk.queued() == []
     assert main(["scale", root, "--generators", "+1"]) == EXIT_USER
-    assert "the job of its controller is not in the queue" in capsys.readouterr().err
+    assert "the controller's job is not in the queue" in capsys.readouterr().err
 
 
 def shown_script(layout: RunLayout, name: str) -> str:
@@ -333,7 +337,7 @@ def test_wait_tells_a_run_that_is_complete_from_one_that_ended(
     assert wait_for_run.wait_for_run(layout) == status
     said = capsys.readouterr().err
     assert f"{ids_of(layout)['hetjob']} running" in said
-    assert ("complete" if status == 0 else "no job is left, and the run is not complete") in said
+    assert ("complete" if status == 0 else "all jobs have ended, the run is not complete") in said
 
 
 def test_a_resume_of_a_complete_run_is_refused(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from launch.batch.event_log import EventLog
 from launch.batch.job_records import JobRecord, write_record
 from launch.jobs.begin_attempt import begin_attempt
-from launch.run_directory import Attempt, claim_for_jobs, note_attempt
+from launch.run_directory import Attempt, note_attempt, prepare_run_dir_for_jobs
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically
 from rlhpc.roles.process_registry import ProcessRegistry
@@ -33,21 +33,21 @@ class Runs:
         self._lines: list[str] = []
         self._answer()
 
-    def claim(self, name: str, *overrides: str) -> RunLayout:
+    def prepare(self, name: str, *overrides: str) -> RunLayout:
         """A run of 100 steps that nobody has started."""
         config = config_of(f"run.name={name}", f"run.directory={self.root / name}", "run.num_steps=100", *overrides)
-        claim_for_jobs(config, RunLayout(config.run_directory), resume=False, fresh=False)
+        prepare_run_dir_for_jobs(config, RunLayout(config.run_directory), resume=False, fresh=False)
         return RunLayout(config.run_directory)
 
     def local(self, name: str) -> RunLayout:
         """A run of this machine whose first attempt has begun, and whose launcher is gone."""
-        layout = self.claim(name)
+        layout = self.prepare(name)
         note_attempt(layout, Attempt(0, None))
         return layout
 
     def submitted(self, name: str, job_id: int, begun: bool = True) -> RunLayout:
         """A run that was submitted as one job; begun: its first attempt has."""
-        layout = self.claim(name)
+        layout = self.prepare(name)
         self.job(layout, job_id, "hetjob")
         if begun:
             begin_attempt(layout, job_id=job_id, restart=0)
@@ -77,7 +77,7 @@ class Runs:
         log.say("life", "job runs")
         if text:
             log.say("verdict", text)
-            log.say("cancel", "jobs of this run that are left: 13")
+            log.say("cancel", "cancelling the run's other jobs: 13")
 
     def queue(self, layout: RunLayout, job: str, state: str, *, reason: str = "None", nodes: str = "",
               name: str = "hetjob", partition: str = "cpu") -> None:  # fmt: skip

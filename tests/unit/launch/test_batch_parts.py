@@ -15,7 +15,7 @@ from launch.batch.exit_records import ExitRecord, read_records, write_record
 from launch.batch.plan_file import PlanFileError, read_plan
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.slurm_commands import SlurmError, clean_environment, is_away, slurm
 from launch.batch.slurm_values import OVER, duration_s
 from launch.batch.this_job import ThisJob, TimeLimit
@@ -142,14 +142,14 @@ def test_events_are_lines_of_json_that_a_later_life_goes_on_with(tmp_path: Path)
 def test_signals_become_flags_and_end_a_sleep() -> None:
     old = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
     try:
-        notices = Notices()
+        signals = SlurmSignals()
         os.kill(os.getpid(), signal.SIGUSR2)
         began = time.monotonic()
-        notices.sleep(5.0)
+        signals.sleep(5.0)
         assert time.monotonic() - began < 1.0
-        assert (notices.warned, notices.told_to_end) == (True, False)
+        assert (signals.warned, signals.end_requested) == (True, False)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert notices.told_to_end
+        assert signals.end_requested
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

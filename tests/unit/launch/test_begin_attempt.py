@@ -13,7 +13,7 @@ from launch.jobs.begin_attempt import EXIT_USER, begin_attempt, main
 from launch.jobs.job_plan import Elastic, plan_elastic
 from launch.jobs.report import plan_document
 from launch.jobs.submit import write_plan
-from launch.run_directory import claim, claim_for_jobs
+from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def layout(config: Config) -> RunLayout:
     layout = RunLayout(config.run_directory)
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     layout.job_plan.write_text(plan_document(plan_of("generation.num_replicas=2")))
     return layout
 
@@ -82,8 +82,8 @@ def test_keys_are_new_and_cover_planned_and_added_processes(config: Config, layo
 
 def test_a_local_run_is_taken_up_by_jobs_with_its_attempts_counted_on(config: Config, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "local")
-    claim(config, layout, resume=False, fresh=False)
-    assert claim_for_jobs(config, layout, resume=True, fresh=False) == ()
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    assert prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False) == ()
     assert begin_attempt(layout, job_id=1, restart=0)["attempt"] == 1
 
 
@@ -121,7 +121,7 @@ def test_a_ghost_of_an_earlier_life_begins_nothing(layout: RunLayout, capsys: py
     begin_attempt(layout, job_id=7, restart=1)
     words = ["--run-dir", str(layout.root), "--job-id", "7"]
     assert main([*words, "--restart", "0"]) == 4
-    assert "attempt 0 is of job 7, life 1" in capsys.readouterr().err
+    assert "attempt 0 belongs to job 7, restart 1" in capsys.readouterr().err
     assert json.loads(layout.attempt.read_bytes())["restart"] == 1
     assert main([*words, "--restart", "1"]) == 0  # the same life, another attempt
     assert main([*words, "--restart", "2"]) == 0

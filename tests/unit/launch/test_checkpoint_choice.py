@@ -16,7 +16,7 @@ from launch.batch.plan_file import JobPart, Limits, Part, Share
 from launch.batch.this_job import ThisJob
 from launch.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
 from launch.jobs.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
-from launch.run_directory import claim, claim_for_jobs
+from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> Config:
 def layout(config: Config) -> RunLayout:
     """A run whose first attempt has left three checkpoints."""
     layout = RunLayout(config.run_directory)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     for step in STEPS:
         save(layout, step)
     return layout
@@ -76,7 +76,7 @@ def content_of(layout: RunLayout) -> dict[Path, bytes]:
 def resume(config: Config, layout: RunLayout, where: ResumePoint = NEWEST) -> tuple[int | None, list[str]]:
     """Step of the attempt that begins, and what was told."""
     told: list[str] = []
-    attempt = claim(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
+    attempt = prepare_run_dir(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
     return attempt.resume_step, told
 
 
@@ -146,7 +146,7 @@ def test_when_none_is_sound_nothing_begins_and_nothing_moves(
         flip_one_bit(layout.checkpoint(step) / "trainer" / "weights")
     before = content_of(layout)
     longer = override(config, ["run.num_steps=99"])
-    for take_up in (claim, claim_for_jobs):
+    for take_up in (prepare_run_dir, prepare_run_dir_for_jobs):
         with pytest.raises(RunDirectoryError) as refusal:
             take_up(longer, layout, resume=True, fresh=False)
         for word in ("step_000008/", "step_000010/", "step_000012/", "--from-start", str(layout.root)):
@@ -166,7 +166,7 @@ def test_of_a_checkpoint_too_large_for_a_login_node_sizes_are_compared(layout: R
     told: list[str] = []
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 12
-    assert told == ["step_000012 has 0 GB: sizes are compared now, contents when the job begins"]
+    assert told == ["step_000012 has 0 GB: sizes are checked now, contents when the job starts"]
     shorten(layout.checkpoint(12))
     assert choose(layout, NEWEST, told.append, read_up_to_bytes=10).step == 10
     flip_one_bit(layout.checkpoint(10) / "controller.json")
@@ -185,7 +185,7 @@ def test_from_start_sets_everything_aside(config: Config, layout: RunLayout) -> 
 def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, layout: RunLayout) -> None:
     told: list[str] = []
     where = ResumePoint(from_start=True)
-    claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=where, tell=told.append)
     assert len(told) == 3
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
 
@@ -193,8 +193,8 @@ def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, 
 def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
     layout.summary.write_text("{}")
     with pytest.raises(RunDirectoryError, match="complete"):
-        claim_for_jobs(config, layout, resume=True, fresh=False)
-    claim_for_jobs(config, layout, resume=True, fresh=False, resume_from=ResumePoint(step=10))
+        prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False, resume_from=ResumePoint(step=10))
     assert not layout.summary.exists()
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] == 10
 
@@ -215,11 +215,11 @@ def test_an_export_says_which_checkpoints_it_passes_over(
     assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
     told = capsys.readouterr().err
     assert "no checkpoint is sound" in told
-    assert all(f"step_{step:06d} is passed over: " in told for step in STEPS)
+    assert all(f"step_{step:06d} is skipped: " in told for step in STEPS)
 
 
 def test_an_older_checkpoint_is_taken_by_name_and_newer_ones_are_undone(config: Config, layout: RunLayout) -> None:
-    with pytest.raises(RunDirectoryError, match=r"--step 9: .* there are: 8, 10, 12"):
+    with pytest.raises(RunDirectoryError, match=r"--step 9: .* available: 8, 10, 12"):
         resume(config, layout, ResumePoint(step=9))
     flip_one_bit(layout.checkpoint(10) / "controller.json")
     with pytest.raises(RunDirectoryError, match=r"--step 10: .*controller\.json"):

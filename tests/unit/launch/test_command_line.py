@@ -20,7 +20,7 @@ from launch.checkpoint_choice import ResumePoint
 from launch.cli import EXIT_USER, main
 from launch.plan import plan_run
 from launch.process_identity import ProcessIdentity
-from launch.run_directory import claim, mint_keys
+from launch.run_directory import mint_keys, prepare_run_dir
 from launch.run_owner import launcher_of, register_launcher
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
@@ -155,10 +155,10 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
         assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_USER
-        assert capsys.readouterr().err.endswith("says where a resume begins: give --resume, too\n")
+        assert capsys.readouterr().err.endswith("chooses where a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
     assert main(family) == EXIT_USER
-    assert "--step and --from-start are of one run" in capsys.readouterr().err
+    assert "--step and --from-start apply to one run" in capsys.readouterr().err
 
 
 def test_a_word_that_may_be_left_out_may_stand_after_an_option(
@@ -171,7 +171,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
         assert main(["logs", root, *words]) == 0
     assert seen == [("trainer", True), ("trainer", True), (None, True), (None, False)]
     assert main(["logs", root, "-f", "trainer", "generator-0"]) == EXIT_USER
-    assert "'generator-0': one role may be given" in capsys.readouterr().err
+    assert "'generator-0': at most one role" in capsys.readouterr().err
 
     looked: list[object] = []
     monkeypatch.setattr(
@@ -215,7 +215,7 @@ def test_a_directory_that_is_no_run_is_refused(
 
 
 def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     for words, request in (((), layout.stop_request), (("--now",), layout.abort_request)):
         with living_launcher(layout) as launcher:
             commands = [
@@ -244,10 +244,16 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
 @pytest.mark.parametrize(
     ("trained", "saved", "words", "status", "said"),
     [
-        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` goes on"),
-        (35, 7, (), 1, "ended at step 35 without saving; step 7 is the last that is saved, so 28 steps are undone"),
-        (35, 7, ("--now",), 0, "ended at step 35 without saving; step 7 is the last"),
-        (3, 0, ("--now",), 0, "so 3 steps are undone; `rlhpc run … --resume` begins anew, for there is no checkpoint"),
+        (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` continues it"),
+        (35, 7, (), 1, "ended at step 35 without saving; the last saved step is 7, so 28 steps are lost"),
+        (35, 7, ("--now",), 0, "ended at step 35 without saving; the last saved step is 7"),
+        (
+            3,
+            0,
+            ("--now",),
+            0,
+            "so 3 steps are lost; `rlhpc run … --resume` starts over, because there is no checkpoint",
+        ),
     ],
 )
 def test_stop_tells_the_truth_about_what_was_saved(
@@ -260,7 +266,7 @@ def test_stop_tells_the_truth_about_what_was_saved(
     status: int,
     said: str,
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     progress = {"phase": "training", "step": trained, "unix_time_s": 0.0, "roles": []}
     layout.status.write_text(json.dumps(progress))
     if saved:
@@ -275,7 +281,7 @@ def test_stop_tells_the_truth_about_what_was_saved(
 def test_export_of_what_has_no_checkpoint_is_refused(
     config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
     assert "no complete checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_USER
@@ -285,9 +291,9 @@ def test_export_of_what_has_no_checkpoint_is_refused(
 def test_status_of_a_run_without_controller_says_how_far_it_got(
     config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     assert main(["status", str(layout.root)]) == 0
-    assert "never got as far as a controller" in capsys.readouterr().out
+    assert "ended before its controller started" in capsys.readouterr().out
     register_launcher(layout)
     assert main(["status", str(layout.root)]) == 0
     assert f"starting (launcher pid {os.getpid()})" in capsys.readouterr().out
@@ -296,21 +302,21 @@ def test_status_of_a_run_without_controller_says_how_far_it_got(
 def test_stop_where_nothing_runs_says_so_and_is_content(
     config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     assert main(["stop", str(layout.root)]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
 def test_a_run_on_another_host_can_be_stopped_from_here(
     config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], brief_silence: float
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     with controller_elsewhere(layout):
         threading.Timer(3 * brief_silence, layout.launcher.unlink).start()  # as it does when it has heard
         assert main(["stop", str(layout.root)]) == 0
     assert layout.stop_request.exists()
     out = capsys.readouterr().out
-    assert "sign of life of the run on another-host (pid 1)" in out
+    assert "heartbeat of the run on another-host (pid 1)" in out
     assert "stopped before the first step" in out
 
 
@@ -318,25 +324,25 @@ def test_a_run_on_another_host_can_be_stopped_from_here(
 def test_a_run_on_another_host_that_is_silent_is_taken_for_dead(
     config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     launcher_elsewhere(layout)
     layout.status.write_text("{}")
     assert main(["stop", str(layout.root)]) == 0
-    assert "nothing runs here" in capsys.readouterr().out
+    assert "this run is not running" in capsys.readouterr().out
 
 
 def test_a_run_directory_may_be_given_with_dots(
     config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     (tmp_path / "deep").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "deep")
     assert main(["stop", f"{tmp_path}/link/../run"]) == 0
-    assert capsys.readouterr().out == f"{layout.root}: nothing runs here\n"
+    assert capsys.readouterr().out == f"{layout.root}: this run is not running\n"
 
 
 def test_a_launcher_that_ended_unreaped_is_not_taken_for_a_living_one(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     with living_launcher(layout) as launcher:
         assert launcher_of(layout) == launcher.pid
         launcher.send_signal(signal.SIGKILL)
@@ -349,14 +355,14 @@ def test_a_launcher_that_ended_unreaped_is_not_taken_for_a_living_one(config: Co
 def test_a_pid_that_was_given_to_another_process_is_not_the_launcher(
     config: Config, layout: RunLayout, changed: dict[str, Any]
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     layout.launcher.write_text(json.dumps(ProcessIdentity.of_this_process().to_json() | changed))
     assert launcher_of(layout) is None
 
 
 def test_a_living_launcher_is_known_whatever_the_clock_says(config: Config, layout: RunLayout) -> None:
     """/proc counts the birth of a process from the boot: `date -s` moves psutil's create_time, but not this."""
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     with living_launcher(layout) as launcher:
         record = json.loads(layout.launcher.read_bytes())
         ticks = int(Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -403,41 +409,41 @@ def test_fresh_never_deletes_what_is_not_a_run(config: Config, layout: RunLayout
     layout.root.mkdir(parents=True)
     (layout.root / "thesis.tex").touch()
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
-        claim(config, layout, resume=False, fresh=True)
+        prepare_run_dir(config, layout, resume=False, fresh=True)
     assert (layout.root / "thesis.tex").exists()
 
 
 def test_fresh_starts_anew_and_resume_counts_on(config: Config, layout: RunLayout) -> None:
-    assert claim(config, layout, resume=False, fresh=False).index == 0
+    assert prepare_run_dir(config, layout, resume=False, fresh=False).index == 0
     (layout.rollouts / "segment_000000.h5").touch()
-    assert claim(config, layout, resume=True, fresh=False).index == 1
-    assert claim(config, layout, resume=True, fresh=False).index == 2
+    assert prepare_run_dir(config, layout, resume=True, fresh=False).index == 1
+    assert prepare_run_dir(config, layout, resume=True, fresh=False).index == 2
     assert (layout.rollouts / "segment_000000.h5").exists()
-    assert claim(config, layout, resume=False, fresh=True).index == 0
+    assert prepare_run_dir(config, layout, resume=False, fresh=True).index == 0
     assert not list(layout.rollouts.glob("segment_*"))
 
 
 def test_an_empty_directory_may_become_a_run(config: Config, layout: RunLayout) -> None:
     layout.root.mkdir(parents=True)
-    assert claim(config, layout, resume=False, fresh=False).resume_step is None
+    assert prepare_run_dir(config, layout, resume=False, fresh=False).resume_step is None
 
 
 def test_resume_of_nothing_is_refused(config: Config, layout: RunLayout) -> None:
-    with pytest.raises(RunDirectoryError, match="nothing to resume"):
-        claim(config, layout, resume=True, fresh=False)
+    with pytest.raises(RunDirectoryError, match="no run to resume"):
+        prepare_run_dir(config, layout, resume=True, fresh=False)
     assert not layout.root.exists()
 
 
 def test_a_living_run_is_left_alone(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     with living_launcher(layout) as launcher:
         for how in (
             {"resume": True, "fresh": False},
             {"resume": False, "fresh": True},
             {"resume": False, "fresh": False},
         ):
-            with pytest.raises(RunDirectoryError, match=f"a run lives here .launcher pid {launcher.pid}"):
-                claim(config, layout, **how)
+            with pytest.raises(RunDirectoryError, match=f"a run is active here .launcher pid {launcher.pid}"):
+                prepare_run_dir(config, layout, **how)
     assert len(layout.attempts.read_text().splitlines()) == 1
 
 
@@ -452,25 +458,25 @@ def test_a_living_run_is_left_alone(config: Config, layout: RunLayout) -> None:
 def test_what_a_checkpoint_is_of_cannot_change_on_resume(
     lab: Lab, config: Config, layout: RunLayout, word: str, key: str
 ) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     before = layout.config.read_bytes()
     other = load_config(lab.run_file("bench"), [f"run.directory={str(layout.root)!r}", word])
     with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {key}: "):
-        claim(other, layout, resume=True, fresh=False)
+        prepare_run_dir(other, layout, resume=True, fresh=False)
     assert layout.config.read_bytes() == before
 
 
 def test_other_settings_may_change_and_are_told(lab: Lab, config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     words = [f"run.directory={str(layout.root)!r}", "run.num_steps=9", "trainer.learning_rate=1e-5"]
     other = load_config(lab.run_file("bench"), words)
-    attempt = claim(other, layout, resume=True, fresh=False)
+    attempt = prepare_run_dir(other, layout, resume=True, fresh=False)
     assert attempt.changed == ("run.num_steps: 6 → 9", "trainer.learning_rate: 0.0001 → 1e-05")
     assert json.loads(layout.config.read_bytes())["config"]["run"]["num_steps"] == 9
 
 
 def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     mint_keys(plan_run(config, layout))
     first = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
     mint_keys(plan_run(config, layout, attempt=1))
@@ -483,7 +489,7 @@ def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config:
 
 @pytest.mark.usefixtures("brief_silence")
 def test_a_run_that_lives_on_another_host_is_not_deleted(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
-    with controller_elsewhere(layout), pytest.raises(RunDirectoryError, match="a run lives here on another-host"):
-        claim(config, layout, resume=False, fresh=True)
-    assert claim(config, layout, resume=False, fresh=True).index == 0
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    with controller_elsewhere(layout), pytest.raises(RunDirectoryError, match="a run is active here on another-host"):
+        prepare_run_dir(config, layout, resume=False, fresh=True)
+    assert prepare_run_dir(config, layout, resume=False, fresh=True).index == 0

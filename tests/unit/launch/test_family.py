@@ -138,7 +138,7 @@ def test_jobs_that_differ_are_said_of_each(run_file: Path, site_file: Path) -> N
     ("words", "message"),
     [
         (["--chain"], "--chain: the order of several runs; give --seeds or --sweep"),
-        (["--seeds", "2", "--wait"], "--wait: watches one run"),
+        (["--seeds", "2", "--wait"], "--wait: only for a single run"),
         (["--seeds", "2", "--dry-run", "--after", "singleton"], "--after singleton"),
         (["--seeds", "2", "--after", "soon"], "--after 'soon': legal"),
     ],

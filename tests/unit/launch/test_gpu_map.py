@@ -173,23 +173,23 @@ def test_gpus_of_their_own_mean_nccl_and_the_plan_says_who_has_which() -> None:
     [
         (
             {"trainer": {"num_ranks": 4}, "generation": {"num_replicas": 3}}, ("0", "1", "2", "3", "4"),
-            r"num_ranks=4 \+ generation.num_replicas=3 × generation.tensor_parallel=1 want 7 GPUs, 5 visible "
+            r"num_ranks=4 \+ generation.num_replicas=3 × generation.tensor_parallel=1 need 7 GPUs, 5 visible "
             r"\(CUDA_VISIBLE_DEVICES='0,1,2,3,4'\); would fit: generation.num_replicas=1; for a run on Slurm",
         ),
         (
             {"trainer": {"num_ranks": 4, "tensor_parallel": 2}, "generation": {"tensor_parallel": 2}},
-            ("0", "1", "2", "3", "4"), r"want 6 GPUs, 5 visible .* would fit: trainer.num_ranks=2;",
+            ("0", "1", "2", "3", "4"), r"need 6 GPUs, 5 visible .* would fit: trainer.num_ranks=2;",
         ),
         ({"trainer": {"num_ranks": 2}}, ("0",), r"would fit: trainer.device=cpu;"),
         ({"trainer": {"num_ranks": 2}, "generation": {"kv_cache_bytes": 9}}, ("0",), r"fit: trainer.num_ranks=1;"),
         ({"generation": {"num_replicas": 2, "kv_cache_bytes": 9}}, ("0",), r"would fit: generation.num_replicas=1;"),
         ({"generation": {"tensor_parallel": 2}}, ("0",), r"fit: .*, which share it, with generation.kv_cache_bytes"),
-        ({"generation": {"tensor_parallel": 8}}, ("0", "1"), r"want 9 GPUs, 2 visible .* nothing that was tried fits"),
+        ({"generation": {"tensor_parallel": 8}}, ("0", "1"), r"need 9 GPUs, 2 visible .* no smaller layout fits"),
         ({"trainer": {"num_ranks": 2}}, (PART_0, PART_1, "1"), r"on parts of a GPU .*NCCL does not connect parts"),
         ({"generation": {"kv_cache_bytes": 9}, "weights": {"transport": "nccl"}}, ("0",), r"both on GPU 0, .*ipc"),
         ({"weights": {"transport": "ipc"}}, ("0", "1"), r"trainer-0 on GPU 0, generator-0 on GPU 1"),
         ({"weights": {"transport": "nccl"}}, (), r"weights\.transport='nccl', and generator-0 is on CPU"),
-        ({"trainer": {"device": "cuda"}}, (), r"trainer\.device='cuda' wants 1 GPU\(s\), 0 visible"),
+        ({"trainer": {"device": "cuda"}}, (), r"trainer\.device='cuda' needs 1 GPU\(s\), 0 visible"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_is_refused_with_what_there_is_and_what_would_fit(

@@ -15,7 +15,7 @@ import launch.inputs
 from launch.demo.task import write_dataset
 from launch.inputs import look_at_inputs, read_inputs
 from launch.jobs.begin_attempt import EXIT_USER, main
-from launch.run_directory import claim, claim_for_jobs
+from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import RunDirectoryError
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def layout(config: Config) -> RunLayout:
     layout = RunLayout(config.run_directory)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     (layout.rollouts / "segment_000000.h5").touch()
     return layout
 
@@ -67,7 +67,7 @@ def append(path: Path, text: str) -> None:
             "model.path: .*/tokenizer.json has other content",
         ),
         (lambda root: append(root / "model" / "config.json", " "), "model.path: .*/config.json has other content"),
-        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja was not there"),
+        (lambda root: (root / "model" / "chat_template.jinja").write_text("x"), "chat_template.jinja did not exist"),
         (lambda root: (root / "model" / "tokenizer_config.json").unlink(), "tokenizer_config.json is missing"),
         (lambda root: write_model(root / "model", "b2"), "model-00002-of-00002.safetensors has other content"),
         (lambda root: append(root / "train.jsonl", "\n"), "data.path: .*/train.jsonl has other content"),
@@ -79,8 +79,10 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
     change(tmp_path)
     before = content_of(layout)
     longer = override(config, ["run.num_steps=999"])
-    for take_up in (claim, claim_for_jobs):
-        with pytest.raises(RunDirectoryError, match=rf"(?s)not those that this run began with.*{named}.*put them back"):
+    for take_up in (prepare_run_dir, prepare_run_dir_for_jobs):
+        with pytest.raises(
+            RunDirectoryError, match=rf"(?s)differ from those that this run began with.*{named}.*restore them"
+        ):
             take_up(longer, layout, resume=True, fresh=False)
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
     assert content_of(layout) == before
@@ -108,7 +110,7 @@ def test_a_model_and_a_dataset_that_were_moved_are_the_same(config: Config, layo
         config,
         [f"model.path={tmp_path / 'elsewhere' / 'model'}", f"data.path={tmp_path / 'elsewhere' / 'sums.jsonl'}"],
     )
-    attempt = claim(moved, layout, resume=True, fresh=False)
+    attempt = prepare_run_dir(moved, layout, resume=True, fresh=False)
     assert len(attempt.changed) == 2
     assert read_resolved(layout)[0].model.path == tmp_path / "elsewhere" / "model"
 
@@ -119,8 +121,8 @@ def test_a_run_that_has_noted_nothing_notes_what_is_there_and_may_not_move(
     layout.inputs.unlink()
     write_model(tmp_path / "other")
     with pytest.raises(RunDirectoryError, match=r"cannot change on resume: model\.path"):
-        claim(override(config, [f"model.path={tmp_path / 'other'}"]), layout, resume=True, fresh=False)
-    claim(config, layout, resume=True, fresh=False)
+        prepare_run_dir(override(config, [f"model.path={tmp_path / 'other'}"]), layout, resume=True, fresh=False)
+    prepare_run_dir(config, layout, resume=True, fresh=False)
     assert read_inputs(layout) == look_at_inputs(config)
 
 
@@ -165,16 +167,16 @@ def test_what_is_no_safetensors_file_is_read_in_full(tmp_path: Path, monkeypatch
 def test_a_damaged_note_says_what_to_do(config: Config, layout: RunLayout) -> None:
     layout.inputs.write_text("{")
     with pytest.raises(RunDirectoryError, match=r"inputs\.json: damaged .*delete it"):
-        claim(config, layout, resume=True, fresh=False)
+        prepare_run_dir(config, layout, resume=True, fresh=False)
 
 
 def test_fresh_deletes_nothing_through_a_link(config: Config, layout: RunLayout, tmp_path: Path) -> None:
     layout.root.rename(tmp_path / "scratch")
     layout.root.symlink_to(tmp_path / "scratch")
     with pytest.raises(RunDirectoryError, match=rf"is a link to {tmp_path / 'scratch'}: --fresh deletes nothing"):
-        claim(config, layout, resume=False, fresh=True)
+        prepare_run_dir(config, layout, resume=False, fresh=True)
     assert layout.config.exists()
-    claim(config, layout, resume=True, fresh=False)
+    prepare_run_dir(config, layout, resume=True, fresh=False)
     (tmp_path / "scratch").rename(tmp_path / "gone")
-    with pytest.raises(RunDirectoryError, match=rf"is a link to {tmp_path / 'scratch'}, which is not there"):
-        claim(config, layout, resume=False, fresh=False)
+    with pytest.raises(RunDirectoryError, match=rf"is a link to {tmp_path / 'scratch'}, which does not exist"):
+        prepare_run_dir(config, layout, resume=False, fresh=False)

@@ -248,7 +248,7 @@ def test_the_supervisor_reads_the_plan_of_every_shipped_pair(pair: Pair, tmp_pat
     path.write_text(plan_document(plan))
     for job in plan.jobs:
         part = read_plan(path, job.name)
-        assert part.is_lead == (job.name in ("hetjob", "controller"))
+        assert part.hosts_controller == (job.name in ("hetjob", "controller"))
         assert [each.name for each in part.parts] == [each.name for each in job.components]
 
 

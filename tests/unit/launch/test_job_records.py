@@ -69,9 +69,9 @@ def test_a_field_of_a_later_version_is_no_fault_and_damage_is_named(layout: RunL
 
 
 def test_the_run_goes_on_as_long_as_the_job_of_its_controller() -> None:
-    assert RECORD.is_lead
-    assert replace(RECORD, name="controller").is_lead
-    assert not replace(RECORD, name="generation").is_lead
+    assert RECORD.hosts_controller
+    assert replace(RECORD, name="controller").hosts_controller
+    assert not replace(RECORD, name="generation").hosts_controller
 
 
 @pytest.mark.parametrize("placement", ["hetjob", "jobs"])

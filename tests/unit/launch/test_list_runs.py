@@ -134,7 +134,7 @@ def test_a_requeued_run_is_queued_although_its_status_says_that_it_trains(
 ) -> None:
     layout = runs.submitted("again", 12)
     runs.status(layout, "training", 41)
-    runs.verdict(layout, 12, "time: the time of this job is nearly over")
+    runs.verdict(layout, 12, "time: this job is close to its time limit")
     runs.queue(layout, "12+0", "PENDING", reason="BeginTime")
     assert listed(capsys)["again"]["state"] == "queued"
 
@@ -153,11 +153,11 @@ def test_a_status_of_the_life_before_does_not_make_a_run_running(
     ("verdict", "expected"),
     [
         ("stop: asked for by `rlhpc stop`", ("stopped", "")),
-        ("signal: SIGTERM", ("stopped", "Slurm ended this job (scancel, pre-emption, a dead node)")),
+        ("signal: SIGTERM", ("stopped", "Slurm ended this job (scancel, preemption, node failure)")),
         ("given_up: trainer-0 on t0 ended with 70", ("failed", "trainer-0 on t0 ended with 70")),
         ("settings: model.path=x", ("failed", "model.path=x")),
         ("", ("lost", "")),
-        ("time: the time of this job is nearly over", ("lost", "")),
+        ("time: this job is close to its time limit", ("lost", "")),
     ],
 )
 def test_how_a_submitted_run_ended_is_its_supervisors_last_word(
@@ -180,7 +180,7 @@ def test_what_slurm_still_knows_of_an_end_without_a_word_is_told(
 
 
 def test_jobs_that_outlive_the_controllers_are_named(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    layout = runs.claim("rest")
+    layout = runs.prepare("rest")
     runs.job(layout, 12, "controller")
     runs.job(layout, 13, "generation", array_size=4)
     runs.queue(layout, "12", "FAILED", name="controller")
@@ -192,12 +192,12 @@ def test_jobs_that_outlive_the_controllers_are_named(runs: Runs, capsys: pytest.
 
 
 def test_nothing_was_ever_started_is_not_lost(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.claim("new")
-    assert state(capsys, "new") == ("new", "nothing of it has been started")
+    runs.prepare("new")
+    assert state(capsys, "new") == ("new", "never started")
     (runs.root / ".new.submitting").touch()
     assert state(capsys, "new") == ("new", "is being submitted")
     runs.submitted("forgotten", 12, begun=False)
-    assert state(capsys, "forgotten") == ("lost", "its jobs have left the queue, and none had begun")
+    assert state(capsys, "forgotten") == ("lost", "its jobs have left the queue, and none had started")
 
 
 def test_where_squeue_does_not_answer_the_directory_says_what_it_can(
@@ -233,7 +233,7 @@ def test_a_run_whose_job_lives_in_another_queue_is_believed_its_fresh_status(
     runs.status(runs.submitted("away", 12), "training", 41, ago_s=2)
     found, remark = state(capsys, "away")
     assert found == "running"
-    assert "no job of it is in this queue" in remark
+    assert "none of its jobs is in this queue" in remark
 
 
 # -------------------------------------------------------------------------------------------------------------- finding
@@ -252,7 +252,7 @@ def test_a_run_in_the_queue_is_found_wherever_it_lies(
     runs.line("23+0", "COMPLETED", str(tmp_path / "deleted-too/logs/slurm/hetjob-%j.log"))
     said = document(capsys)
     assert [(run["directory"], run["state"]) for run in said["runs"]] == [(str(far.root), "starting")]
-    assert said["notes"] == [f"job 22+0: its run directory {tmp_path}/deleted is gone; `scancel` ends it"]
+    assert said["notes"] == [f"job 22+0: its run directory {tmp_path}/deleted does not exist; `scancel` ends it"]
 
 
 def test_a_job_that_tells_no_directory_is_known_by_its_record_and_name(
@@ -303,7 +303,7 @@ def test_a_strange_directory_is_a_row_or_a_note_and_never_an_error(
 
 
 def test_links_in_a_circle_end_and_a_run_of_two_names_is_one(runs: Runs) -> None:
-    layout = runs.claim("one")
+    layout = runs.prepare("one")
     (runs.root / "a-link").symlink_to(layout.root)
     (runs.root / "circle").symlink_to(runs.root)
     (layout.root / "rollouts" / "up").symlink_to(runs.root)
@@ -313,13 +313,13 @@ def test_links_in_a_circle_end_and_a_run_of_two_names_is_one(runs: Runs) -> None
 
 
 def test_depth_is_bounded_and_hidden_directories_and_runs_are_not_looked_into(runs: Runs) -> None:
-    outer = runs.claim("outer")
+    outer = runs.prepare("outer")
     names = ("a/b/c/deep", ".hidden/run", "a/run")
     for name in names:
         target = runs.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        runs.claim("moved").root.rename(target)
-    runs.claim("inner").root.rename(outer.root / "inner")
+        runs.prepare("moved").root.rename(target)
+    runs.prepare("inner").root.rename(outer.root / "inner")
     seen = [{str(f.root.relative_to(runs.root)) for f in find_runs([runs.root], depth).runs} for depth in (0, 1, 2, 4)]
     assert seen == [set(), {"outer"}, {"outer", "a/run"}, {"outer", "a/run", "a/b/c/deep"}]
     assert [files.root for files in find_runs([outer.root]).runs] == [outer.root]

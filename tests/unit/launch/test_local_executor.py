@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from launch import local
-from launch.batch.exit_records import last_words, read_failures
+from launch.batch.exit_records import last_error_line, read_failures
 from launch.local import LocalExecutor
 from launch.plan import ProcessPlan, RunPlan
 from launch.run_owner import RunOwner
@@ -63,7 +63,7 @@ def test_a_controller_that_ends_well_ends_the_run_well(executor: Callable[..., L
         assert started.wait(lambda: None) == 0
 
 
-def test_a_missed_process_ends_the_run_with_its_status_and_itslast_words(
+def test_a_missed_process_ends_the_run_with_its_status_and_its_last_error(
     executor: Callable[..., LocalExecutor], told: list[str], tmp_path: Path
 ) -> None:
     program = "import sys; sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
@@ -91,11 +91,11 @@ def test_an_expendable_process_is_missed_only_when_it_was_the_last_of_its_kind(
     with executor(controller_0="import time; time.sleep(1)", generator_0=killed, generator_1=PATIENT) as started:
         started.wait(lambda: _end(started, "generator-1") if told else None)
     assert told[0].startswith("generator-0 ended with signal SIGKILL: no output")
-    assert told[0].endswith("the run goes on with the rest")
+    assert told[0].endswith("the run continues without it")
     told.clear()
     with executor(controller_0=PATIENT, generator_0=killed) as started:
         assert started.wait(lambda: None) == signal.SIGKILL
-    assert "the run goes on" not in told[0]
+    assert "the run continues" not in told[0]
 
 
 def test_what_does_not_end_in_time_is_killed(
@@ -153,7 +153,7 @@ def test_children_that_a_process_leaves_behind_end_with_it(
     ],
 )
 def test_last_words_are_our_last_error_or_the_last_line(log: bytes, words: str) -> None:
-    assert last_words(log) == words
+    assert last_error_line(log) == words
 
 
 def _end(executor: LocalExecutor, name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from launch.cli import EXIT_USER, main
 from launch.demo.task import write_dataset
 from launch.run_check import Row, Verdict, check_run, chosen_step
-from launch.run_directory import claim
+from launch.run_directory import prepare_run_dir
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.run_layout import RunLayout
@@ -30,7 +30,7 @@ def layout(tmp_path: Path) -> RunLayout:
     model, data = f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'train.jsonl'}"
     config = config_of(f"run.directory={tmp_path / 'run'}", model, data)
     layout = RunLayout(config.run_directory)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     write_segments(layout, range(6))
     save(layout, 8)
     save(layout, 10)
@@ -65,7 +65,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
     before = state_of(layout)
     assert main(["check", str(layout.root)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[-1] == f"{layout.root}: sound; a resume goes on from step 10"
+    assert out.splitlines()[-1] == f"{layout.root}: sound; a resume starts from step 10"
     assert "6 groups, all checksums right" in out
     assert state_of(layout) == before
 
@@ -110,8 +110,8 @@ def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout: RunLay
     flip_one_bit(layout.checkpoint(12) / "controller.json")
     rows = {row.name: row.text for row in check_run(layout, lambda text: None) if row.part == "checkpoints"}
     assert rows["step_000012"].startswith("a resume sets it aside: ")
-    assert rows["step_000010"] == "a resume goes on from here"
-    assert rows["step_000008"] == "older than the one that is taken"
+    assert rows["step_000010"] == "a resume starts from here"
+    assert rows["step_000008"] == "older than the one resumed from"
     assert chosen_step(check_run(layout, lambda text: None)) == 10
 
 

@@ -99,7 +99,7 @@ def test_sbatch_is_repeated_only_after_squeue_has_said_that_there_is_no_job(fake
 def test_where_squeue_is_silent_too_nobody_repeats_and_the_error_says_how_to_look(fake: FakeSlurm) -> None:
     fake.program("sbatch", TAKES + f"echo '{TIMED_OUT}' >&2; exit 1")
     fake.program("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(MayBeQueued, match=r"a job may be queued all the same, `squeue --me .*grep rlhpc-[0-9a-f]{12}`"):
+    with pytest.raises(MayBeQueued, match=r"a job may be queued nevertheless, `squeue --me .*grep rlhpc-[0-9a-f]{12}`"):
         submit_script(fake.script, record=print, patience_s=30.0)
     assert len(fake.calls("sbatch")) == 1
 
@@ -153,7 +153,7 @@ def test_ctrl_c_waits_for_sbatch_and_cancels_what_it_submits(fake: FakeSlurm, en
     fake.program("sbatch", "touch {here}/begun; sleep 1; " + TAKES + ending)
     out, err = _interrupted(fake, times=1)
     assert out == "interrupted: job 77 was submitted and is cancelled again\n"
-    assert "waits for sbatch" in err
+    assert "waiting for sbatch" in err
     assert fake.calls("scancel") == ["77"]
 
 

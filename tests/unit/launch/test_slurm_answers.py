@@ -13,10 +13,10 @@ import pytest
 
 from launch.batch import slurm_commands, this_job
 from launch.batch.begin import BeginError, begin_attempt
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart, Limits, Part, Share
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 from launch.doctor import cluster_facts, slurm_check
 from launch.doctor.cluster_facts import ask_cluster
 from launch.doctor.job_checks import last_error
@@ -66,7 +66,7 @@ def test_an_end_that_slurm_did_not_say_at_first_is_asked_for_until_it_is_known(
     monkeypatch.setattr(this_job, "ASK_AGAIN_S", 0.0)
     commands.put("squeue", f"[ $n -le 2 ] && {{ {AWAY}; }}; echo 2:00")
     limit = TimeLimit(ThisJob.of({"SLURM_JOB_ID": "12"}), {})
-    assert (limit.is_known, limit.in_words()) == (False, "until an end that Slurm has not said yet")
+    assert (limit.is_known, limit.in_words()) == (False, "until a time limit that is not known yet")
     assert limit.left_s() == float("inf")
     assert 110 < limit.left_s() <= 120
     asked = len(commands.calls("squeue"))
@@ -135,7 +135,7 @@ def test_what_is_neither_hidden_nor_there_is_still_an_error(
     with pytest.raises(SlurmError, match="slurmctld does not answer, so nothing could be checked"):
         ask_cluster()
     commands.put("scontrol", 'echo "error: Protocol authentication error" >&2; exit 1')
-    with pytest.raises(SlurmError, match=r"Slurm cannot be asked, .*Protocol authentication error"):
+    with pytest.raises(SlurmError, match=r"Slurm cannot be queried, .*Protocol authentication error"):
         ask_cluster()
 
 
@@ -177,14 +177,14 @@ def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
     with pytest.raises(SlurmError) as failed:
         stop.stop_run(layout, now=True, tell=print)
     assert "Kill job error on job id 12" in str(failed.value)
-    assert f"ABORT stands in {layout.root}" in str(failed.value)
+    assert f"the request ABORT is in {layout.root}" in str(failed.value)
     assert "`scancel 12`" in str(failed.value)
     assert layout.abort_request.exists()
 
 
 def test_a_verdict_has_a_reason_also_where_nobody_gave_one() -> None:
-    assert Verdict(Cause.FAILED, " ").text == Cause.FAILED.words
-    assert Verdict(Cause.FAILED, "said").text == "said"
+    assert Outcome(Cause.FAILED, " ").text == Cause.FAILED.words
+    assert Outcome(Cause.FAILED, "said").text == "said"
 
 
 def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path: Path) -> None:
@@ -194,5 +194,5 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
     part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, (str(program),), {}, {})
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
-    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without a word"):
+    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without output"):
         begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None)

@@ -97,13 +97,13 @@ def test_without_a_default_partition_one_must_be_named() -> None:
 
 def test_a_partition_that_takes_no_jobs_is_refused_and_one_that_is_down_makes_them_wait() -> None:
     lines = said(common={"reservation": "course"}, controller={"partition": "old"})
-    assert "fail controller.partition='old': takes no jobs now (INACTIVE); legal: cpu, gpu, lab" in lines
+    assert "fail controller.partition='old': accepts no jobs now (INACTIVE); legal: cpu, gpu, lab" in lines
     down = replace(FACTS, partitions=tuple(replace(each, state="DOWN") for each in FACTS.partitions))
-    assert all(line.startswith("warn ") and "they wait" in line for line in said(down))
+    assert all(line.startswith("warn ") and "they stay pending" in line for line in said(down))
 
 
 def test_a_partition_for_reservations_wants_one() -> None:
-    assert any("takes jobs with a reservation alone; legal: controller.reservation" in line
+    assert any("accepts only jobs with a reservation; legal: controller.reservation" in line
                for line in said(controller={"partition": "old"}))  # fmt: skip
     line = only(said(controller={"reservation": "curse"}))
     assert line == "fail controller.reservation='curse': no such reservation; legal: course"
@@ -112,7 +112,7 @@ def test_a_partition_for_reservations_wants_one() -> None:
 def test_a_time_above_the_partitions_limit_is_told_with_the_limit() -> None:
     lines = said(common={"time": "3-00:00:00"})
     assert lines == [
-        f"fail {name}.time='3-00:00:00': partition 'gpu' gives 2-00:00:00; legal: at most '2-00:00:00'"
+        f"fail {name}.time='3-00:00:00': partition 'gpu' allows 2-00:00:00; legal: at most '2-00:00:00'"
         for name in ("trainer", "generation")
     ]
 
@@ -123,13 +123,13 @@ def test_a_qos_may_go_beyond_the_partitions_time_and_may_give_less() -> None:
     facts = replace(with_config(AccountingStorageEnforce="associations"), partitions=limited)
     assert not [line for line in said(facts, common=beyond) if ".time" in line]
     lines = said(common={"time": "1-00:00:00", "qos": "long"})
-    assert "fail trainer.time='1-00:00:00': QOS 'long' gives 12:00:00; legal: at most '12:00:00'" in lines
+    assert "fail trainer.time='1-00:00:00': QOS 'long' allows 12:00:00; legal: at most '12:00:00'" in lines
 
 
 def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
     line = only(said(trainer={"account": "labb"}))
     assert line == (
-        "fail trainer.account='labb': bob may not charge it, or there is no such account; "
+        "fail trainer.account='labb': bob may not use it, or there is no such account; "
         "legal: guests, lab (did you mean lab?)"
     )
     assert only(said(with_config(AccountingStorageEnforce="none"), trainer={"account": "labb"})).startswith("warn ")
@@ -138,12 +138,12 @@ def test_an_account_that_the_user_has_not_is_told_with_his_own() -> None:
 
 def test_an_account_that_the_partition_does_not_take_is_told() -> None:
     assert only(said(trainer={"account": "guests"})) == (
-        "fail trainer.account='guests': partition 'gpu' does not take this account by its name; legal: lab"
+        "fail trainer.account='guests': partition 'gpu' does not accept this account by its name; legal: lab"
     )
     guest = replace(FACTS, default_account="guests", associations=(Association("guests", "", (), None),))
     lines = said(guest, trainer={"partition": "lab"}, generation={"partition": "lab"})
     assert lines[0] == (
-        "fail trainer.account='guests': partition 'lab' does not take this account by its name; legal: lab"
+        "fail trainer.account='guests': partition 'lab' does not accept this account by its name; legal: lab"
     )
 
 
@@ -164,7 +164,7 @@ def test_what_sbatch_knows_better_is_a_refusal_only_where_sbatch_refuses_too(tra
     """AllowAccounts means the accounts below one too, since some release; and what we read may be read wrong."""
     line = only(settled("pass", trainer=trainer))
     assert line.startswith(f"warn trainer.{next(iter(trainer))}=")
-    assert ", but sbatch takes it; legal: " in line
+    assert ", but sbatch accepts it; legal: " in line
     for verdict in ("fail", "warn"):  # warn: "not available", which Slurm says of nodes that are away too
         line = only(settled(verdict, trainer=trainer))
         assert line.startswith(f"fail trainer.{next(iter(trainer))}=")
@@ -185,14 +185,14 @@ def test_what_sbatch_takes_without_a_word_and_what_does_not_exist_is_a_refusal_w
 def test_sums_are_reckoned_although_sbatch_is_to_decide_about_an_account() -> None:
     lines = said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", trainer={"account": "guests"})
     assert len(lines) == 2
-    assert "components of one job lie on different nodes" in lines[1]
+    assert "components of one job need different nodes" in lines[1]
 
 
 def test_a_cluster_without_job_arrays_is_told_with_the_other_placement() -> None:
     line = only(said(with_config(MaxArraySize="0"), cluster={"placement": "jobs"}))
     assert line == (
-        "fail cluster.placement='jobs': this cluster takes no job arrays (MaxArraySize=0), and generators of their own "
-        "are one; legal: 'hetjob'; `rlhpc scale` cannot be used here"
+        "fail cluster.placement='jobs': this cluster allows no job arrays (MaxArraySize=0), which placement='jobs' "
+        "needs for generators; legal: 'hetjob'; `rlhpc scale` cannot be used here"
     )
     assert not said(with_config(MaxArraySize="0"))
     elastic = replace(plan_of(cluster={"placement": "jobs"}), is_elastic=True)
@@ -207,7 +207,7 @@ def test_a_qos_that_does_not_exist_or_may_not_be_used_is_told() -> None:
     )
     assert "account 'guests' may not use it; legal: normal" in said(controller={"qos": "long", "account": "guests"})[0]
     lines = said(trainer={"qos": "unlimited"})
-    assert "fail trainer.qos='unlimited': partition 'gpu' does not take this QOS; legal: normal, long" in lines
+    assert "fail trainer.qos='unlimited': partition 'gpu' does not accept this QOS; legal: normal, long" in lines
 
 
 def test_gpus_of_another_type_or_more_than_a_node_has_are_told() -> None:
@@ -216,18 +216,18 @@ def test_gpus_of_another_type_or_more_than_a_node_has_are_told() -> None:
     )
     sixteen = {"gpus_per_node": 16, "gres_type": "h100"}
     assert only(said(FACTS, "trainer.num_ranks=16", trainer=sixteen)) == (
-        "fail trainer.gpus_per_node='16': no node of partition 'gpu' has so many GPUs; legal: up to 8 a node (h100:8)"
+        "fail trainer.gpus_per_node='16': no node of partition 'gpu' has that many GPUs; legal: up to 8 a node (h100:8)"
     )
     assert "legal: up to 0 a node (none)" in only(said(trainer={"partition": "cpu"}))
 
 
 def test_cores_and_memory_above_a_nodes_are_told() -> None:
-    assert "partition 'cpu': 1 tasks of 31 cores on a node, which has 30 at most; legal: 30 a node" in only(
+    assert "partition 'cpu': 1 tasks of 31 cores on a node, which has at most 30; legal: 30 a node" in only(
         said(controller={"cpus_per_task": 31})
     )
     line = only(said(trainer={"memory_gib_per_gpu": 500}))
     assert line.startswith("fail trainer.memory_gib_per_gpu='500': 1000 GiB on a node")
-    assert line.endswith("have 968 at most; legal: 968 a node, 484 a task")
+    assert line.endswith("have at most 968; legal: 968 a node, 484 a task")
 
 
 def test_a_constraint_that_no_node_fulfils_is_told() -> None:
@@ -249,18 +249,16 @@ def test_constraints_are_read_as_slurm_reads_them(constraint: str, is_so: bool) 
 
 def test_more_nodes_than_the_partition_has_or_gives_are_told() -> None:
     lines = said(FACTS, "trainer.num_ranks=40")
-    assert "fail trainer.nodes='5': partition 'gpu' gives one job 4; legal: at most 4" in lines
+    assert "fail trainer.nodes='5': partition 'gpu' allows 4 per job; legal: at most 4" in lines
     assert "fail trainer.nodes='5': partition 'gpu' has 4 such nodes; legal: at most 4" in lines
     wide = replace(FACTS, qos=(Qos("normal", None, None, "DenyOnLimit,PartitionMaxNodes"),))
-    assert not [
-        line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "gives one job" in line
-    ]
+    assert not [line for line in said(wide, "trainer.num_ranks=40", common={"qos": "normal"}) if "per job" in line]
 
 
 def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() -> None:
     line = only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16"))
     assert line == (
-        "fail trainer.partition='gpu': components of one job lie on different nodes: trainer (3) + generation (2) need "
+        "fail trainer.partition='gpu': components of one job need different nodes: trainer (3) + generation (2) need "
         "5, there are 4; legal: up to 4 nodes together, other partitions, or cluster.placement='jobs'"
     )
     down = replace(FACTS, nodes=tuple(replace(n, state="DOWN*" if n.name == "h0" else n.state) for n in FACTS.nodes))
@@ -270,22 +268,22 @@ def test_components_of_one_job_that_need_more_nodes_than_there_are_are_told() ->
 def test_overlapping_partitions_count_their_nodes_once() -> None:
     sizes = ("trainer.num_ranks=24", "generation.num_replicas=16")
     lines = said(FACTS, *sizes, generation={"partition": "lab"})
-    assert lines[0].startswith("fail trainer.partition='gpu': components of one job lie on different nodes")
+    assert lines[0].startswith("fail trainer.partition='gpu': components of one job need different nodes")
 
 
 def test_jobs_of_their_own_share_nodes_but_not_gpus() -> None:
     jobs = {"cluster": {"placement": "jobs"}}
     assert not said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=8", **jobs)
     assert only(said(FACTS, "trainer.num_ranks=24", "generation.num_replicas=16", **jobs)) == (
-        "warn generation.partition='gpu': trainer and generation ask for 40 GPUs, and 32 are there: some jobs will "
-        "wait for ever; fewer replicas or ranks"
+        "warn generation.partition='gpu': trainer and generation request 40 GPUs, and there are 32: some jobs will "
+        "never start; fewer replicas or ranks"
     )
 
 
 def test_a_heterogeneous_job_on_a_partition_that_is_preempted_is_warned_of() -> None:
     line = only(said(generation={"partition": "lab"}))
     assert line == (
-        "warn generation.partition='lab': jobs of it are preempted (REQUEUE), and take every component along; "
+        "warn generation.partition='lab': its jobs can be preempted (REQUEUE), together with all components; "
         "cluster.placement='jobs'"
     )
     assert not said(generation={"partition": "lab"}, cluster={"placement": "jobs"})
@@ -305,7 +303,7 @@ def test_settings_of_the_cluster_that_break_runs_are_told() -> None:
 
 def test_more_jobs_than_may_be_submitted_at_once_are_warned_of() -> None:
     jobs = {"cluster": {"placement": "jobs"}, "common": {"qos": "long"}}
-    assert "Slurm counts 6 jobs, and 4 may be submitted at once" in only(
+    assert "Slurm counts 6 jobs, and at most 4 may be submitted at once" in only(
         said(FACTS, "generation.num_replicas=4", **jobs)
     )
 
@@ -313,7 +311,7 @@ def test_more_jobs_than_may_be_submitted_at_once_are_warned_of() -> None:
 def test_what_only_one_of_several_partitions_refuses_is_a_warning() -> None:
     line = only(said(common={"time": "3-00:00:00"}, trainer={"partition": "lab"}, generation={"partition": "lab,gpu"},
                      cluster={"placement": "jobs"}))  # fmt: skip
-    assert line.startswith("warn generation.time='3-00:00:00': partition 'gpu' gives")
+    assert line.startswith("warn generation.time='3-00:00:00': partition 'gpu' allows")
 
 
 def test_a_site_that_hides_its_nodes_is_taken_at_its_word() -> None:

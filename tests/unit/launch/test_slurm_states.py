@@ -94,7 +94,7 @@ def test_an_unknown_state_is_alive_and_says_that_it_is_unknown(word: str) -> Non
     assert state.is_alive
     assert not state.is_known
     assert not state.is_worth_resuming
-    assert "does not know" in state.sentence
+    assert "unknown to rlhpc" in state.sentence
 
 
 def test_the_page_lists_the_table_as_it_is() -> None:
@@ -124,16 +124,16 @@ def test_a_reason_is_explained_in_words_of_its_own(reason: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("QOSMaxJobsPerUserLimit", "this QOS has as many running jobs in use as it allows a user"),
-        ("QOSMaxCpuPerUserLimit", "this QOS has as many cores in use as it allows a user"),
+        ("QOSMaxJobsPerUserLimit", "this QOS has as many running jobs in use as it allows per user"),
+        ("QOSMaxCpuPerUserLimit", "this QOS has as many cores in use as it allows per user"),
         ("AssocGrpCpuLimit", "this account has as many cores in use as it allows"),
         ("AssocGrpGRES", "this account has as many GPUs in use"),
         ("AssocGrpCPUMinutesLimit", "this account has used up its minutes of cores"),
         ("AssocGrpCPURunMinutesLimit", "this account has as many minutes of cores in use"),
-        ("AssocMaxWallDurationPerJobLimit", "asks for more time than this account gives a job"),
-        ("QOSMaxGRESPerNode", "asks for more GPUs than this QOS gives a node"),
-        ("QOSMinGRES", "asks for fewer GPUs than this QOS"),
-        ("MaxJobsPerAccount", "as many running jobs in use as it allows an account"),
+        ("AssocMaxWallDurationPerJobLimit", "requests more time than this account allows per job"),
+        ("QOSMaxGRESPerNode", "requests more GPUs than this QOS allows per node"),
+        ("QOSMinGRES", "requests fewer GPUs than the minimum of this QOS"),
+        ("MaxJobsPerAccount", "as many running jobs in use as it allows per account"),
         ("AssocMaxSubmitJobLimit", "as many submitted jobs"),
     ],
 )

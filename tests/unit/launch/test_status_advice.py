@@ -36,16 +36,16 @@ def test_a_resume_is_not_advised_while_the_run_lives_which_would_refuse_it(livin
                  + line("14_2", "CANCELLED", nodes="g2") + line("14_3", "NODE_FAIL", nodes="g3")
                  + line("15_0", "PREEMPTED", nodes="g1"))  # fmt: skip
     assert "rlhpc resume" not in living.text
-    assert why_of(living, "14_1").endswith("; job 14 is submitted again by the controller's")
-    assert why_of(living, "14_2").endswith("; stays away")
+    assert why_of(living, "14_1").endswith("; will be resubmitted by the controller's job")
+    assert why_of(living, "14_2").endswith("; not resubmitted")
     assert f"`rlhpc scale {living.layout.root} --generators +1` adds another" in why_of(living, "15_0")
     living.job(27, "generation", array_size=4, replicas_per_task=1, follows=14, tasks=[1])
     living.queue(UP + line("14_1", "PREEMPTED", nodes="g1") + line("14_3", "NODE_FAIL", nodes="g3")
                  + line("27_1", "RUNNING", nodes="g2"))  # fmt: skip
-    assert why_of(living, "14_1").endswith("; job 27 has taken its place")
-    assert why_of(living, "14_3").endswith("; job 14 is submitted again by the controller's")
+    assert why_of(living, "14_1").endswith("; replaced by job 27")
+    assert why_of(living, "14_3").endswith("; will be resubmitted by the controller's job")
     living.queue(line("12", "NODE_FAIL", nodes="c0") + line("14_1", "PREEMPTED", nodes="g1"))
-    assert f"`rlhpc resume {living.layout.root}` goes on" in why_of(living, "14_1")
+    assert f"`rlhpc resume {living.layout.root}` continues" in why_of(living, "14_1")
 
 
 def test_a_job_whose_time_was_cut_short_is_not_said_to_have_come_to_its_limit(living: Run) -> None:
@@ -53,26 +53,26 @@ def test_a_job_whose_time_was_cut_short_is_not_said_to_have_come_to_its_limit(li
     whole = line("14_1", "TIMEOUT", nodes="g1").replace("|1:13|", "|1:00:04|")
     living.queue(UP + cut + whole)
     assert why_of(living, "14_0").startswith("was ended 19 min 00 s before its time limit, as after the grace time of")
-    assert why_of(living, "14_1").startswith("has come to its time limit")
+    assert why_of(living, "14_1").startswith("reached its time limit")
 
 
 def test_who_takes_over_is_told_while_it_waits_and_not_when_both_run(living: Run) -> None:
     living.job(28, "trainer", follows=13)
     living.queue(UP + line("28", "PENDING", "Dependency"))
-    assert living.document["next"][-1] == "job 28 takes over when job 13 has ended"
+    assert living.document["next"][-1] == "job 28 continues the run when job 13 has ended"
     living.queue(UP + line("28", "RUNNING", nodes="t1"))
-    assert not [said for said in living.document["next"] if "takes over" in said]
+    assert not [said for said in living.document["next"] if "continues the run when" in said]
     living.queue(line("12", "RUNNING", nodes="c0") + line("13", "NODE_FAIL", nodes="t0") + line("28", "PENDING"))
-    assert not [said for said in living.document["next"] if "takes over" in said]
+    assert not [said for said in living.document["next"] if "continues the run when" in said]
 
 
 def test_a_site_whose_runs_go_on_in_successors_is_not_promised_a_requeue(living: Run) -> None:
     living.queue(UP)
     plan = {"jobs": [{"name": "controller", "components": []}], "continuation": "successor"}
     living.layout.job_plan.write_text(json.dumps(plan))
-    assert living.document["next"][0].endswith("job 12 saves, ends, and its successor goes on")
+    assert living.document["next"][0].endswith("job 12 saves, ends, and its successor continues")
     living.layout.job_plan.write_text(json.dumps({**plan, "continuation": "requeue"}))
-    assert living.document["next"][0].endswith("job 12 saves, is requeued or submits a successor, and goes on")
+    assert living.document["next"][0].endswith("job 12 saves, is requeued or submits a successor, and continues")
 
 
 def test_why_a_heterogeneous_job_is_held_is_said_once_in_the_table_and_once_below(run: Run) -> None:  # noqa: F811
@@ -80,8 +80,8 @@ def test_why_a_heterogeneous_job_is_held_is_said_once_in_the_table_and_once_belo
     run.queue("".join(line(f"12+{k}", "PENDING", "JobHeldUser") for k in (2, 1, 0)))
     assert run.text.count("held by you") == 2
     assert run.text.count("the same") == 2
-    assert [said for said in run.document["next"] if "stays where it is" in said] == [
-        "job 12 stays where it is: held by you (or a coordinator of the account); `scontrol release 12` lets it go"
+    assert [said for said in run.document["next"] if "stays in the queue" in said] == [
+        "job 12 stays in the queue: held by you (or a coordinator of the account); `scontrol release 12` releases it"
     ]
 
 
@@ -94,7 +94,7 @@ def test_for_a_job_that_never_began_no_log_is_advised_and_the_drained_node_is_na
     sinfo.chmod(0o755)
     text = run.text
     assert "rlhpc logs" not in text
-    assert "nodes on which nothing starts: g0: Prolog error, since 2026-11-22T01:19:34: tell" in text
+    assert "drained nodes: g0: Prolog error, since 2026-11-22T01:19:34: tell" in text
     assert "g1" not in text
     sinfo.write_text("#!/bin/sh\necho 'slurm_load_node: Access/permission denied' >&2; exit 1\n")
     assert "could not be started on its nodes" in run.text
@@ -115,5 +115,5 @@ def test_what_roles_did_before_the_last_job_ended_is_not_shown(separate: Run) ->
     separate.layout.status.write_text(json.dumps(document))
     assert "sampling" in separate.text
     separate.queue("".join(line(job, "FAILED", nodes="c0") for job in ("12", "13", "14_0", "15_0", "16")))
-    assert "no job of it is alive" in separate.text
+    assert "none of its jobs is alive" in separate.text
     assert "sampling" not in separate.text

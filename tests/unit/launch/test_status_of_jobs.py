@@ -153,7 +153,7 @@ def test_nobody_waits_for_an_elastic_job_or_in_a_run_that_is_complete(separate: 
 
 
 def test_a_limit_of_the_site_is_explained_in_the_table(separate: Run) -> None:
-    assert "this QOS has as many GPUs in use as it allows a user" in separate.text
+    assert "this QOS has as many GPUs in use as it allows per user" in separate.text
 
 
 def test_the_time_limit_says_what_happens_at_it(separate: Run) -> None:
@@ -162,7 +162,7 @@ def test_the_time_limit_says_what_happens_at_it(separate: Run) -> None:
     (steps / "COMPLETE").touch()
     (said,) = separate.document["next"]
     before, rest = said.split(", ", 1)
-    assert rest == "its time limit, job 12 saves, is requeued or submits a successor, and goes on"
+    assert rest == "its time limit, job 12 saves, is requeued or submits a successor, and continues"
     assert before in [f"before {moment(58 * 60 + second, '%H:%M')}" for second in (47, -13)]
 
 
@@ -173,8 +173,8 @@ def test_a_successor_is_announced(run: Run) -> None:
     run.layout.job_plan.write_text(json.dumps(plan))
     run.queue(line("12+0", "RUNNING", nodes="c0") + line("20+0", "PENDING", "Dependency"))
     said = run.document["next"]
-    assert "job 12+0 saves, ends, and its successor goes on" in said[0]
-    assert said[-1] == "job 20 takes over when job 12 has ended"
+    assert "job 12+0 saves, ends, and its successor continues" in said[0]
+    assert said[-1] == "job 20 continues the run when job 12 has ended"
 
 
 def test_a_run_whose_jobs_have_all_ended_says_how_to_go_on(run: Run) -> None:
@@ -194,8 +194,8 @@ def test_a_held_job_says_how_it_is_let_go(state: str, reason: str, run: Run) -> 
     run.job(12, "controller")
     run.queue(line("12", state, reason))
     (said,) = run.document["next"]
-    assert said.startswith("job 12 stays where it is: ")
-    assert "`scontrol release 12` lets it go" in said
+    assert said.startswith("job 12 stays in the queue: ")
+    assert "`scontrol release 12` releases it" in said
 
 
 @pytest.mark.parametrize(("file", "words"), [("STOP", "finished and saved"), ("ABORT", "nothing is saved")])
@@ -231,7 +231,7 @@ def test_without_slurm_or_its_answer_the_rest_is_still_shown(separate: Run, monk
     separate.event("12", "attempt 3 begins", 50)
     separate.script("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     text = separate.text
-    assert "no word of Slurm: squeue: slurm_load_jobs error: Unable to contact slurm controller" in text
+    assert "Slurm did not answer: squeue: slurm_load_jobs error: Unable to contact slurm controller" in text
     assert "jobs of this run: 12, 13, 14, 15, 16" in text
     assert "attempt 3 begins" in text
     assert separate.document["is_alive"]  # not known to be over
@@ -243,12 +243,12 @@ def test_without_slurm_or_its_answer_the_rest_is_still_shown(separate: Run, monk
 def test_jobs_that_slurm_has_forgotten_are_listed_as_such(run: Run) -> None:
     run.job(12, "controller")
     assert "12   controller  unknown" in run.text
-    assert "forgotten" in run.text
+    assert "no longer knows the job" in run.text
     assert "no job of this run is alive" in run.text
 
 
 def test_a_run_on_this_machine_is_shown_without_a_word_of_slurm(run: Run) -> None:
-    assert run.text.endswith("never got as far as a controller")
+    assert run.text.endswith("ended before its controller started")
     assert json.loads(render_status(run.layout, as_json=True)) == {"status": None, "slurm": None}
     run.layout.status.write_text(json.dumps(STATUS))
     assert "not running on this machine" in run.text

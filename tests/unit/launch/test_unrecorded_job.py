@@ -42,10 +42,10 @@ def _events(layout: RunLayout) -> list[str]:
 
 def test_an_unrecorded_job_ends_by_itself_and_says_so(tmp_path: Path) -> None:
     layout = _submitted(tmp_path)
-    layout.stop_request.touch()  # a lead that is asked to stop ends all jobs: not this one
+    layout.stop_request.touch()  # the controller's job, asked to stop, ends all jobs: not this one
     write_record(layout, JobRecord(6, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0))
     assert _start(layout, 0.5).wait(30) == 1
-    assert _events(layout)[-1].startswith(f"unrecorded: job 7 is not in {layout.jobs}")
+    assert _events(layout)[-1].startswith(f"unrecorded: job 7 has no record in {layout.jobs}")
     assert len(_events(layout)) == 2
     assert not layout.attempts.exists()
 

@@ -1,89 +1,90 @@
-"""What an attempt comes to: read from exit statuses, exit records, and what Slurm says of components.
+"""Determine the outcome of an attempt from exit statuses, exit records and the states of Slurm components.
 
-Eats how the controller ended and why it was asked to, makes Verdict.  Starts and ends nothing.
+Input: how the controller exited and why it was asked to.  Output: Outcome.  Starts and ends no process.
 """
 
 from __future__ import annotations
 
 from launch.batch.exit_records import ExitRecord, read_records
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.role_task import EXIT_ALONE, EXIT_CONFIG
 from launch.batch.run_state import Attempt, is_complete, wants_abort, wants_stop
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause, Verdict
 from rlhpc.run_layout import RunLayout
 
 _FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status
-_ROLES = {"generation": "generator", "rewards": "reward"}  # of parts that are not called like their role
+_ROLES = {"generation": "generator", "rewards": "reward"}  # of components that are not named after their role
 
 
-def asked_to_end(layout: RunLayout) -> Verdict | None:
-    """What people have asked of the run: `rlhpc stop`, with or without --now."""
+def asked_to_end(layout: RunLayout) -> Outcome | None:
+    """The outcome that users have requested with `rlhpc stop`, with or without --now; None: nothing requested."""
     if wants_abort(layout):
-        return Verdict(Cause.ABORT, f"{layout.abort_request} is there")
+        return Outcome(Cause.ABORT, f"{layout.abort_request} exists")
     if wants_stop(layout):
-        return Verdict(Cause.STOP, f"{layout.stop_request} is there")
+        return Outcome(Cause.STOP, f"{layout.stop_request} exists")
     return None
 
 
-class Judge:
-    """Judges attempts of one job."""
+class OutcomeClassifier:
+    """Classifies the attempts of one job."""
 
     def __init__(self, plan: JobPart, job: ThisJob) -> None:
         self._plan, self._job, self._layout = plan, job, plan.layout
 
-    def verdict(self, status: int, attempt: Attempt, asked: Cause | None, why: str, told_to_end: bool) -> Verdict:
-        """Judge an attempt whose controller ended with `status`.
+    def classify(self, status: int, attempt: Attempt, asked: Cause | None, why: str, end_requested: bool) -> Outcome:
+        """Classify an attempt whose controller exited with `status`.
 
-        asked, why: the reason for which it had been asked to end.  told_to_end: Slurm has ended this job.
+        asked, why: the reason why it had been asked to exit.  end_requested: Slurm has ended this job.
         """
         if is_complete(self._layout):
             unclean = self._unclean_ranks(attempt)
             return (
-                Verdict(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Verdict(Cause.COMPLETE, "complete")
+                Outcome(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Outcome(Cause.COMPLETE, "complete")
             )
         if asked in _FINAL:
-            return Verdict(asked, why)
+            return Outcome(asked, why)
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]
         if settings or status == EXIT_CONFIG:
-            return Verdict(Cause.SETTINGS, settings[0].cause if settings else "the controller refuses the settings")
+            return Outcome(Cause.SETTINGS, settings[0].cause if settings else "the controller refused the settings")
         if status == EXIT_ALONE:
-            return Verdict(Cause.ALONE, "; ".join(r.cause for r in records if r.status == EXIT_ALONE) or "nobody came")
+            text = "; ".join(r.cause for r in records if r.status == EXIT_ALONE)
+            return Outcome(Cause.ALONE, text or Cause.ALONE.words)
         if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
-            return Verdict(asked, why)
-        return self._failure(status, records, asked, why, told_to_end)
+            return Outcome(asked, why)
+        return self._failure(status, records, asked, why, end_requested)
 
-    def obituary(self, part: str, attempt: Attempt, status: int | None) -> str:
-        """How a part ended, in the words of the first of its processes that complains."""
+    def exit_summary(self, part: str, attempt: Attempt, status: int | None) -> str:
+        """How a component ended: the error of the first of its processes that failed."""
         role = _ROLES.get(part, part.partition("-")[0])
         records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
-        return records[0].cause if records else f"status {status}, and nobody complains"
+        return records[0].cause if records else f"exit status {status}, no error recorded"
 
     def _failure(
-        self, status: int, records: list[ExitRecord], asked: Cause | None, why: str, told_to_end: bool
-    ) -> Verdict:
+        self, status: int, records: list[ExitRecord], asked: Cause | None, why: str, end_requested: bool
+    ) -> Outcome:
         failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
         # The trainer first: when it fails, the controller does, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
         text = failed[0].cause if failed else why or f"the controller ended with status {status}"
-        if told_to_end:  # before components are looked at: Slurm may be requeueing all of them
-            return Verdict(Cause.SIGNAL, f"ended by Slurm: {text}")
+        if end_requested:  # before components are checked: Slurm may be requeueing all of them
+            return Outcome(Cause.SIGNAL, f"ended by Slurm: {text}")
         if self._component_is_gone("trainer"):
-            return Verdict(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
+            return Outcome(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
         if asked is Cause.FAILED and self._component_is_gone("generation"):
-            return Verdict(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
-        return Verdict(Cause.FAILED, text)
+            return Outcome(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
+        return Outcome(Cause.FAILED, text)
 
     def _unclean_ranks(self, attempt: Attempt) -> str:
-        """Trainer ranks of this job that have not ended well: srun's own word is not enough."""
+        """Trainer ranks of this job that have not exited cleanly: srun's exit status is not enough."""
         for part in self._plan.parts:
             if part.name == "trainer":
                 records = read_records(self._layout, "trainer", attempt.index)
                 ranks = range(part.share_of("trainer").num_processes)
                 missing = [str(rank) for rank in ranks if rank not in records or records[rank].status != 0]
-                return f"trainer ranks {', '.join(missing)} did not end well" if missing else ""
+                return f"trainer ranks {', '.join(missing)} did not exit cleanly" if missing else ""
         return ""
 
     def _records(self, attempt: Attempt) -> list[ExitRecord]:
@@ -91,7 +92,7 @@ class Judge:
         return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
 
     def _component_is_gone(self, name: str) -> bool:
-        """True if Slurm runs this component of the job no longer, and will not: scancel of one, its own time limit."""
+        """True if this component of the job has ended for good: it was cancelled, or reached its own time limit."""
         names = [part.name for part in self._plan.parts]
         if not self._job.is_heterogeneous or name not in names:
             return False

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import job_keeper, other_jobs
+from launch.batch import other_jobs, resubmitter
 from launch.batch.event_log import EventLog
-from launch.batch.job_keeper import JobKeeper
 from launch.batch.job_records import JobRecord, read_records, write_record
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart, Limits
+from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import Progress
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause, Verdict
 from rlhpc.run_layout import RunLayout
 
 LONG_AGO, NOW = 100.0, 4e9
@@ -60,17 +60,17 @@ class Site:
         job = ThisJob.of({"SLURM_JOB_ID": str(CONTROLLER)})
         self.plan, self.job = plan, job
         log = EventLog(self.layout.job_events(job.name), 0)
-        self.keeper = JobKeeper(plan, job, log, RetryBudget(self.layout, limits.max_retries))
+        self.resubmitter = Resubmitter(plan, job, log, RetryBudget(self.layout, limits.max_retries))
 
     def queue(self, lines: Iterable[str], status: int = 0) -> None:
         (self.bin / "queue").write_text("".join(f"{line}\n" for line in lines))
         (self.bin / "status").write_text(str(status))
 
-    def look(self, *roles: str, after_s: float = 400.0, step: int = 0) -> Verdict | None:
+    def look(self, *roles: str, after_s: float = 400.0, step: int = 0) -> Outcome | None:
         """One look, so long after the one before, at a run with these roles."""
         self._clock[0] += after_s
         there = tuple({"name": role} for role in roles)
-        return self.keeper.look(Progress(0, "training", step, 1.0, 0.0, 0.1, there))
+        return self.resubmitter.look(Progress(0, "training", step, 1.0, 0.0, 0.1, there))
 
     @property
     def submitted(self) -> list[str]:
@@ -99,7 +99,7 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     clock = [time.monotonic()]
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(job_keeper.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(resubmitter.time, "monotonic", lambda: clock[0])
     return Site(tmp_path, clock)
 
 
@@ -107,7 +107,7 @@ def test_one_lost_task_of_an_array_is_submitted_again_alone(site: Site) -> None:
     site.queue(PREEMPTED)
     assert site.look("trainer-0", "generator-0", "generator-2", "generator-3") is None
     assert site.submitted == ["--array=1"]
-    assert site.events[-1] == ("submit", "job 5310226_1 (generation) is gone (preempted): job 6001 takes its place")
+    assert site.events[-1] == ("submit", "job 5310226_1 (generation) has ended (preempted): resubmitted as job 6001")
     record = read_records(site.layout)[-1]
     assert (record.job_id, record.follows, record.tasks, record.array_size) == (6001, GENERATION, [1], 4)
 
@@ -152,10 +152,10 @@ def test_the_last_generator_is_worth_the_runs_own_budget(site: Site) -> None:
         over = [f"5310226_{task}|PREEMPTED" for task in range(4)]
         over += [f"{6001 + k}_{task}|PREEMPTED" for k in range(attempt) for task in range(4)]
         site.queue([*ALIVE[:2], *over])
-        verdict = site.look("trainer-0", after_s=1000.0)
-    assert verdict is not None
-    assert verdict.cause is Cause.GIVEN_UP
-    assert "has ended too often: PREEMPTED" in verdict.text
+        outcome = site.look("trainer-0", after_s=1000.0)
+    assert outcome is not None
+    assert outcome.cause is Cause.GIVEN_UP
+    assert "has ended too often: PREEMPTED" in outcome.text
     assert site.submitted == ["--array=0,1,2,3"] * 2
 
 
@@ -163,7 +163,7 @@ def test_what_was_cancelled_stays_away_also_after_slurm_has_forgotten_it(site: S
     there = ("trainer-0", "generator-0", "generator-2", "generator-3")
     site.queue([*ALIVE[:3], "5310226_1|CANCELLED", *ALIVE[4:]])
     assert site.look(*there) is None
-    assert site.events[-1] == ("left_away", "job 5310226_1 (generation) was cancelled: it stays away")
+    assert site.events[-1] == ("left_away", "job 5310226_1 (generation) was cancelled: it is not resubmitted")
     site.queue([*ALIVE[:3], *ALIVE[4:]])
     site.look(*there)
     site.start()
@@ -174,9 +174,9 @@ def test_what_was_cancelled_stays_away_also_after_slurm_has_forgotten_it(site: S
 
 def test_a_trainer_that_was_cancelled_ends_the_run(site: Site) -> None:
     site.queue([ALIVE[0], "5310225|CANCELLED", *ALIVE[2:]])
-    verdict = site.look("generator-0")
-    assert verdict is not None
-    assert verdict.cause is Cause.COMPONENT
+    outcome = site.look("generator-0")
+    assert outcome is not None
+    assert outcome.cause is Cause.COMPONENT
 
 
 def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) -> None:
@@ -187,8 +187,8 @@ def test_an_answer_without_the_job_that_asks_says_nothing_of_others(site: Site) 
     assert site.look("generator-0") is None
     assert site.submitted == []
     assert [event for event, _ in site.events] == ["not_submitted"], "said once"
-    assert "squeue does not show job 5310224, which asks" in site.events[0][1]
-    with pytest.raises(SlurmError, match="does not count"):
+    assert "squeue does not list this job, 5310224" in site.events[0][1]
+    with pytest.raises(SlurmError, match="not complete"):
         other_jobs.other_jobs(site.layout, site.job)
 
 

@@ -1,13 +1,13 @@
-"""The supervisor of the job that the controller runs in: it owns the attempts of the run.
+"""The supervisor of the job that hosts the controller: it owns the attempts of the run.
 
-    begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ verdict
+    begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ outcome
           ▲                                                              │
-          └── failed, and a retry is left ───────────────────────────────┤
-                                     time is over: save, requeue ◀───────┤
+          └── failed, retries left ──────────────────────────────────────┤
+                              time limit is near: save, requeue ◀────────┤
                        complete, stopped, given up: end all jobs ◀───────┘
 
-Promises: an attempt is begun only when nothing of the one before writes to the run any more; what is requeued is
-requeued when no srun is alive; a run that is complete leaves no job behind.
+Guarantees: an attempt begins only when no process of the previous one writes to the run any more; a job is requeued
+only when no srun is alive; a completed run leaves no job behind.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
-from launch.batch.job_keeper import JobKeeper
-from launch.batch.judge import Judge, asked_to_end
+from launch.batch.outcome import Cause, Outcome
+from launch.batch.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.batch.plan_file import JobPart, Part
+from launch.batch.resubmitter import Resubmitter
 from launch.batch.retry_budget import RetryBudget
 from launch.batch.run_state import (
     Attempt,
@@ -28,52 +29,51 @@ from launch.batch.run_state import (
     needed_to_stop_s,
     read_attempt,
     read_progress,
+    save_requests,
     saved_step,
     wants_abort,
     wants_stop,
-    yield_requests,
 )
-from launch.batch.signals import Notices
+from launch.batch.signals import SlurmSignals
 from launch.batch.stall_watch import StallWatch
 from launch.batch.steps import Step, start_in_batch_step, start_part
 from launch.batch.this_job import ThisJob, TimeLimit
-from launch.batch.verdict import Cause, Verdict
 
 POLL_S = 0.3
-FINISH_GRACE_S = 45.0  # after the controller has ended well: the others have been told, and a trainer closes its groups
-SAVE_GRACE_S = 1800.0  # for the step that is on and its checkpoint
-ALONE_S = 10.0  # for a controller without generators that has nothing to save, and its trainer
+FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
+SAVE_GRACE_S = 1800.0  # for the current step and its checkpoint
+ALONE_S = 10.0  # for a controller without generators and its trainer, if there is nothing to save
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
-MIN_TIME_FOR_ANOTHER = 3.0  # times what stopping needs: below, a new attempt would not come far
+MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
-class Lead:
-    """Runs one life of the job."""
+class ControllerJobSupervisor:
+    """Supervises one life of the job: from its start to its end or requeue."""
 
-    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, notices: Notices) -> None:
-        self._plan, self._job, self._limit, self._log, self._notices = plan, job, limit, log, notices
+    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
+        self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
-        self._judge = Judge(plan, job)
+        self._classifier = OutcomeClassifier(plan, job)
         self._controller: Step | None = None
         self._steps: dict[str, Step] = {}  # everything else, by name
-        self._starts: dict[str, int] = {}  # of each, in this life
-        self._keeper = JobKeeper(plan, job, log, self._budget)
-        self._cause: Cause | None = None  # why the controller was asked to stop
+        self._starts: dict[str, int] = {}  # number of starts of each, in this life
+        self._resubmitter = Resubmitter(plan, job, log, self._budget)
+        self._cause: Cause | None = None  # why the controller was asked to exit
         self._why = ""  # the same, in words
         self._asked_at, self._patience_s = 0.0, SAVE_GRACE_S
 
-    def run(self) -> Verdict:
-        """Attempt after attempt, until there is a verdict that this life cannot change."""
+    def run(self) -> Outcome:
+        """Run attempts until there is an outcome that this life of the job cannot change."""
         try:
             while True:
                 saved_before = saved_step(self._layout)
-                verdict = self._attempt()
-                pause_s = self._pause_before_another(verdict, has_saved=saved_step(self._layout) > saved_before)
+                outcome = self._attempt()
+                pause_s = self._pause_before_another(outcome, has_saved=saved_step(self._layout) > saved_before)
                 if pause_s is None:
-                    return verdict
-                self._log.say("retry", f"{verdict.text}; another attempt in {pause_s:.0f} s")
+                    return outcome
+                self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
         finally:
             self._end_everything()
@@ -81,35 +81,35 @@ class Lead:
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before another attempt, unless there is to be none."""
+        """Wait before another attempt, unless a stop is requested."""
         deadline = time.monotonic() + pause_s
         while time.monotonic() < deadline and self._asked_not_to_begin() is None:
-            self._notices.sleep(POLL_S)
+            self._signals.sleep(POLL_S)
 
-    def _asked_not_to_begin(self) -> Verdict | None:
-        if self._notices.told_to_end:
-            return Verdict(Cause.SIGNAL, "Slurm asked for an end before an attempt could begin")
+    def _asked_not_to_begin(self) -> Outcome | None:
+        if self._signals.end_requested:
+            return Outcome(Cause.SIGNAL, "Slurm ended this job before an attempt could begin")
         return asked_to_end(self._layout)
 
-    def _begin(self) -> Attempt | Verdict:
+    def _begin(self) -> Attempt | Outcome:
         """Begin an attempt, or say why not."""
         asked = self._asked_not_to_begin()
         if asked is not None:
             return asked
-        for request in yield_requests(self._layout):
+        for request in save_requests(self._layout):
             request.unlink(missing_ok=True)
         try:
             attempt = begin_attempt(self._plan, self._job, self._log.say)
         except BeginError as error:
-            if self._notices.told_to_end:  # the signal ended that command too
-                return Verdict(Cause.SIGNAL, str(error))
+            if self._signals.end_requested:  # the signal ended that command too
+                return Outcome(Cause.SIGNAL, str(error))
             causes = {EXIT_REFUSED: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
-            return Verdict(causes.get(error.status, Cause.FAILED), str(error))
+            return Outcome(causes.get(error.status, Cause.FAILED), str(error))
         return self._asked_not_to_begin() or attempt
 
-    def _attempt(self) -> Verdict:
+    def _attempt(self) -> Outcome:
         attempt = self._begin()
-        if isinstance(attempt, Verdict):
+        if isinstance(attempt, Outcome):
             return attempt
         self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
@@ -118,12 +118,12 @@ class Lead:
         began = time.monotonic()
         watch = _Watch(StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, began))
         while self._controller is not None and self._controller.status() is None:
-            self._notices.sleep(POLL_S)
+            self._signals.sleep(POLL_S)
             self._look(attempt, watch)
         return self._wind_up(attempt)
 
     def _start_all(self, attempt: Attempt) -> None:
-        """Start the controller, and whatever does not run from the attempt before."""
+        """Start the controller, and every component that is not still running from the previous attempt."""
         for group, part in enumerate(self._plan.parts):
             if not part.runs_in_batch_step:
                 self._start_part(part, group, attempt)
@@ -156,9 +156,9 @@ class Lead:
     # -------------------------------------------------------------------------------------------------------- watching
 
     def _look(self, attempt: Attempt, watch: _Watch) -> None:
-        """React to what has happened since the last look."""
+        """React to what has happened since the last poll."""
         if wants_abort(self._layout):
-            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} is there")
+            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} exists")
             return
         if self._cause is not None:
             self._end_if_late()
@@ -167,11 +167,11 @@ class Lead:
         if latest is not None and latest.owner > attempt.owner:
             self._kill_attempt(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
             return
-        if latest is not None and latest.index > attempt.index:  # a ghost of an earlier life has taken the run's keys
+        if latest is not None and latest.index > attempt.index:  # a stale supervisor has replaced the run's keys
             self._kill_attempt(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
             return
         progress = read_progress(self._layout)
-        missing = self._keeper.look(progress)
+        missing = self._resubmitter.look(progress)
         if missing is not None:
             self._kill_attempt(missing.cause, missing.text)
         if self._cause is None:
@@ -184,22 +184,22 @@ class Lead:
                 self._part_ended(name, step, attempt)
 
     def _stop_if_asked(self, progress: Progress | None) -> None:
-        """Let the controller finish the step and save, for whichever reason comes first."""
+        """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
-        if self._notices.told_to_end:
-            self._ask_controller(Cause.SIGNAL, "Slurm signals the end of this job")
+        if self._signals.end_requested:
+            self._ask_controller(Cause.SIGNAL, "Slurm is ending this job")
         elif wants_stop(self._layout):
-            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} is there")
-        elif yield_requests(self._layout):
-            names = ", ".join(path.stem for path in yield_requests(self._layout))
-            self._ask_controller(Cause.YIELD, f"the time of job {names} is nearly over")
+            self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists")
+        elif save_requests(self._layout):
+            names = ", ".join(path.stem for path in save_requests(self._layout))
+            self._ask_controller(Cause.YIELD, f"job {names} is close to its time limit")
         elif self._limit.left_s() < needed_s:
-            self._limit.ask()  # somebody may have given the job more time
+            self._limit.ask()  # the limit may have been extended
             if self._limit.left_s() < needed_s:
                 left_s = self._limit.left_s()
                 self._ask_controller(Cause.TIME, f"{left_s:.0f} s are left, and stopping needs {needed_s:.0f} s")
-        elif self._notices.warned and self._limit.end is None:
-            self._ask_controller(Cause.TIME, "Slurm warns of the time limit, which is not known")
+        elif self._signals.warned and self._limit.end is None:
+            self._ask_controller(Cause.TIME, "Slurm's warning before the time limit; the limit itself is not known")
 
     def _ask_controller(self, cause: Cause, why: str) -> None:
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
@@ -209,16 +209,16 @@ class Lead:
             self._controller.ask_to_leave()
 
     def _end_if_late(self) -> None:
-        """The controller was asked to end: kill it when it takes too long, or when there is no time to wait for it."""
+        """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
         last_moment_s = min(LAST_MOMENT_S, self._limit.life_s / 8)
         if self._controller is None or (waited_s < self._patience_s and self._limit.left_s() > last_moment_s):
             return
-        self._log.say("kill", f"the controller has not ended {waited_s:.0f} s after it was asked to")
+        self._log.say("kill", f"the controller is killed: it has not exited {waited_s:.0f} s after it was asked to")
         self._controller.kill()
 
     def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
-        """End an attempt without progress.  It is begun again only if it had made some."""
+        """End an attempt that makes no progress.  Another is begun only if this one had made some."""
         step = progress.step if progress is not None else -1
         stall_s = watch.stall.look(step, progress is not None and progress.phase == "training", time.monotonic())
         if stall_s is not None:
@@ -227,25 +227,25 @@ class Lead:
             self._kill_attempt(cause, f"no step for {stall_s:.0f} s: {waits}")
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
-        """End controller and trainer now; what outlasts attempts stays."""
+        """End controller and trainer now; roles that survive attempts keep running."""
         self._cause, self._why, self._asked_at = cause, why, time.monotonic()
         self._log.say("kill", why)
         if self._controller is not None:
             self._controller.kill()
 
     def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
-        """A part has ended although nobody asked it to."""
-        self._log.say("part_end", f"{name} has ended: {self._judge.obituary(name, attempt, step.status())}")
+        """A component has ended without having been asked to."""
+        self._log.say("part_end", f"{name} has ended: {self._classifier.exit_summary(name, attempt, step.status())}")
         if self._controller is None or self._controller.status() is not None or self._cause is not None:
             return
         if name == "trainer":
-            # Nobody will finish the step that the controller waits for: it closes its books at once.
+            # The step that the controller waits for will not be finished: it writes its state and exits at once.
             self._controller.ask_to_leave(signal.SIGINT)
         elif name == "generation" and not self._others_generate(name):
             self._end_alone()
 
     def _end_alone(self) -> None:
-        """No generator is left: what has been trained is saved, and nobody is waited for who cannot come."""
+        """No generator is left: save what has been trained, without waiting for roles that cannot come back."""
         progress = read_progress(self._layout)
         has_news = progress is not None and progress.step > saved_step(self._layout)
         self._ask_controller(Cause.FAILED, "no generator is left")
@@ -254,7 +254,7 @@ class Lead:
             self._controller.ask_to_leave(signal.SIGINT)
 
     def _others_generate(self, name: str) -> bool:
-        """True if generators of other jobs are there."""
+        """True if generators of other jobs are registered."""
         progress = read_progress(self._layout)
         part = next(part for part in self._plan.parts if part.name == name)
         own = {f"generator-{part.share_of('generator').first_replica + k}" for k in range(part.shares[0].num_processes)}
@@ -262,60 +262,60 @@ class Lead:
 
     # ---------------------------------------------------------------------------------------------------- winding up
 
-    def _wind_up(self, attempt: Attempt) -> Verdict:
-        """The controller has ended: end what belongs to its attempt, and say what it comes to."""
+    def _wind_up(self, attempt: Attempt) -> Outcome:
+        """The controller has ended: end the other roles of its attempt, and return the outcome."""
         status = self._controller.status() if self._controller is not None else 1
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._ask_all_to_leave()  # at once: there may be little time
         trainer = self._steps.get("trainer")
         if trainer is not None:
             trainer.asked = True
-            # One that has not met the controller yet was not told to leave.
+            # A trainer that has not connected to the controller yet was not told to exit.
             if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
                 trainer.kill()
-        told_to_end = self._notices.told_to_end
-        verdict = self._judge.verdict(1 if status is None else status, attempt, self._cause, self._why, told_to_end)
+        end_requested = self._signals.end_requested
+        outcome = self._classifier.classify(
+            1 if status is None else status, attempt, self._cause, self._why, end_requested
+        )
         progress = read_progress(self._layout)
         trained = progress.step if progress is not None else 0
         steps = f"step {trained} trained, step {saved_step(self._layout)} saved"
-        self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {verdict.text}")
-        return verdict
+        self._log.say("attempt_end", f"attempt {attempt.index}, {steps}: {outcome.text}")
+        return outcome
 
     # -------------------------------------------------------------------------------------------------- what comes next
 
-    def _pause_before_another(self, verdict: Verdict, has_saved: bool) -> float | None:
-        """Seconds until the next attempt in this life; None: there is none.  May turn the verdict."""
-        if verdict.cause is Cause.YIELD:
+    def _pause_before_another(self, outcome: Outcome, has_saved: bool) -> float | None:
+        """Seconds until the next attempt in this life; None: there is none.  May change the outcome's cause."""
+        if outcome.cause is Cause.YIELD:
             return 0.0
-        in_vain = (
-            verdict.cause is Cause.TIME and not has_saved
-        )  # a life too short for a step would come again and again
-        if verdict.cause is not Cause.FAILED and not in_vain:
+        in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
+        if outcome.cause is not Cause.FAILED and not in_vain:
             return None
         pause_s = self._budget.take(saved_step(self._layout))
         if pause_s is None:
-            verdict.cause = Cause.GIVEN_UP
-            verdict.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
+            outcome.cause = Cause.GIVEN_UP
+            outcome.text += f"; {self._budget.failures} attempts have not come beyond step {saved_step(self._layout)}"
             return None
         needed_s = needed_to_stop_s(read_progress(self._layout), self._limit.life_s)
         if in_vain or self._limit.left_s() < pause_s + MIN_TIME_FOR_ANOTHER * needed_s:
-            verdict.cause = Cause.TIME  # the next life tries
+            outcome.cause = Cause.TIME  # the next life tries
             return None
         return pause_s
 
     def _end_everything(self) -> None:
-        """End every process of this job; generators hand back what they have."""
+        """End every process of this job; generators hand back their leases."""
         if self._controller is not None:
             self._controller.kill()
         left = self._ask_all_to_leave()
         deadline = time.monotonic() + self._grace_s()
         for step in left:
             if not step.wait(max(0.0, deadline - time.monotonic())):
-                self._log.say("kill", f"{step.name} does not leave")
+                self._log.say("kill", f"{step.name} is killed: it has not exited in time")
                 step.kill()
 
     def _ask_all_to_leave(self) -> list[Step]:
-        """Ask every part that runs; returns them."""
+        """Ask every running component to exit; returns them."""
         left = [step for step in self._steps.values() if step.status() is None]
         for step in left:
             if not step.asked:
@@ -323,15 +323,15 @@ class Lead:
         return left
 
     def _grace_s(self) -> float:
-        """Seconds that the others may take to end: never so long that nobody could requeue any more."""
+        """Seconds that the other roles may take to end: leaves enough time to requeue this job."""
         return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
 
 
 @dataclass
 class _Watch:
-    """What was seen of an attempt."""
+    """What was observed of an attempt."""
 
     stall: StallWatch
 
     def __post_init__(self) -> None:
-        self.reported: set[str] = set()  # parts whose end was told
+        self.reported: set[str] = set()  # components whose end was logged

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from launch.batch.exit_records import ExitRecord, write_record
-from launch.batch.judge import Judge
+from launch.batch.outcome import Cause
+from launch.batch.outcome_classifier import OutcomeClassifier
 from launch.batch.plan_file import JobPart, Limits, Part, Share
 from launch.batch.run_state import Attempt
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause
 from rlhpc.run_layout import RunLayout
 
 ATTEMPT = Attempt(2, 40, 12, 0)
@@ -25,14 +25,14 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def judge(layout: RunLayout) -> Judge:
+def classifier(layout: RunLayout) -> OutcomeClassifier:
     def part(name: str, role: str, count: int) -> Part:
         return Part(name, (Share(role, count, 0),), role == "controller", (), 0, False, ("python3",), {}, {})
 
     parts = (part("controller", "controller", 1), part("trainer", "trainer", 2))
     limits = Limits(meet_s=10, stall_s=10, max_retries=1)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, parts, limits, "requeue", ())
-    return Judge(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))
+    return OutcomeClassifier(plan, ThisJob.of({"SLURM_JOB_ID": "12"}))
 
 
 def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
@@ -43,7 +43,7 @@ def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "asked", "told_to_end", "cause"),
+    ("status", "asked", "end_requested", "cause"),
     [
         (0, Cause.TIME, False, Cause.TIME),
         (137, Cause.TIME, False, Cause.TIME),  # killed at the last moment: the next life goes on
@@ -64,38 +64,38 @@ def ended(layout: RunLayout, name: str, status: int, words: str = "") -> None:
     ],
 )
 def test_how_the_controller_ended_and_why_decide(
-    layout: RunLayout, status: int, asked: Cause | None, told_to_end: bool, cause: Cause
+    layout: RunLayout, status: int, asked: Cause | None, end_requested: bool, cause: Cause
 ) -> None:
-    assert judge(layout).verdict(status, ATTEMPT, asked, "why", told_to_end).cause is cause
+    assert classifier(layout).classify(status, ATTEMPT, asked, "why", end_requested).cause is cause
 
 
 def test_a_failure_that_no_process_explains_has_the_reason_it_was_ended_for(layout: RunLayout) -> None:
-    verdict = judge(layout).verdict(137, ATTEMPT, Cause.FAILED, "no step for 15 s", told_to_end=False)
-    assert (verdict.cause, verdict.text) == (Cause.FAILED, "no step for 15 s")
+    outcome = classifier(layout).classify(137, ATTEMPT, Cause.FAILED, "no step for 15 s", end_requested=False)
+    assert (outcome.cause, outcome.text) == (Cause.FAILED, "no step for 15 s")
 
 
 def test_a_complete_run_needs_the_word_of_every_rank(layout: RunLayout) -> None:
     layout.summary.touch()
     ended(layout, "trainer-0", 0)
-    verdict = judge(layout).verdict(0, ATTEMPT, None, "", told_to_end=False)
-    assert (verdict.cause, verdict.text) == (Cause.UNCLEAN, "complete, but trainer ranks 1 did not end well")
+    outcome = classifier(layout).classify(0, ATTEMPT, None, "", end_requested=False)
+    assert (outcome.cause, outcome.text) == (Cause.UNCLEAN, "complete, but trainer ranks 1 did not exit cleanly")
     ended(layout, "trainer-1", 0)
-    assert judge(layout).verdict(0, ATTEMPT, None, "", told_to_end=False).cause is Cause.COMPLETE
+    assert classifier(layout).classify(0, ATTEMPT, None, "", end_requested=False).cause is Cause.COMPLETE
 
 
 def test_the_trainer_is_named_before_the_controller_that_failed_with_it(layout: RunLayout) -> None:
     ended(layout, "controller-0", 3, "RoleFailed: trainer-0 is silent")
     ended(layout, "trainer-1", 137, "CUDA error")
-    verdict = judge(layout).verdict(3, ATTEMPT, None, "", told_to_end=False)
-    assert verdict.cause is Cause.FAILED
-    assert verdict.text == "trainer-1 on n1 ended with signal SIGKILL: CUDA error"
+    outcome = classifier(layout).classify(3, ATTEMPT, None, "", end_requested=False)
+    assert outcome.cause is Cause.FAILED
+    assert outcome.text == "trainer-1 on n1 ended with signal SIGKILL: CUDA error"
 
 
 def test_settings_that_a_rank_refuses_are_settings_whatever_the_controller_says(layout: RunLayout) -> None:
     ended(layout, "trainer-1", 2, "trainer.device='cuda': no GPU")
-    verdict = judge(layout).verdict(3, ATTEMPT, None, "", told_to_end=False)
-    assert verdict.cause is Cause.SETTINGS
-    assert "no GPU" in verdict.text
+    outcome = classifier(layout).classify(3, ATTEMPT, None, "", end_requested=False)
+    assert outcome.cause is Cause.SETTINGS
+    assert "no GPU" in outcome.text
 
 
 def test_every_cause_says_what_follows() -> None:

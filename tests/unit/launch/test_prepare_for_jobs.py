@@ -1,4 +1,4 @@
-"""A directory is claimed for jobs once, and what lives or is complete is left alone; all of it without Slurm."""
+"""A directory is prepared for jobs once, and what lives or is complete is left alone; all of it without Slurm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.jobs.scale import Addition, scale_run
 from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
 from launch.memory.model_shape import ModelShape
 from launch.preflight import Findings
-from launch.run_directory import claim, claim_for_jobs
+from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.site.site_file import PrologueConfig
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
@@ -52,68 +52,70 @@ def nothing(_: str) -> None:
     """Takes lines."""
 
 
-# ------------------------------------------------------------------------------------------------------------ claiming
+# ----------------------------------------------------------------------------------------------------------- preparing
 
 
 def test_a_claim_makes_settings_and_directories_and_no_attempt(config: Config, layout: RunLayout) -> None:
-    assert claim_for_jobs(config, layout, resume=False, fresh=False) == ()
+    assert prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False) == ()
     assert read_resolved(layout)[0] == config
     assert not layout.attempts.exists()
     assert layout.checkpoints.is_dir()
 
 
 def test_a_run_that_never_began_may_be_submitted_again_with_other_settings(config: Config, layout: RunLayout) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     layout.stop_request.touch()
     other = override(config, ["run.seed=7"])
-    claim_for_jobs(other, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(other, layout, resume=False, fresh=False)
     assert read_resolved(layout)[0].run.seed == 7
     assert not layout.stop_request.exists()
 
 
 def test_a_run_that_has_begun_wants_a_word(config: Config, layout: RunLayout) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
-    with pytest.raises(RunDirectoryError, match="exists already; give --resume"):
-        claim_for_jobs(config, layout, resume=False, fresh=False)
+    with pytest.raises(RunDirectoryError, match="exists already; use --resume"):
+        prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     with pytest.raises(RunDirectoryError, match=r"cannot change on resume: run\.seed"):
-        claim_for_jobs(override(config, ["run.seed=7"]), layout, resume=True, fresh=False)
-    changed = claim_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
+        prepare_run_dir_for_jobs(override(config, ["run.seed=7"]), layout, resume=True, fresh=False)
+    changed = prepare_run_dir_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
     assert changed == (f"run.num_steps: {config.run.num_steps} → 999",)
-    claim_for_jobs(config, layout, resume=False, fresh=True)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=True)
     assert not layout.attempts.exists()
 
 
 def test_a_resume_takes_away_requests_and_the_attempt_that_was_on(config: Config, layout: RunLayout) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
     layout.jobs.mkdir()
-    stale = (layout.stop_request, layout.abort_request, layout.yield_request("trainer"))
+    stale = (layout.stop_request, layout.abort_request, layout.save_request("trainer"))
     for path in stale:
         path.touch()
-    claim_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
     assert not any(path.exists() for path in (*stale, layout.attempt))
 
 
 def test_a_complete_run_is_resumed_for_more_steps_alone(config: Config, layout: RunLayout) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
     layout.summary.write_text("{}")
-    with pytest.raises(RunDirectoryError, match=f"complete, {config.run.num_steps} steps; run.num_steps=M"):
-        claim_for_jobs(config, layout, resume=True, fresh=False)
-    claim_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
+    with pytest.raises(
+        RunDirectoryError, match=f"complete, {config.run.num_steps} steps; to continue, set run.num_steps=M"
+    ):
+        prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir_for_jobs(override(config, ["run.num_steps=999"]), layout, resume=True, fresh=False)
     assert not layout.summary.exists()
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused_before_anything_is_written(
     config: Config, layout: RunLayout
 ) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=1, restart=0)
     complete(begin(layout.checkpoint(40)), layout.checkpoint(40), {})
     before = layout.config.read_bytes()
-    with pytest.raises(RunDirectoryError, match="has come to step 40 already"):
-        claim_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)
+    with pytest.raises(RunDirectoryError, match="is at step 40 already"):
+        prepare_run_dir_for_jobs(override(config, ["run.num_steps=30"]), layout, resume=True, fresh=False)
     assert layout.config.read_bytes() == before
 
 
@@ -123,26 +125,28 @@ def test_what_is_no_run_is_never_taken(config: Config, layout: RunLayout) -> Non
     (layout.root / ".lock").touch()  # somebody else's
     for fresh in (True, False):
         with pytest.raises(RunDirectoryError, match="is not a run directory"):
-            claim_for_jobs(config, layout, resume=False, fresh=fresh)
-    with pytest.raises(RunDirectoryError, match="nothing to resume"):
-        claim_for_jobs(config, layout, resume=True, fresh=False)
+            prepare_run_dir_for_jobs(config, layout, resume=False, fresh=fresh)
+    with pytest.raises(RunDirectoryError, match="no run to resume"):
+        prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
     assert {path.name for path in layout.root.iterdir()} == {"thesis.tex", ".lock"}
 
 
 def test_a_local_launcher_keeps_jobs_away(config: Config, layout: RunLayout) -> None:
-    claim(config, layout, resume=False, fresh=False)
-    with living_launcher(layout), pytest.raises(RunDirectoryError, match="a run lives here"):
-        claim_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    with living_launcher(layout), pytest.raises(RunDirectoryError, match="a run is active here"):
+        prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
 
 
 def test_a_run_of_another_user_is_not_deleted(
     config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     owner = layout.root.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    for take in (claim_for_jobs, claim):
-        with pytest.raises(RunDirectoryError, match=f"belongs to the user with uid {owner}: --fresh deletes nobody"):
+    for take in (prepare_run_dir_for_jobs, prepare_run_dir):
+        with pytest.raises(
+            RunDirectoryError, match=f"belongs to the user with uid {owner}: --fresh deletes only your own"
+        ):
             take(config, layout, resume=False, fresh=True)
     assert layout.config.exists()
 
@@ -152,27 +156,27 @@ def test_a_launcher_of_another_host_that_has_ended_is_forgotten_with_the_next_cl
 ) -> None:
     """Or the status that jobs write would make it live again."""
     monkeypatch.setattr("launch.run_owner.SILENCE_S", 1.0)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     launcher_elsewhere(layout)
-    claim_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
     layout.status.write_text("{}")
-    claim_for_jobs(config, layout, resume=True, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
 
 
 @pytest.mark.usefixtures("no_slurm")
 def test_without_an_answer_of_slurm_jobs_count_as_living_for_jobs_and_silence_suffices_here(
     config: Config, layout: RunLayout
 ) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     begin_attempt(layout, job_id=12, restart=0)
     write_record(layout, RECORD)
     with pytest.raises(RunDirectoryError, match=r"may be queued or running: .*no such command"):
-        claim_for_jobs(config, layout, resume=True, fresh=False)
+        prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)
     layout.status.write_text("{}")
     with pytest.raises(RunDirectoryError, match="may be queued or running"):
-        claim(config, layout, resume=True, fresh=False)
+        prepare_run_dir(config, layout, resume=True, fresh=False)
     layout.status.unlink()
-    assert claim(config, layout, resume=True, fresh=False).index == 1
+    assert prepare_run_dir(config, layout, resume=True, fresh=False).index == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -255,12 +259,12 @@ def test_gpus_that_are_too_small_are_refused_where_they_are_known(tmp_path: Path
 def test_a_resume_needs_a_run_and_its_site(config: Config, layout: RunLayout, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         resume_run(layout, [], after=None, tell=nothing)
-    claim(config, layout, resume=False, fresh=False)
-    with pytest.raises(ConfigError, match=r"site\.toml: missing, as of a run that was never submitted"):
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    with pytest.raises(ConfigError, match=r"site\.toml: missing, because this run was never submitted"):
         resume_run(layout, [], after=None, tell=nothing)
-    with pytest.raises(ConfigError, match=r"'b\.toml': neither an override"):
+    with pytest.raises(ConfigError, match=r"'b\.toml': legal: at most one site file"):
         resume_run(layout, ["a.toml", "b.toml"], after=None, tell=nothing)
-    with pytest.raises(ConfigError, match="a resume stays in its directory"):
+    with pytest.raises(ConfigError, match="a resume cannot leave"):
         resume_run(layout, ["a.toml", f"run.directory={tmp_path / 'other'}"], after=None, tell=nothing)
     with pytest.raises(ConfigError, match=r"run\.title='x': unknown key"):
         resume_run(layout, ["a.toml", "run.title=x"], after=None, tell=nothing)
@@ -275,7 +279,7 @@ def test_a_change_of_generators_has_a_sign_and_a_number(layout: RunLayout, gener
 def test_generators_are_added_to_submitted_runs_that_are_not_complete(config: Config, layout: RunLayout) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
-    claim(config, layout, resume=False, fresh=False)
+    prepare_run_dir(config, layout, resume=False, fresh=False)
     with pytest.raises(RunDirectoryError, match="not submitted to Slurm"):
         scale_run(layout, "+1", Addition(), dry_run=True, tell=nothing)
     layout.summary.write_text("{}")
@@ -286,7 +290,7 @@ def test_generators_are_added_to_submitted_runs_that_are_not_complete(config: Co
 def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(
     config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    claim_for_jobs(config, layout, resume=False, fresh=False)
+    prepare_run_dir_for_jobs(config, layout, resume=False, fresh=False)
     shared = {"shared_directory": str(tmp_path)}
     document = json.loads(plan_document(plan_of(f"run.directory={layout.root}", cluster=shared)))
     layout.job_plan.write_text(json.dumps(document))

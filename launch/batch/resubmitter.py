@@ -1,7 +1,7 @@
-"""Keep the other planned jobs of a run alive: what has ended while its role is missing is submitted again.
+"""Resubmit planned jobs of a run that have ended although their roles are still needed.
 
-Takes what the controller says of its roles and what Slurm says of jobs, of arrays task by task.  Guarantees: what
-somebody has cancelled stays away, also after this job was requeued; what lives, or may live, is not submitted again.
+Input: the roles that the controller lists, and job states from Slurm (arrays per task).  Guarantees: a job that was
+cancelled by hand is not resubmitted, not even after this job was requeued; neither is a job that is, or may be, alive.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from contextlib import suppress
 from launch.batch.event_log import EventLog
 from launch.batch.job_records import JobRecord
 from launch.batch.other_jobs import MIN_JOB_AGE_S, Gone, gone_jobs, min_job_age_s, planned_tasks, submit_again
+from launch.batch.outcome import Cause, Outcome
 from launch.batch.plan_file import JobPart
 from launch.batch.retry_budget import FIRST_PAUSE_S, LONGEST_PAUSE_S, RetryBudget
 from launch.batch.run_state import Progress, saved_step
 from launch.batch.slurm_commands import SlurmError
 from launch.batch.this_job import ThisJob
-from launch.batch.verdict import Cause, Verdict
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 
-LOOK_EVERY_S = 10.0  # where a role is missing
-LOOK_AT_LEAST_EVERY_S = 60.0  # where it goes on being missing, as in a deep queue
-SUBMIT_PATIENCE_S = 10.0  # with a slurmctld that is away: the next look tries again
+LOOK_EVERY_S = 10.0  # while a role is missing
+LOOK_AT_LEAST_EVERY_S = 60.0  # while it stays missing, as in a long queue
+SUBMIT_PATIENCE_S = 10.0  # for a slurmctld that is away: the next poll tries again
 
 _Key = tuple[str, "int | None"]  # name of a job, and task of its array
 
 
-class JobKeeper:
-    """Looks after the jobs of one plan, with the retry budget of its run."""
+class Resubmitter:
+    """Resubmits the jobs of one plan, within the retry budget of its run."""
 
     def __init__(self, plan: JobPart, job: ThisJob, log: EventLog, budget: RetryBudget) -> None:
         self._plan, self._job, self._log, self._budget = plan, job, log, budget
         self._pause_s = LOOK_EVERY_S
         self._next_look = time.monotonic() + self._pause_s
-        self._missing: set[str] = set()  # roles, at the last look
+        self._missing: set[str] = set()  # roles, at the last poll
         self._min_job_age_s: float | None = None  # not asked yet
         self._tries = _Tries(plan.limits.max_retries)
-        self._left_away = plan.layout.jobs / "left_away.json"  # what somebody has cancelled; ids of Slurm
-        self._said = ""  # why nothing could be submitted
+        self._left_away = plan.layout.jobs / "left_away.json"  # jobs that were cancelled by hand; Slurm ids
+        self._said = ""  # the last reported reason why nothing could be submitted
 
-    def look(self, progress: Progress | None) -> Verdict | None:
-        """Bring back what is gone and missed.  Returns a verdict where that cannot or must not be."""
+    def look(self, progress: Progress | None) -> Outcome | None:
+        """Resubmit jobs that have ended and are needed.  Returns an outcome if that is impossible or not allowed."""
         if not self._plan.other_jobs or time.monotonic() < self._next_look:
             return None
         try:
             return self._look(progress)
         except RlhpcError as error:
             if str(error) != self._said:
-                self._log.say("not_submitted", f"jobs that are gone are not brought back: {error}")
+                self._log.say("not_submitted", f"jobs that have ended cannot be resubmitted: {error}")
             self._said = str(error)
             return None
         finally:
             self._next_look = max(self._next_look, time.monotonic() + self._pause_s)
 
-    def _look(self, progress: Progress | None) -> Verdict | None:
+    def _look(self, progress: Progress | None) -> Outcome | None:
         self._tries.refill(saved_step(self._plan.layout))
         present = {role["name"] for role in progress.roles} if progress is not None else set()
         away = self._read_left_away()
@@ -69,23 +69,23 @@ class JobKeeper:
         gone = [
             each
             for each in gone_jobs(self._plan, self._job, self._memory_s())
-            # One that Slurm no longer shows lives if its role speaks.
+            # A job that Slurm no longer shows is alive if its role is registered.
             if not self._is_given_up(each.record, each.task, away) and (each.state or not present & set(each.roles))
         ]
         cancelled = [each for each in gone if each.state == "CANCELLED"]
         for each in cancelled:
             if each.record.name == "trainer":
-                return Verdict(Cause.COMPONENT, f"job {each.label}, the trainer's, was cancelled")
+                return Outcome(Cause.COMPONENT, f"job {each.label}, the trainer's, was cancelled")
             self._leave_away(each)
         lost = [each for each in gone if each not in cancelled]
         for name in dict.fromkeys(each.record.name for each in lost):
-            verdict = self._bring_back([each for each in lost if each.record.name == name], progress)
-            if verdict is not None:
-                return verdict
+            outcome = self._bring_back([each for each in lost if each.record.name == name], progress)
+            if outcome is not None:
+                return outcome
         return None
 
     def _expected(self, away: Sequence[str]) -> set[str]:
-        """Names of the roles that the planned jobs would bring; of trainers and reward services one each."""
+        """Names of the roles that the planned jobs would start; one each for trainers and reward services."""
         newest = [(records[-1], task) for records, task in planned_tasks(self._plan)]
         return {
             role
@@ -107,21 +107,21 @@ class JobKeeper:
 
     # ------------------------------------------------------------------------------------------------- bringing back
 
-    def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Verdict | None:
-        """Submit one job, or those tasks of an array, once more."""
+    def _bring_back(self, gone: Sequence[Gone], progress: Progress | None) -> Outcome | None:
+        """Resubmit one job, or these tasks of an array."""
         name = gone[0].record.name
         if name.startswith("generation") and progress is None:
-            return None  # whether others generate is not known yet
+            return None  # it is not known yet whether other generators are running
         lost = {role for each in gone for role in each.roles}
         if name.startswith("generation") and progress is not None and set(progress.generators()) - lost:
-            gone = [each for each in gone if self._may_try(each)]  # the run goes on without them meanwhile
+            gone = [each for each in gone if self._may_try(each)]  # the run continues without them meanwhile
             if not gone:
                 return None
         else:
             pause_s = self._budget.take(saved_step(self._plan.layout))
             if pause_s is None:
-                text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'forgotten'}"
-                return Verdict(Cause.GIVEN_UP, text)
+                text = f"job {gone[0].label} ({name}) has ended too often: {gone[0].state or 'state unknown'}"
+                return Outcome(Cause.GIVEN_UP, text)
             self._next_look = time.monotonic() + max(LOOK_EVERY_S, pause_s)
         tasks = [each.task for each in gone if each.task is not None]
         number = submit_again(
@@ -131,25 +131,26 @@ class JobKeeper:
             patience_s=SUBMIT_PATIENCE_S,
             hear=lambda remarks: self._log.say("sbatch", f"sbatch says: {remarks}"),
         )
-        was = ", ".join(f"{each.label} ({name}) is gone ({each.state.lower() or 'forgotten'})" for each in gone)
-        self._log.say("submit", f"job {was}: job {number} takes its place")
+        was = ", ".join(f"{each.label} ({name}) has ended ({each.state.lower() or 'state unknown'})" for each in gone)
+        self._log.say("submit", f"job {was}: resubmitted as job {number}")
         self._said, self._pause_s = "", LOOK_EVERY_S
         return None
 
     def _may_try(self, gone: Gone) -> bool:
-        """True if a generator whose loss the run survives is to be submitted now; it has a budget of its own."""
+        """True if a generator that the run can do without is to be resubmitted now; it has a budget of its own."""
         key = gone.record.name, gone.task
         may = self._tries.take(key)
         if self._tries.is_exhausted(key):
-            text = f"job {gone.label} ({gone.record.name}) has ended too often ({gone.state.lower() or 'forgotten'})"
-            self._log.say("left_away", f"{text}: the run goes on without it until another step is saved")
+            state = gone.state.lower() or "state unknown"
+            text = f"job {gone.label} ({gone.record.name}) has ended too often ({state})"
+            self._log.say("left_away", f"{text}: the run continues without it until another step is saved")
         return may
 
     def _leave_away(self, gone: Gone) -> None:
-        """What somebody has cancelled is not wanted: written down, since Slurm forgets it, and this process ends."""
+        """Do not resubmit a job that was cancelled by hand: recorded in a file, because Slurm forgets the job."""
         with suppress(OSError):
             write_atomically(self._left_away, json.dumps([*self._read_left_away(), gone.label]).encode())
-        self._log.say("left_away", f"job {gone.label} ({gone.record.name}) was cancelled: it stays away")
+        self._log.say("left_away", f"job {gone.label} ({gone.record.name}) was cancelled: it is not resubmitted")
 
     def _read_left_away(self) -> list[str]:
         """Names of jobs and tasks, as squeue writes them."""
@@ -161,7 +162,7 @@ class JobKeeper:
 
 
 class _Tries:
-    """How often each task was submitted again since the last new checkpoint, with growing pauses."""
+    """How often each task was resubmitted since the last new checkpoint, with growing pauses."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -170,17 +171,17 @@ class _Tries:
         self._step = -1
 
     def refill(self, saved_step: int) -> None:
-        """A newer checkpoint makes all tries new."""
+        """A newer checkpoint resets all counts."""
         if saved_step > self._step:
             self._step = saved_step
             self._count.clear()
 
     def is_exhausted(self, key: _Key) -> bool:
-        """True if it is not tried any more."""
+        """True if it is not resubmitted any more."""
         return self._count.get(key, 0) > self._most
 
     def take(self, key: _Key) -> bool:
-        """Use up a try; False: not now, or not any more."""
+        """Use up one try; False: not now, or not any more."""
         now = time.monotonic()
         if now < self._not_before.get(key, 0.0):
             return False
