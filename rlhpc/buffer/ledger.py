@@ -51,11 +51,9 @@ class AdmissionLedger:
         self.group_size = group_size
         self._sampling = sampling
         self._clock = clock
+        known = lost_leases or LostLeases()
         self._leases = LeaseBook(
-            lease_deadline_s=lease_deadline_s,
-            max_attempts=max_attempts,
-            clock=clock,
-            lost_leases=lost_leases or LostLeases(),
+            lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock, lost_leases=known
         )
         self.is_quarantining = (
             self._leases.is_quarantining
@@ -156,8 +154,7 @@ class AdmissionLedger:
     ) -> None:
         """The holder is still sampling these members: renew their deadline.
 
-        The prefixes are kept for the next holder.  Members of other holders and unknown groups are ignored.  Raises as
-        hand_back does.
+        Prefixes are kept for the next holder.  Others' members and unknown groups are ignored.  Raises as hand_back.
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
