@@ -293,6 +293,7 @@ class MegatronBackend(TrainerBackend):
         if self._is_open:
             self._is_open = False
             self._saver.close()
+            self._model.forget_last_tokens()
             del self._saver, self._state, self._schedule, self._optimizer, self._model
             _close_everything()
             # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.

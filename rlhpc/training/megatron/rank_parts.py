@@ -63,6 +63,18 @@ class RankModel:
         items = sharded_weights(model, layout, dtype)
         return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
 
+    def forget_last_tokens(self) -> None:
+        """Take the last micro-batch's tensors from the dispatchers of mixture layers, when the model is given up.
+
+        Each keeps routing probabilities, and through their graph, where no garbage collector looks, every module,
+        every buffer and the threads of every process group.
+        """
+        dispatchers = (getattr(module, "token_dispatcher", None) for chunk in self.chunks for module in chunk.modules())
+        for dispatcher in filter(None, dispatchers):
+            for name, value in list(vars(dispatcher).items()):
+                if isinstance(value, torch.Tensor):
+                    setattr(dispatcher, name, None)
+
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Of all weights, in the order of items."""
