@@ -117,9 +117,13 @@ def _write(plan: JobPlan, directory: Path) -> int:
 
 
 def _refusal(cluster: DevCluster, script: Path) -> str:
-    """What sbatch says against a script; "": nothing."""
+    """What sbatch says against a script, also when all nodes are up; "": nothing."""
     try:
         cluster.run("sbatch", "--test-only", str(script))
-    except RoleFailed as error:
-        return str(error)
+    except RoleFailed:
+        try:
+            cluster.wait_idle(120.0)  # on a busy machine a node may have been silent for a moment
+            cluster.run("sbatch", "--test-only", str(script))
+        except RoleFailed as error:
+            return str(error)
     return ""

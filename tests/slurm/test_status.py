@@ -125,6 +125,7 @@ def test_a_stopped_and_a_suspended_job_keep_their_nodes(cluster: DevCluster) -> 
     stopped, suspended = (submit(cluster, LONG, "--partition=cpu") for _ in range(2))
     for job in (stopped, suspended):
         wait_name(job, "RUNNING")
+        wait_until(lambda job=job: "up" in job_output(cluster, job), "its script runs")  # earlier signals are lost
     cluster.run("scancel", "--signal=STOP", str(stopped))
     cluster.run("scontrol", "suspend", str(suspended))
     assert wait_name(stopped, "STOPPED").state.life is Life.ON_NODES
