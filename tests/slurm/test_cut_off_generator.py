@@ -9,7 +9,7 @@ import pytest
 
 from launch.dev_cluster.faults import cut, declare_up, heal
 from launch.dev_cluster.namespaces import require
-from launch.dev_cluster.shape import default_shape
+from launch.dev_cluster.shape import Times, default_shape
 from rlhpc.errors import ConfigError
 from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
@@ -25,7 +25,9 @@ def test_a_generator_that_was_cut_off_is_replaced_and_fenced_when_it_comes_back(
         require()
     except ConfigError as error:
         pytest.skip(str(error))
-    cluster = make_cluster(replace(default_shape(1, 2, 1, gpus=1), has_networks=True))
+    # While Slurm 24.11 waits for a node that does not answer, its others are silent for longer than 6 s too.
+    times = Times(dead_node_s=20)
+    cluster = make_cluster(replace(default_shape(1, 2, 1, gpus=1), has_networks=True, times=times))
     site = {"trainer": {"gpus_per_node": 1}, "generation": {"gpus_per_node": 1}}
     transport = {"dead_after_s": 3.0}
     run = SlurmRun(cluster, lab, "cut-off", "jobs", run=ENDLESS, site=site, transport=transport, **LASTING)
