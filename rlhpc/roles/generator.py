@@ -34,6 +34,7 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
+from rlhpc.roles.command_queue import CommandQueue
 from rlhpc.roles.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.heartbeat import beat, hello
 from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
@@ -209,8 +210,9 @@ class Generator:
 
     async def obey(self, control: ClientChannel, session: ControllerSession) -> None:
         """Execute the controller's commands, one after the other."""
+        commands = CommandQueue(control)
         while True:
-            message = await control.receive()
+            message = await commands.next()
             if isinstance(message, JoinGroup):
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
