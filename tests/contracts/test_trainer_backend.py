@@ -12,7 +12,7 @@ import torch
 
 from rlhpc.types import PackedMicrobatch, TrainingSample
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, PAIRS, has_experts, packed, usual_model
-from tests.contracts.trainer_scenarios import decay_only, look, skip_poisoned_steps, take_steps
+from tests.contracts.trainer_scenarios import decay_only, look, skip_poisoned_steps, take_steps, threads_after_a_step
 from tests.contracts.trainer_textbook import hf_logprobs, hf_training, load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
@@ -196,3 +196,15 @@ def test_weight_decay_shrinks_matrices_only(cluster, model, rows, tmp_path):
     for name in before:
         factor = 1 - 0.1 * 0.5 if before[name].ndim >= 2 else 1.0
         torch.testing.assert_close(after[name], before[name] * factor)
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+def test_closing_a_mixture_lets_go_of_its_process_groups_and_their_threads(start, model_for, tmp_path):
+    """Their layers keep what they dispatched last, and through its graph all groups: 45 threads a backend."""
+    cluster = start("megatron-sp_ep2")
+    name = usual_model(cluster.name)
+    arguments = {"model": model_for(name, cluster.name), "rows": packed(draw(name))}
+    first, second = (max(cluster.run(threads_after_a_step, tmp_path / str(n), **arguments)) for n in (0, 1))
+    assert second <= first

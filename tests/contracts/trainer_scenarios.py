@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens
 
 STEP = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 Rows = list[PackedMicrobatch]
+FEW_THREADS = 16  # a backend of two ranks that is open has 7 to 60
+THREADS_END_S = 5.0
 
 
 def weights_of(backend: TrainerBackend) -> dict[str, Tensor]:
@@ -128,3 +131,15 @@ def decay_only(rank: Rank, *, model: Path, rows: Rows) -> Any:
     after = weights_of(backend)
     backend.close()
     return before, after
+
+
+def threads_after_a_step(rank: Rank, *, model: Path, rows: Rows) -> int:
+    """Threads of this process once the backend is closed."""
+    backend = rank.open(model)
+    train(rank, backend, rows)
+    backend.close()
+    del backend
+    deadline = time.monotonic() + THREADS_END_S
+    while (left := len(list(Path("/proc/self/task").iterdir()))) > FEW_THREADS and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
