@@ -75,7 +75,7 @@ def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attemp
     start: number of its earlier starts in this life of the job.
     """
     words = ["srun", *([f"--het-group={het_group}"] if het_group is not None else []), *part.srun]
-    # One task that dies must not end the others, and srun must not wait for ever for tasks that never start.
+    # One task that dies must not end the others, and srun must not wait forever for tasks that never start.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
     role = part.shares[0].role
     return Step(part.name, [*words, *_task(plan, part, role, attempt, start)], is_srun=True)

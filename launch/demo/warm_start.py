@@ -48,7 +48,7 @@ class WarmStartRecipe:
     initializer_range: float = 0.06  # at the usual 0.02 so small a model spends most of its steps on a plateau
     max_clean_steps: int = 800  # on clean answers, until…
     mastered_loss: float = 0.01  # …the loss, smoothed over some ten steps, is below this
-    careless_steps: int = 200  # then so many on careless ones
+    careless_steps: int = 200  # then this number on careless ones
     slip_rate: float = 0.24  # per column; (1 − 0.24)^n for n of 3, 4, 5 columns averages 0.34, less what is not learnt
     batch_size: int = 32
     learning_rate: float = 3e-3

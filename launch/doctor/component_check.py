@@ -189,7 +189,7 @@ def _who(component: Component, partition: PartitionFacts, facts: ClusterFacts) -
     if account and not _is_allowed(account.lower(), partition.allowed_accounts, partition.denied_accounts):
         text = f"partition {partition.name!r} does not accept this account by its name"
         legal = f"legal: {', '.join(fits or partition.allowed_accounts or ()) or 'none of yours'}"
-        # Newer Slurm includes an account's children; older Slurm accepts the job, and keeps it pending for ever.
+        # Newer Slurm includes an account's children; older Slurm accepts the job, and keeps it pending forever.
         yield Finding(f"{component.name}.account", account, "fail", text, legal, sbatch_decides=True)
     qos = component.allocation.qos
     is_known = any(each.name == qos for each in facts.qos) or not facts.qos  # one that is not has been told

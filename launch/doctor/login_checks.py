@@ -92,7 +92,7 @@ def check_renames(directory: Path) -> Iterator[Finding]:
     reader.start()
     try:
         each_ms = _replace_often(path, list(text.values()))
-    finally:  # Ctrl-C too: the process would wait for the thread for ever
+    finally:  # Ctrl-C too: the process would wait for the thread forever
         stop.set()
         reader.join()
     key, value = "shared: rename", ""

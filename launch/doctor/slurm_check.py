@@ -1,4 +1,4 @@
-"""Refuse before submission what the cluster would refuse, or keep pending for ever.
+"""Refuse before submission what the cluster would refuse, or keep pending forever.
 
 Input: JobPlan and ClusterFacts.  Output: Findings.  `check_plan` is pure; `ask_sbatch` runs sbatch --test-only for each
 component; `refuse_unfit` does both and raises.  Checks of a single component are in component_check.py.
@@ -133,7 +133,7 @@ def _sums(plan: JobPlan, facts: ClusterFacts) -> Iterator[Finding]:
 def _distinct_nodes(job: Job, facts: ClusterFacts) -> Iterator[Finding]:
     """Hall's condition: no group of components asks for more nodes than all of the group's candidates are.
 
-    Slurm takes a job that breaks it, and lets it wait for ever.  The smallest group to blame is told.
+    Slurm takes a job that breaks it, and lets it wait forever.  The smallest group to blame is told.
     """
     reach = {part.name: {node.name: node for node in candidate_nodes(part, facts)} for part in job.components}
     for size in range(2, len(job.components) + 1):

@@ -50,7 +50,7 @@ class _Axis:
 def members_of(run_file: Path, overrides: Sequence[str], seeds: str | None, sweeps: Sequence[str]) -> list[Member]:
     """Every combination of swept values and seeds, seeds varying fastest.
 
-    seeds: "3" for so many from run.seed on, "7,8,9" or "7," for these.  sweeps: "key=value,value".  Each run is called
+    seeds: "3" for three from run.seed on, "7,8,9" or "7," for these.  sweeps: "key=value,value".  Each run is called
     NAME-KEY-VALUE-seedN and lies beside where NAME would.  Raises ConfigError naming key and value.
     """
     base = load_config(run_file, overrides)

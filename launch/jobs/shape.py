@@ -73,7 +73,7 @@ def rewards_shape(config: Config, section: RewardsConfig) -> Shape:
 
 
 def _nodes(key: str, tasks: int, most: int | None, given: int | None, section: str) -> int:
-    """Nodes for so many tasks, at most `most` on one (None: no bound)."""
+    """Nodes for this number of tasks, at most `most` on one (None: no bound)."""
     if given is not None:
         if tasks % given:
             legal = ", ".join(

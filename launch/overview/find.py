@@ -25,7 +25,7 @@ _AT_ONCE = 16  # a directory on NFS takes a millisecond, most of it waiting
 # another program checkpoints.
 _MARKS = frozenset(("attempts.jsonl", "checkpoints", "jobs", "job_plan.json", "launcher.json", "rendezvous",
                     "rollouts", "status.json"))  # fmt: skip
-_LOST_ITS_CONFIG = 3  # so many marks make a run directory without config.json
+_LOST_ITS_CONFIG = 3  # this number of marks makes a run directory without config.json
 Identity = tuple[int, int]
 
 
