@@ -98,9 +98,8 @@ def prepare_run_dir_for_jobs(
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
-        exists = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
-        if resume:
-            renewal = _renewal(config, layout)
+        exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
+        if renewal is not None:
             choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
             _refuse_shorter(config, layout, choice.step or 0)
             _take_up(config, layout, renewal)
@@ -116,19 +115,20 @@ def prepare_run_dir_for_jobs(
 
 def refuse_run_dir_for_jobs(
     config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
-) -> bool:
+) -> tuple[bool, _Renewal | None]:
     """Raise what prepare_run_dir_for_jobs would raise, except for damaged checkpoints, and change nothing.
 
-    Returns whether the directory has content.
+    Returns whether the directory has content, and what a resume records.
     """
     is_untouched = layout.config.exists() and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
-    if resume:
-        _renewal(config, layout)
-        if resume_from == NEWEST:
-            _refuse_complete(config, layout)
-            _refuse_shorter(config, layout, saved_step(layout))
-    return exists
+    if not resume:
+        return exists, None
+    renewal = _renewal(config, layout)
+    if resume_from == NEWEST:
+        _refuse_complete(config, layout)
+        _refuse_shorter(config, layout, saved_step(layout))
+    return exists, renewal
 
 
 def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
