@@ -31,7 +31,6 @@ from rlhpc.messages import (
     StopRole,
     WeightsLive,
 )
-from rlhpc.metrics.meters import LoopLag
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
@@ -121,11 +120,11 @@ class Controller:
             context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
         )
         self._board = StatusBoard(context.layout, config, self._registry, self._state.ledger, context.fence)
-        self._lag = LoopLag(clock)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         self._deaths = Deaths(context, control, self._registry, self._state)
-        watched = self._board.figures, self._registry, self._weight_sync, self._sink, self._lag
-        self._recorder = RunRecorder(context, self._state, *watched, clock=clock)
+        self._recorder = RunRecorder(
+            context, self._state, self._board.figures, self._registry, self._weight_sync, self._sink, clock=clock
+        )
 
     def _make_loop(self) -> TrainLoop:
         config = self._context.config
@@ -163,7 +162,7 @@ class Controller:
                     self._take_in(),
                     self._dispatcher.run(),
                     self._watch(),
-                    self._lag.run(),
+                    self._recorder.lag.run(),
                     self._awake.run(),
                 )
             ]

@@ -39,13 +39,13 @@ class RunRecorder:
         registry: ProcessRegistry,
         weight_sync: WeightSync,
         sink: RolloutSink,
-        lag: LoopLag,
         *,
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, state.totals, live
         self._ledger, self._tokenizer = state.ledger, state.tokenizer
-        self._registry, self._weight_sync, self._sink, self._lag = registry, weight_sync, sink, lag
+        self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
+        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
         is_again = context.attempt > 0
         seam = Seam(state.step, state.totals.tokens_trained, state.totals.wall_s) if is_again else None
@@ -162,7 +162,7 @@ class RunRecorder:
             "generator/preemptions": self._registry.total("preemptions", "generator"),
             "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
             "reward/verifier_error_share": self._sink.verifier_error_share,
-            "event_loop/lag_s": self._lag.take(),
+            "event_loop/lag_s": self.lag.take(),
         }
 
     def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
-from rlhpc.metrics.meters import LoopLag
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller_state import ControllerState
 from rlhpc.roles.lifecycle import RoleContext
@@ -46,9 +45,7 @@ async def recorded_ring(
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, registry, ring.ledger)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
-        recorder = RunRecorder(
-            context, state, board.figures, registry, ring.weight_sync, sink, LoopLag(clock), clock=clock
-        )
+        recorder = RunRecorder(context, state, board.figures, registry, ring.weight_sync, sink, clock=clock)
         ring.on_record = recorder.record
         try:
             yield ring, recorder, board
