@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint_directory import KnownCheckpoints
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 
@@ -193,13 +194,13 @@ def _role(run: Run, role: str) -> psutil.Process:
 
 
 def _saved_step(layout: RunLayout) -> int:
-    return max((int(path.name.removeprefix("step_")) for path in _complete_checkpoints(layout)), default=0)
+    return max((step for step, _ in _complete_checkpoints(layout)), default=0)
 
 
-def _complete_checkpoints(layout: RunLayout) -> list[Path]:
-    """Oldest first, without those that were set aside (step_000044.damaged)."""
-    names = sorted(path.parent for path in layout.checkpoints.glob("step_*/COMPLETE"))
-    return [path for path in names if path.name.removeprefix("step_").isdigit()]
+def _complete_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """(step, path), oldest first; whether a checkpoint is sound is for the run to find out."""
+    known = KnownCheckpoints(layout.checkpoints).steps()
+    return [(step, path) for step, path in known if (path / "COMPLETE").exists()]
 
 
 def _damage_newest(layout: RunLayout, chance: random.Random) -> str:
@@ -207,7 +208,7 @@ def _damage_newest(layout: RunLayout, chance: random.Random) -> str:
     complete = _complete_checkpoints(layout)
     if len(complete) < 2:
         return ""
-    files = sorted(path for path in complete[-1].rglob("*") if path.is_file() and path.stat().st_size > 0)
+    files = sorted(path for path in complete[-1][1].rglob("*") if path.is_file() and path.stat().st_size > 0)
     path = chance.choice(files)
     place, bit = chance.randrange(path.stat().st_size), 1 << chance.randrange(8)
     with path.open("r+b") as file:

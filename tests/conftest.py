@@ -33,8 +33,7 @@ class Shares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type ma
         return nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        rank = {start: place for place, start in enumerate(TOGETHER)}
-        first = min(self.workqueue, key=lambda share: rank.get(share, len(rank)))
+        first = next((share for share in TOGETHER if share in self.workqueue), next(iter(self.workqueue)))
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launch.batch.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
 from launch.batch.event_log import EventLog
@@ -332,6 +332,4 @@ class _Watch:
     """What was observed of an attempt."""
 
     stall: StallWatch
-
-    def __post_init__(self) -> None:
-        self.reported: set[str] = set()  # components whose end was logged
+    reported: set[str] = field(default_factory=set)  # components whose end was logged
