@@ -28,6 +28,9 @@ from rlhpc.transport.sessions import Counters, Greeting, SequenceCheck, Session
 from rlhpc.transport.sockets import contents, make_socket, pull, push, receive_queue, secure_client, terminate
 
 HANDSHAKE_POLL_S = 0.005
+# A signal that arrives between Python's last look for signals and the system call does not interrupt the call: its
+# handler runs when the call returns.
+SIGNAL_DELAY_S = 0.25
 _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 
@@ -245,7 +248,10 @@ class ZmqBlockingClient(BlockingClientChannel):
             self._dealer.close()
 
     def _wait_for(self, event: int, deadline: float | None) -> bool:
-        """Return False once the deadline has passed without the event."""
-        if deadline is None:
-            return bool(self._dealer.socket.poll(None, event))
-        return bool(self._dealer.socket.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3)), event))
+        """Return False once the deadline has passed without the event; a signal's handler runs meanwhile."""
+        while True:
+            left_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+            if self._dealer.socket.poll(math.ceil(min(left_s, SIGNAL_DELAY_S) * 1e3), event):
+                return True
+            if left_s <= SIGNAL_DELAY_S:
+                return False

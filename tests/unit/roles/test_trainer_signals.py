@@ -20,12 +20,11 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import open_server
+from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0
-QUICK_S = 15.0  # to leave: no waiting for anything, but for the interpreter's own end
 FROM_SLURM = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Starts a command and is killed before it.
 PARENT = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
@@ -93,7 +92,7 @@ async def test_a_supervised_trainer_stays_when_slurm_asks_it_to_end_and_leaves_w
             await it.until_next_heartbeat()
         assert it.process.poll() is None
         await it.batches.send("trainer-0", StopRole("the run has ended"))
-        assert await it.ended(QUICK_S) == 0
+        assert await it.ended(PATIENCE_S) == 0
     said = [line for line in it.log.read_text().splitlines() if "signal from Slurm" in line]
     assert len(said) == 1
     assert re.search(r"trainer SIG(TERM|USR1|USR2): signal from Slurm: the controller decides when to stop$", said[0])
@@ -103,7 +102,7 @@ async def test_a_trainer_on_its_own_leaves_at_once_when_asked_to(tmp_path: Path)
     async with trainer(tmp_path) as it:
         await it.until_ready()
         it.process.send_signal(signal.SIGTERM)
-        assert await it.ended(QUICK_S) == 0
+        assert await it.ended(PATIENCE_S) == 0
     assert "Slurm" not in it.log.read_text()
 
 
@@ -121,7 +120,7 @@ async def test_a_supervised_trainer_does_not_outlive_what_started_it(tmp_path: P
 
 
 def until_ended(pid: int) -> None:
-    deadline = time.monotonic() + QUICK_S
+    deadline = time.monotonic() + PATIENCE_S
     while not has_ended(pid):
         assert time.monotonic() < deadline, f"{pid} is still there"
         time.sleep(0.05)
