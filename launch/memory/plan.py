@@ -16,6 +16,7 @@ Activations and the head: activations.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from launch.memory.activations import RowMemory
 from launch.memory.model_shape import ModelShape, RankParameters
@@ -119,12 +120,16 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     )
 
 
-def bucket_sizes(config: Config, shape: ModelShape) -> list[int]:
+def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
     """Bytes of every bucket that new weights travel in."""
-    b, sizes = ELEMENT_BYTES[config.model.dtype], shape.tensors
-    specs = [TensorSpec("", config.model.dtype, (size,)) for size in sizes]
-    ends = plan_buckets(specs, config.weights.bucket_bytes)
-    return [b * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
+    return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
+
+
+@cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
+def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int, ...]:
+    sizes = shape.tensors
+    ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
+    return tuple(ELEMENT_BYTES[dtype] * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:
