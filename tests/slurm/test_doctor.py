@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from launch.commands.doctor.command import doctor
 from launch.dev_cluster import namespaces
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.shape import default_shape
-from launch.doctor.commands import doctor
-from launch.site.site_file import Site
-from launch.site.values import slurm_time
+from launch.plan.site_file import Site
+from launch.plan.site_values import slurm_time
 from rlhpc.errors import ConfigError
 from tests.slurm.cluster_kit import MakeCluster, submit, wait_state, wait_until
 from tests.slurm.doctor_kit import ROOT, site_of, turned_to

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster.cluster import DevCluster
-from launch.het.executor import Component, HeterogeneousSlurmExecutor
-from launch.het.job import FINAL, HeterogeneousSlurmJob
+from launch.slurm.commands import SlurmError
+from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
+from launch.submitit_hetjob.job import FINAL, HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import read_records
 from launch.cli import EXIT_USER, main
-from launch.jobs.queue import job_rows
+from launch.run_files.job_records import read_records
+from launch.slurm.queue import job_rows
 from rlhpc.config_file import read_resolved
 from tests.slurm.cluster_kit import submit, wait_state, wait_until
 from tests.slurm.submit_kit import Desk, ids_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch import gpus
+from launch.checks import gpus
+from launch.checks.gpus import Gpu, parse_listing, visible_gpus
 from launch.cli import main
-from launch.gpu_map import describe_gpus, map_gpus
-from launch.gpus import Gpu, VisibleGpus, parse_listing, visible_gpus
-from launch.plan import describe_plan, plan_run
+from launch.plan.gpu_map import VisibleGpus, describe_gpus, map_gpus
+from launch.plan.processes import describe_plan, plan_run
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.memory.activations import ROUTING_IMBALANCE, RowMemory
-from launch.memory.model_shape import ModelShape
+from launch.checks.memory.activations import ROUTING_IMBALANCE, RowMemory
+from launch.checks.memory.model_shape import ModelShape
 from rlhpc.config import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
