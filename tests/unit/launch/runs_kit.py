@@ -16,8 +16,8 @@ from launch.jobs.begin_attempt import begin_attempt
 from launch.run_directory import Attempt, note_attempt, prepare_run_dir_for_jobs
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically
-from rlhpc.roles.process_registry import ProcessRegistry
-from rlhpc.roles.status_board import StatusBoard
+from rlhpc.roles.controller.metrics.status_board import StatusBoard
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from tests.unit.launch.site_kit import config_of

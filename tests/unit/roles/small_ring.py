@@ -33,9 +33,9 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.train_loop import StepRecord, TrainLoop
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import (

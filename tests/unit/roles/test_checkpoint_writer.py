@@ -18,15 +18,15 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.checkpoint_writer import CheckpointWriter
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
-from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
-from rlhpc.roles.totals import Totals
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
+from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
+from rlhpc.roles.controller.saved_state import read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
-from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.training.checkpoint.directory import latest_complete
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.weights.membership import Membership
 from tests.patience import PATIENCE_S

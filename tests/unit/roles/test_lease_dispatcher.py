@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import PromptSource
-from rlhpc.roles.lease_dispatcher import LeaseDispatcher
+from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import Lease, Prompt

@@ -9,7 +9,7 @@ import pytest
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.rollout_sink import RolloutSink
+from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.types import Verdict
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
 

@@ -14,9 +14,9 @@ from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.roles.controller_session import ControllerSession, serve_controllers
-from rlhpc.roles.heartbeat import beat, hello
-from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.common.heartbeat import beat, hello
+from rlhpc.roles.common.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 

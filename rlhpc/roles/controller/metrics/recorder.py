@@ -13,15 +13,15 @@ from rlhpc.contracts import Clock
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.generator_meter import GeneratorMeter
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.process_registry import ProcessRegistry
-from rlhpc.roles.rollout_sink import IntakeStats, RolloutSink
-from rlhpc.roles.status_board import LiveFigures
-from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
-from rlhpc.roles.train_loop import StepRecord
-from rlhpc.roles.weight_sync import WeightSync
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.metrics.generator_meter import GeneratorMeter
+from rlhpc.roles.controller.metrics.status_board import LiveFigures
+from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0

@@ -21,12 +21,12 @@ from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.disk_patience import DiskPatience
-from rlhpc.roles.run_state import RunState, write_run_state
-from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.roles.controller.saved_state import RunState, write_run_state
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import KnownCheckpoints, begin, complete, discard, prune
+from rlhpc.training.checkpoint.directory import KnownCheckpoints, begin, complete, discard, prune
 
 log = logging.getLogger("rlhpc.checkpoint")
 

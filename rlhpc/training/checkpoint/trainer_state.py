@@ -22,9 +22,9 @@ from torch import Tensor
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
-from rlhpc.training.file_record import FileRecord, check_file
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file
+from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.safetensors_file import plan_shards, write_safetensors
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import TensorSpec

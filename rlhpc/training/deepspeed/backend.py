@@ -26,8 +26,11 @@ from torch import Tensor
 
 from rlhpc.config import Config, TrainerConfig
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
-from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.deepspeed.environment import accelerator_environment
+from rlhpc.training.deepspeed.policy import ZeroPolicy
+from rlhpc.training.deepspeed.state import ZeroState
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk
 from rlhpc.training.metric_sums import MetricSums
@@ -45,9 +48,6 @@ from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.tensor_source import TensorSource
-from rlhpc.training.zero_environment import accelerator_environment
-from rlhpc.training.zero_policy import ZeroPolicy
-from rlhpc.training.zero_state import ZeroState
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -78,7 +78,7 @@ class DeepSpeedBackend(TrainerBackend):
         policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
-            from rlhpc.training.zero_engine import close_engine, open_engine
+            from rlhpc.training.deepspeed.engine import close_engine, open_engine
 
             self._engine: Any = open_engine(
                 policy, model.parameters, settings.trainer, dtype=settings.dtype, device=device

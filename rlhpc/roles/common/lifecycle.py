@@ -27,7 +27,7 @@ from rlhpc.config import Config, TransportConfig
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
 from rlhpc.ownership import Fence
-from rlhpc.roles.guard import Guard
+from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")

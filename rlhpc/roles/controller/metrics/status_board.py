@@ -11,7 +11,7 @@ from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
-from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.status")

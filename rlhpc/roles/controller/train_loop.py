@@ -25,8 +25,8 @@ from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown
 from rlhpc.packing.pack import pack
-from rlhpc.roles.trainer_link import TrainerLink
-from rlhpc.roles.weight_sync import WeightSync
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 
 log = logging.getLogger("rlhpc.train_loop")
@@ -50,7 +50,7 @@ class StepRecord:
 
 
 class Checkpoints(Protocol):
-    """The loop's view of checkpointing (roles/checkpoint_writer.py)."""
+    """The loop's view of checkpointing (roles/controller/checkpoints.py)."""
 
     write_s: float
     longest_s: float

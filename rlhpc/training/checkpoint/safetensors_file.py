@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhpc.crc import crc32
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory
-from rlhpc.training.file_record import FileRecord
+from rlhpc.training.checkpoint.file_record import FileRecord
 from rlhpc.types import TensorSpec
 
 FORMAT_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # name there, bytes

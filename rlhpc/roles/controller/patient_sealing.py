@@ -7,7 +7,7 @@ import logging
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import Clock
 from rlhpc.errors import SegmentError
-from rlhpc.roles.disk_patience import DiskPatience
+from rlhpc.roles.controller.disk_patience import DiskPatience
 
 log = logging.getLogger("rlhpc.segments")
 

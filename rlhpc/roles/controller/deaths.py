@@ -14,9 +14,9 @@ from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, PeerUnreachable
 from rlhpc.messages import Reregister
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.state import ControllerState
 
 log = logging.getLogger("rlhpc.deaths")
 ANSWER_S = 1.0  # for a generator to receive a message

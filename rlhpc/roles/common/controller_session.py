@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ChannelError, RoleFailed, RunDirectoryError
 from rlhpc.messages import StopRole
-from rlhpc.roles.lifecycle import RoleContext, first_leaf, run_until
+from rlhpc.roles.common.lifecycle import RoleContext, first_leaf, run_until
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.incarnation import another_of
 from rlhpc.transport.open import FoundClient, connect

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 
 
 @dataclass(frozen=True, slots=True)

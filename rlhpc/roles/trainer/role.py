@@ -37,10 +37,10 @@ from rlhpc.messages import (
     StopRole,
     TrainerReady,
 )
-from rlhpc.roles.command_stream import CommandStream
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer_end import EndRequest
-from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.command_stream import CommandStream
+from rlhpc.roles.trainer.end_request import EndRequest
+from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK

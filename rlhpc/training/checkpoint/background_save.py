@@ -1,8 +1,8 @@
 """Write a checkpoint while training goes on: copy the state to the host, then stream it to disk from a thread.
 
-Input: the live shards of masters and moments of every rank.  Output: the files of rlhpc.training.checkpoint, written by
-rank 0.  Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the
-host only; a failed write is known on every rank and leaves none of them waiting.
+Input: the live shards of masters and moments of every rank.  Output: the files of trainer_state.py, written by rank 0.
+Guarantees: what is written is the state at the call of save(), bit for bit; training waits for one copy to the host
+only; a failed write is known on every rank and leaves none of them waiting.
 Costs 12 bytes of host memory for every parameter that a rank owns.
 
 The thread is not a daemon: torch must not be torn down under it.  A process that wants to leave sooner than the disk
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import write_checkpoint
+from rlhpc.training.checkpoint.trainer_state import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.sharded_tensors import ShardedTensorSpec, gather_stream
 

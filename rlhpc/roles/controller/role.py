@@ -34,21 +34,21 @@ from rlhpc.messages import (
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.awake_clock import AwakeClock
-from rlhpc.roles.checkpoint_writer import CheckpointWriter
-from rlhpc.roles.controller_state import open_controller_state
-from rlhpc.roles.deaths import Deaths
-from rlhpc.roles.lease_dispatcher import LeaseDispatcher
-from rlhpc.roles.lifecycle import RoleContext, StopRequest
-from rlhpc.roles.patient_sealing import PatientSealing
-from rlhpc.roles.process_registry import ProcessRegistry
-from rlhpc.roles.rollout_sink import RolloutSink
-from rlhpc.roles.run_recorder import RunRecorder
-from rlhpc.roles.run_summary import summarise
-from rlhpc.roles.status_board import StatusBoard
-from rlhpc.roles.train_loop import TrainLoop
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.controller.awake_clock import AwakeClock
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
+from rlhpc.roles.controller.deaths import Deaths
+from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
+from rlhpc.roles.controller.metrics.recorder import RunRecorder
+from rlhpc.roles.controller.metrics.status_board import StatusBoard
+from rlhpc.roles.controller.metrics.summary import summarise
+from rlhpc.roles.controller.patient_sealing import PatientSealing
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.state import open_controller_state
+from rlhpc.roles.controller.train_loop import TrainLoop
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
 from rlhpc.types import ScoredRollout

@@ -34,11 +34,11 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
-from rlhpc.roles.command_queue import CommandQueue
-from rlhpc.roles.controller_session import ControllerSession, follow_services, serve_controllers
-from rlhpc.roles.heartbeat import beat, hello
-from rlhpc.roles.lease_progress import ProgressReporter, report_interval_s
-from rlhpc.roles.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
+from rlhpc.roles.common.heartbeat import beat, hello
+from rlhpc.roles.common.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.roles.generator.command_queue import CommandQueue
+from rlhpc.roles.generator.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient

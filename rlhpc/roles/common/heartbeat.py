@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rlhpc.contracts import ClientChannel
 from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.common.lifecycle import RoleContext
 
 
 def hello(context: RoleContext, weight_devices: tuple[str, ...] = ()) -> Hello:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.files import write_atomically
-from rlhpc.training.checkpoint import TrainerCheckpoint, read_checkpoint
-from rlhpc.training.safetensors_file import plan_shards, size_in_bytes, write_safetensors
+from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
 from rlhpc.types import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")

@@ -28,8 +28,8 @@ from typing import Any
 from rlhpc.errors import CheckpointError
 from rlhpc.files import sync_directory, write_atomically
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_timeline import Timeline
-from rlhpc.training.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.timeline import Timeline
 
 log = logging.getLogger("rlhpc.checkpoint")
 COMPLETE = "COMPLETE"

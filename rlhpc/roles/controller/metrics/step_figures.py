@@ -19,8 +19,8 @@ from rlhpc.algorithms.diagnostics import (
     staleness_figures,
 )
 from rlhpc.packing.layout import packing_fill
-from rlhpc.roles.rollout_sink import IntakeStats
-from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.controller.rollout_sink import IntakeStats
+from rlhpc.roles.controller.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 
 _TRAINER = {"loss": "trainer/loss", "grad_norm": "trainer/grad_norm", "entropy": "trainer/entropy",

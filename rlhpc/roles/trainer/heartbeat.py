@@ -14,8 +14,8 @@ from typing import Self
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import ChannelError
 from rlhpc.messages import Heartbeat, SaveReport
-from rlhpc.roles.heartbeat import hello
-from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.common.heartbeat import hello
+from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.topology import CONTROL
 from rlhpc.transport.open import connect_blocking
 

@@ -26,7 +26,7 @@ from rlhpc.messages import (
     Reregister,
     WeightsLive,
 )
-from rlhpc.roles.trainer_link import TrainerLink
+from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.choice import choose_transport
 from rlhpc.weights.membership import Membership
