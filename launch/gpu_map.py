@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launch.gpus import VisibleGpus
-from rlhpc.config import Config
-from rlhpc.config_rules import RULES
+from rlhpc.config import RULES, Config
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from launch.gpu_map import GpuMap, describe_gpus
 from launch.gpus import VARIABLE
-from rlhpc.config import Config, TrainerConfig
+from rlhpc.config import Config
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
 

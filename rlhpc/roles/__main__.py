@@ -15,6 +15,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     match context.role:
         case "controller":
             from rlhpc.roles.controller.role import run

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
-from rlhpc.config import Config, TransportConfig
+from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
 from rlhpc.ownership import Fence
 from rlhpc.roles.common.guard import Guard

@@ -14,7 +14,7 @@ import numpy as np
 from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
-from rlhpc.config import AdmissionConfig
+from rlhpc.config_sections import AdmissionConfig
 from rlhpc.errors import StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import RolloutGroup, ScoredRollout, Verdict

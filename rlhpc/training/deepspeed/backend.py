@@ -24,7 +24,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhpc.config import Config, TrainerConfig
+from rlhpc.config import Config
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
@@ -78,6 +79,7 @@ class DeepSpeedBackend(TrainerBackend):
         policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
+            # DeepSpeed reads the environment while it is imported, once for the process.
             from rlhpc.training.deepspeed.engine import close_engine, open_engine
 
             self._engine: Any = open_engine(

@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import nn
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 
 BUCKET_ELEMENTS = 64 << 20  # of gradients reduced, or parameters gathered, at once

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhpc.config import CheckpointConfig
+from rlhpc.config_sections import CheckpointConfig
 from rlhpc.contracts import TrainerBackend
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint.export import export_hf
