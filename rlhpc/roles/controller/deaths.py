@@ -44,7 +44,7 @@ class Deaths:
 
         A silent one may wake up, so it counts as left as long as its connection stands.
         """
-        self._state.totals.leases_regranted += len(self._state.ledger.forget_holder(name))
+        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name)
         await self.write()
         if self._num_irreplaceable is not None and await self._is_dead(name):
             self._gone.add(name)
@@ -57,7 +57,7 @@ class Deaths:
         if self._num_irreplaceable is None:
             return
         for name in self._registry.names("generator"):
-            if self._state.ledger.outstanding(name) and await self._is_dead(name):
+            if self._state.buffer.outstanding(name) and await self._is_dead(name):
                 log.warning("%s is gone", name)
                 await self.of(name)
 

@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Set
+from typing import Protocol
 
-from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.contracts import PromptSource, ServerChannel
 from rlhpc.errors import ChannelFull, PeerUnreachable
 
 log = logging.getLogger("rlhpc.lease_dispatcher")
+
+
+class LivePolicy(Protocol):
+    """What WeightSync knows of generators."""
+
+    live_version: int  # stamped on admission; -1: none yet
+
+    @property
+    def ready_members(self) -> Set[str]:
+        """Generators that may be given leases now."""
+
+
+class Credit(Protocol):
+    """What ProcessRegistry knows of generators."""
+
+    def capacity(self, name: str) -> int:
+        """Samples this generator is willing to hold."""
 
 
 class LeaseDispatcher:
@@ -23,16 +41,13 @@ class LeaseDispatcher:
     def __init__(
         self,
         leases: ServerChannel,
-        ledger: AdmissionLedger,
+        buffer: RolloutBuffer,
         prompts: PromptSource,
-        *,
-        generators: Callable[[], Iterable[str]],
-        capacity: Callable[[str], int],
-        version: Callable[[], int],
+        policy: LivePolicy,
+        credit: Credit,
     ) -> None:
-        """`generators` are those that may be given leases now; `version` is the live one, stamped on admission."""
-        self._leases, self._ledger, self._prompts = leases, ledger, prompts
-        self._generators, self._capacity, self._version = generators, capacity, version
+        self._leases, self._buffer, self._prompts = leases, buffer, prompts
+        self._policy, self._credit = policy, credit
         self._work = asyncio.Event()
         self.is_open = True  # False: nothing new is admitted, the run is ending
 
@@ -45,24 +60,25 @@ class LeaseDispatcher:
         while True:
             await self._work.wait()
             self._work.clear()
-            if self.is_open and self._version() >= 0:
+            if self.is_open and self._policy.live_version >= 0:
                 self._admit()
                 await self._grant()
 
     def _admit(self) -> None:
-        while self._ledger.has_slot:
-            self._ledger.admit(self._prompts.draw(), self._version())
+        while self._buffer.has_slot:
+            self._buffer.admit(self._prompts.draw(), self._policy.live_version)
 
     async def _grant(self) -> None:
         """Grant leases, the generator with most credit first, so that replicas stay equally full."""
-        credit = {name: self._capacity(name) - self._ledger.outstanding(name) for name in self._generators()}
+        ready = self._policy.ready_members
+        credit = {name: self._credit.capacity(name) - self._buffer.outstanding(name) for name in ready}
         while credit:
-            name = max(credit, key=lambda generator: credit[generator])
+            name = max(credit, key=credit.__getitem__)
             if credit[name] <= 0:
                 return
-            lease = self._ledger.grant(name, credit[name])
+            lease = self._buffer.grant(name, credit[name])
             if lease is None:
-                if not self._ledger.is_quarantining():
+                if not self._buffer.is_quarantining:
                     return
                 del credit[name]
                 continue
@@ -70,7 +86,7 @@ class LeaseDispatcher:
                 await self._leases.send(name, lease)
             except (PeerUnreachable, ChannelFull) as error:
                 log.warning("lease of group %d not delivered: %s", lease.group_id, error)
-                self._ledger.hand_back(name, lease.group_id, lease.sample_indices, lease.prefixes)
+                self._buffer.hand_back(name, lease.group_id, lease.sample_indices, lease.prefixes)
                 del credit[name]
                 continue
             credit[name] -= len(lease.sample_indices)

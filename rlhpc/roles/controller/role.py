@@ -108,18 +108,13 @@ class Controller:
         )
         self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._dispatcher = LeaseDispatcher(
-            leases,
-            self._state.ledger,
-            self._state.prompts,
-            generators=lambda: self._weight_sync.ready_members,
-            capacity=self._registry.capacity,
-            version=lambda: self._weight_sync.live_version,
+            leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
             context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
         )
-        self._board = StatusBoard(context.layout, config, self._registry, self._state.ledger, context.fence)
+        self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         self._deaths = Deaths(context, control, self._registry, self._state)
         self._recorder = RunRecorder(
@@ -250,9 +245,9 @@ class Controller:
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
-                self._state.ledger.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
             elif isinstance(message, LeaseProgress):
-                self._state.ledger.renew(name, message.group_id, message.sample_indices, message.prefixes)
+                self._state.buffer.renew(name, message.group_id, message.sample_indices, message.prefixes)
             self._loop.groups_changed()
             self._dispatcher.wake()
 
@@ -270,8 +265,8 @@ class Controller:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for name in self._registry.silent():
                 await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
-            self._state.totals.leases_regranted += len(self._state.ledger.expire())
-            for group_id in self._state.ledger.poisoned():
+            self._state.totals.leases_regranted += self._state.buffer.expire()
+            for group_id in self._state.buffer.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._sink.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
@@ -319,11 +314,11 @@ class Controller:
         """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
         is_complete = self._loop.step >= self._context.config.run.num_steps
         if is_complete:
-            for group in self._state.ledger.groups:
-                self._sink.drop(group.group_id, DropReason.CANCELLED)
+            for group_id in self._state.buffer.open_groups():
+                self._sink.drop(group_id, DropReason.CANCELLED)
             self._state.segments.seal_all()
             self._recorder.close_totals()
-            bound, group_size = self._state.ledger.staleness_bound, self._context.config.admission.group_size
+            bound, group_size = self._state.buffer.staleness_bound, self._context.config.admission.group_size
             summarise(self._context.layout, self._state.totals, bound, group_size, self._context.fence)
         self._board.figures.phase = "complete" if is_complete else "stopped"
 

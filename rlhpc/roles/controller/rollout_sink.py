@@ -48,7 +48,7 @@ class RolloutSink:
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
         """
         rollout = scored.rollout
-        if not self._buffer.ledger.is_wanted(rollout.group_id, rollout.sample_index):
+        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
         self.stats.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
@@ -71,11 +71,9 @@ class RolloutSink:
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; its slot is free at once.  No effect if it is already resolved."""
-        ledger = self._buffer.ledger
-        if ledger.is_open(group_id):
-            if not ledger.group(group_id).is_finished:
+        if self._buffer.is_open(group_id):
+            if self._buffer.drop(group_id, reason):
                 self.cancelled.append(group_id)
-            self._buffer.drop(group_id, reason)
             self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
 
     def drain(self) -> IntakeStats:

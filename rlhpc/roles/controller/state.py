@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -28,7 +27,6 @@ class ControllerState:
 
     prompts: PromptSource
     tokenizer: PromptTokenizer
-    ledger: AdmissionLedger
     segments: SegmentWriter
     buffer: RolloutBuffer
     membership: Membership
@@ -66,7 +64,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         clock=clock,
         fence=context.fence,
     )
-    buffer = RolloutBuffer(ledger, GroupAssembler(config.admission.group_size), segments)
+    buffer = RolloutBuffer(ledger, segments)
     totals, step, policy_version = Totals(), 0, 0
     if saved is not None:
         buffer.load(layout.checkpoint(saved.step))
@@ -75,7 +73,6 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     return ControllerState(
         prompts,
         tokenizer,
-        ledger,
         segments,
         buffer,
         membership,

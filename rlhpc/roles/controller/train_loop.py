@@ -200,7 +200,7 @@ class TrainLoop:
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
         """The bound holds by construction; if it does not, there is a bug and nothing may be trained."""
-        bound = self._buffer.ledger.staleness_bound
+        bound = self._buffer.staleness_bound
         for group in groups:
             if self.version - group.admitted_version > bound:
                 raise LedgerError(

@@ -41,9 +41,9 @@ async def recorded_ring(
         context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
         nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
         buffer = ring.buffer
-        state = ControllerState(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
+        state = ControllerState(nothing, nothing, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
-        board = StatusBoard(layout, config, registry, ring.ledger)
+        board = StatusBoard(layout, config, registry, buffer)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(context, state, board.figures, registry, ring.weight_sync, sink, clock=clock)
         ring.on_record = recorder.record

@@ -43,7 +43,7 @@ class RunRecorder:
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, state.totals, live
-        self._ledger, self._tokenizer = state.ledger, state.tokenizer
+        self._buffer, self._tokenizer = state.buffer, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
@@ -141,11 +141,11 @@ class RunRecorder:
 
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""
-        counts = self._ledger.counts()
+        counts = self._buffer.counts()
         acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
         num_generators = max(1, len(self._registry.names("generator")))
         return {
-            "staleness/bound": float(self._ledger.staleness_bound),
+            "staleness/bound": float(self._buffer.staleness_bound),
             "queue/slots_free": float(counts["free_slots"]),
             "queue/in_flight": float(counts["in_flight"]),
             "queue/finished": float(counts["finished"]),

@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
@@ -44,10 +44,10 @@ class StatusBoard:
         layout: RunLayout,
         config: Config,
         registry: ProcessRegistry,
-        ledger: AdmissionLedger,
+        buffer: RolloutBuffer,
         fence: Fence | None = None,
     ) -> None:
-        self._path, self._config, self._registry, self._ledger = layout.status, config, registry, ledger
+        self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
         self._fence = fence
         self.figures = LiveFigures()
 
@@ -58,8 +58,8 @@ class StatusBoard:
             "name": self._config.run.name,
             "unix_time_s": time.time(),
             "num_steps": self._config.run.num_steps,
-            "staleness_bound": self._ledger.staleness_bound,
-            "queue": self._ledger.counts() | {"oldest_in_flight_s": round(self._ledger.oldest_in_flight_age_s)},
+            "staleness_bound": self._buffer.staleness_bound,
+            "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
             "roles": self._registry.report(),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
