@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rlhpc.errors import ConfigError
-from rlhpc.roles.lifecycle import EXIT_CONFIG, parse_role, run_role
+from rlhpc.roles.common.lifecycle import EXIT_CONFIG, parse_role, run_role
 
 
 def main() -> int:
@@ -15,15 +15,16 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     match context.role:
         case "controller":
-            from rlhpc.roles.controller import run
+            from rlhpc.roles.controller.role import run
         case "generator":
-            from rlhpc.roles.generator import run
+            from rlhpc.roles.generator.role import run
         case "reward":
-            from rlhpc.roles.reward import run
+            from rlhpc.roles.reward_service import run
         case _:
-            from rlhpc.roles.trainer import run
+            from rlhpc.roles.trainer.role import run
     return run_role(context, run)
 
 

@@ -177,6 +177,20 @@ def test_a_file_is_one_idea_and_a_function_one_thing(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+def test_an_import_inside_a_function_says_why_it_is_not_at_the_top() -> None:
+    """Start-up time or an optional package is a reason; a cycle is not: there some part stands in the wrong room."""
+    unexplained = []
+    for path in (ROOT / "rlhpc").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for function in ast.walk(_tree(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            imports = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
+            if imports and not any("#" in line for line in lines[function.lineno : max(imports)]):
+                unexplained.append(f"{path.relative_to(ROOT)}:{imports[0]}")
+    assert not unexplained
+
+
 @pytest.mark.parametrize("words", BUDGETS)
 def test_exceptions_to_the_rules_stay_within_budget(words: str) -> None:
     count = sum(path.read_text(encoding="utf-8").count(words) for path in SOURCES)

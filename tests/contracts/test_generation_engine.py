@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from engine_subjects import LONG_PROMPT, MAX_TOKENS, PublisherDied, ScriptedSubject, Subject, VllmSubject, request_of
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest

@@ -13,10 +13,10 @@ import pytest
 
 from launch.demo.task import write_dataset
 from rlhpc.errors import CheckpointError
-from rlhpc.roles.lifecycle import EXIT_FAULT
+from rlhpc.roles.common.lifecycle import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
-from rlhpc.training.checkpoint_directory import COMPLETE, describe, latest_complete
+from rlhpc.training.checkpoint.directory import COMPLETE, describe, latest_complete
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from tests.faults.switched_rewards import SWITCH
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import CEILING_S, Lab, Run, summary_of

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from rlhpc.ownership import take_over
-from rlhpc.roles.lifecycle import EXIT_FENCED
+from rlhpc.roles.common.lifecycle import EXIT_FENCED
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.training.checkpoint.directory import latest_complete
 from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab, rlhpc, summary_of

@@ -14,7 +14,8 @@ import pytest_asyncio
 from torch import Tensor
 
 from rlhpc.algorithms.samples import to_samples
-from rlhpc.config import Config, WeightsConfig
+from rlhpc.config import Config
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.pack import pack

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launch.checks.memory.activations import ROUTING_IMBALANCE, RowMemory
 from launch.checks.memory.model_shape import ModelShape
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
 from rlhpc.training.packed_attention import SegmentPlan

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.training.deepspeed_backend import DeepSpeedBackend, ZeroSettings
+from rlhpc.training.deepspeed.backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import close_process_group, open_process_group
 from tests.contracts.trainer_cluster import ClusterPool, Rank

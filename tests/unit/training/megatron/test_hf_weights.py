@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.hf_layout import exported, parameter_maps, to_local
