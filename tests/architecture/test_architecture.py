@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def _imported(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(_tree(path)):
@@ -98,6 +100,7 @@ def _imported(path: Path) -> set[str]:
     return found
 
 
+@cache
 def _runtime_imports(path: Path) -> set[str]:
     """Imports without those that only a type checker sees."""
     tree = _tree(path)
