@@ -37,7 +37,6 @@ def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> 
 
 
 @pytest.mark.vllm
-@pytest.mark.long
 def test_staleness_zero_is_synchronous_with_one_version_a_rollout(lab: Lab) -> None:
     layout = run_to_the_end(
         lab, "synchronous", run={"num_steps": 3}, generation={"engine": "vllm"}, admission={"max_staleness": 0},
