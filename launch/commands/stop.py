@@ -16,6 +16,7 @@ from launch.slurm.commands import SlurmError, slurm
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import Life
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
@@ -25,7 +26,6 @@ ASK_S = 3.0
 SAY_S = 60.0  # longest time without a line of progress
 FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
 PATIENCE_S = 60.0  # for a slurmctld that is away
-INTERRUPTED = 130
 _IS_OVER = ("Invalid job id specified", "already completing or completed")
 
 
@@ -59,7 +59,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         ) from error
     except KeyboardInterrupt:
         tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
 
 

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, read_plan
 from launch.run_files.run_state import is_complete

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, read_records, write_record
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError, slurm

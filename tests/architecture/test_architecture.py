@@ -235,7 +235,10 @@ _BATCH = sorted(
         *(ROOT / "launch" / "submitit_hetjob" / name for name in ("__init__.py", "supervisor.py", "step.py")),
     ]
 )
-_PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
+_PLAIN = [
+    *_BATCH,
+    *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "run_layout.py")),
+]
 
 
 @pytest.mark.parametrize("path", _PLAIN, ids=lambda path: str(path.relative_to(ROOT)))

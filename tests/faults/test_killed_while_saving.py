@@ -13,7 +13,7 @@ import pytest
 
 from launch.demo.task import write_dataset
 from rlhpc.errors import CheckpointError
-from rlhpc.roles.lifecycle import EXIT_FAULT
+from rlhpc.exit_status import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
 from rlhpc.training.checkpoint_directory import COMPLETE, describe, latest_complete
