@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhpc.training.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.rng import read_rng
 from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec

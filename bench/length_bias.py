@@ -22,7 +22,7 @@ import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.roles.lease_progress import GROWTH
+from rlhpc.roles.generator.lease_progress import GROWTH
 from rlhpc.types import Prefix, Prompt, SamplingParams
 
 SIGMA = 1.0
@@ -119,7 +119,7 @@ class Run:
         for name, flights in self.flights.items():
             while len(flights) < PLACES and (lease := self.ledger.grant(name, 1)):
                 if lease.group_id in {flight.group_id for flight in flights.values()}:
-                    continue  # it goes on with what it has (roles/generator.py)
+                    continue  # it goes on with what it has (roles/generator/role.py)
                 prefix = lease.prefixes[0] if lease.prefixes else None
                 had_s = len(prefix.token_ids) / TOKENS_PER_S if prefix is not None else 0.0
                 serial = next(self.serial)

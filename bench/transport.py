@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.messages import CancelGroup
 from rlhpc.topology import LEASES
 from rlhpc.transport.codec import Codec

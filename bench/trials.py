@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import KnownCheckpoints
+from rlhpc.training.checkpoint.directory import KnownCheckpoints
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 

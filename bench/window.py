@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
-from rlhpc.config import AdmissionConfig
+from rlhpc.config_sections import AdmissionConfig
 from rlhpc.types import Prompt, SamplingParams
 
 GROUPS_PER_STEP, GROUP_SIZE = 16, 8

@@ -1,309 +1,32 @@
-"""The settings of a run: what is trained, on what, how.  Where it runs is the site file's subject.
+"""The settings of a run: a whole run file, and the rules that tie one of its keys to another.
 
-Frozen; unknown keys are refused; defaults are the recommended values.  Loads without torch.  config_file.py reads files
-and overrides; this module holds the schema, config_rules.py the rules between keys. Units are part of names: _s,
-_bytes, _tokens, _steps, _samples.
+Input: the tables of config_sections.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
+values and what is legal; RULES is the list that every Config obeys.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
-from rlhpc.config_rules import RULES
-
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-LoosePath = Annotated[Path, Field(strict=False)]  # a run file has strings
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of every table of the run file."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class RunConfig(Section):
-    """[run]: identity and length."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run; also of its directory unless `directory` says otherwise."""
-    directory: LoosePath | None = None
-    """Run directory; default runs/NAME, relative to the current directory."""
-    num_steps: Positive
-    """Total optimiser steps, those before a resume included."""
-    seed: NonNegative = 0
-    """Seeds prompt order, sampling and random initial weights."""
-
-
-class ModelConfig(Section):
-    """[model]: the checkpoint that is trained."""
-
-    path: LoosePath
-    """HF checkpoint directory: config.json, safetensors, tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
-
-
-class DataConfig(Section):
-    """[data]: prompts and their references."""
-
-    path: LoosePath
-    """A .jsonl or .parquet file, or a directory of them."""
-    task: str
-    """Name of the reward function (docs/rewards.md lists them)."""
-    prompt_template: str = "{prompt}"
-    """Filled with the record's fields: "Question: {question}\\nAnswer:"."""
-    use_chat_template: bool = False
-    """Wrap the filled template as a user message in the tokenizer's chat template."""
-    reference_field: str = "answer"
-    """Field of the record that holds the reference."""
-    shuffle: bool = True
-    """A new seeded order in every epoch; False: file order."""
-
-
-class GenerationConfig(Section):
-    """[generation]: sampling and engines."""
-
-    engine: Literal["vllm", "scripted"] = "vllm"
-    """"scripted" draws tokens from a seeded table instead of a model; for tests of everything else."""
-    num_replicas: Positive = 1
-    """Generators started with the run."""
-    tensor_parallel: Positive = 1
-    """GPUs of one replica."""
-    max_prompt_tokens: Positive
-    """A longer prompt in the dataset is refused before the run starts."""
-    max_completion_tokens: Positive
-    """Sampling stops here."""
-    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits, in the engine and in the trainer."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 the sampler renormalises over the nucleus; not allowed with an importance ratio."""
-    top_k: NonNegative = 0
-    """0: all tokens; other values are not allowed with an importance ratio."""
-    max_num_seqs: Positive = 256
-    """Upper bound of sequences decoded at once by one replica."""
-    max_num_batched_tokens: Positive | None = None
-    """Tokens of one engine step, prompts and decoding together; None: 8192 on CUDA, vLLM's default on CPU."""
-    kv_cache_bytes: Positive | None = None
-    """KV cache on each GPU of a replica; None: what gpu_memory_utilization leaves
-    (on CPU: 256 MiB).  Required where trainer and engine share a GPU: neither can measure what the other will take."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for the engine; without effect where kv_cache_bytes is given."""
-    enforce_eager: bool = False
-    """No CUDA graphs: starts faster, decodes slower.  Always true on CPU."""
-    recompute_kv: bool = False
-    """Recompute the KV cache of running requests after a weight update; False keeps it (PipelineRL)."""
-    prefix_caching: bool = True
-    """Share the KV cache of equal prompts; salted by policy version."""
-    seeded_samples: bool = False
-    """Draw a sample that was lost with its generator exactly as before, so that losses do not bias rollouts to be
-    shorter (docs/algorithms.md).  False: rollouts continue from the prefixes that generators report, which is nearly as
-    good."""
-
-
-class AdmissionConfig(Section):
-    """[admission]: how much is in flight, and how stale it may become."""
-
-    groups_per_step: Positive
-    """Groups of one batch (P)."""
-    group_size: Positive
-    """Rollouts of one prompt (G)."""
-    max_staleness: NonNegative = 1
-    """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
-    window_groups: Positive | None = None
-    """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
-    Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
-    lease_deadline_s: PositiveFloat = 600.0
-    """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
-    max_attempts: Positive = 5
-    """Leases lost by one member before its group is dropped."""
-    active_sampling: bool = True
-    """Zero-variance groups are replaced at once, so that batches are full; False trains on them."""
-    max_groups_without_spread: Positive = 1000
-    """Stop with advice after this many consecutive zero-variance groups, instead of wasting the allocation."""
-
-    @property
-    def window(self) -> int:
-        """W with its default filled in."""
-        return 1 if self.window_groups is None else self.window_groups
-
-    @property
-    def num_slots(self) -> int:
-        """Groups admitted and not yet released, at most; the largest number that keeps max_staleness.
-
-        A group admitted with N − 1 others unreleased waits behind at most those and the W − 1 younger ones that the
-        window lets pass, so its staleness is at most ⌊(N + W − 2) / P⌋ (docs/design.md, §4); solved for N.
-        """
-        return (self.max_staleness + 1) * self.groups_per_step + 1 - self.window
-
-
-class RewardsConfig(Section):
-    """[rewards]: the reward service."""
-
-    num_replicas: Positive = 1
-    """Service processes."""
-    workers_per_replica: Positive = 1
-    """Worker processes of each service; one that hangs is killed."""
-    timeout_s: PositiveFloat = 10.0
-    """A verifier that takes longer is killed and its verdict is verifier_error."""
-    max_attempts: Positive = 2
-    """Tries of one completion before its group is dropped."""
-    max_error_share: Share = 0.2
-    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
-
-
-class AlgorithmConfig(Section):
-    """[algorithm]: advantages, policy loss, off-policy corrections."""
-
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
-    """Group-relative, with or without division by the standard deviation, or leave-one-out."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower bound of the clipped ratio is 1 − clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """Upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
-    importance_cap: PositiveFloat | Literal["off"] = 2.0
-    """Truncated importance sampling: cap of the weight π_proximal / π_behaviour; "off": no such weight."""
-    proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
-    """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the step, which
-    with one optimiser step a batch are the current ones ("current"), or those of a separate forward pass
-    ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
-
-
-class TrainerConfig(Section):
-    """[trainer]: backend, layout, optimiser."""
-
-    backend: Literal["megatron", "deepspeed", "reference"] = "megatron"
-    """Which implementation of the trainer contract."""
-    num_ranks: Positive = 1
-    """Processes; on CUDA one GPU each."""
-    tensor_parallel: Positive = 1
-    """Megatron: ranks over which every matrix is sharded."""
-    sequence_parallel: bool = False
-    """Megatron: norms and residuals are sharded over tensor-parallel ranks too, each with a part of the row."""
-    pipeline_parallel: Positive = 1
-    """Megatron: stages over which the layers are distributed."""
-    chunks_per_stage: Positive = 1
-    """Megatron: blocks of layers per stage; above 1, stages interleave."""
-    context_parallel: Positive = 1
-    """Megatron: ranks over which every packed row is split."""
-    expert_parallel: Positive = 1
-    """Megatron: ranks over which the experts of a mixture are distributed."""
-    distributed_optimizer: bool = True
-    """Megatron: shard the optimiser's state over data-parallel ranks."""
-    overlap_grad_reduce: bool = False
-    """Megatron: sum gradients over ranks while backward goes on."""
-    transformer_engine: bool = False
-    """Megatron: attention by TransformerEngine, which must be installed."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """DeepSpeed: shard optimiser state (1), gradients too (2), parameters too (3)."""
-    optimizer_offload: bool = False
-    """Keep the optimiser's state in host memory and step there."""
-    parameter_offload: bool = False
-    """DeepSpeed stage 3: keep parameters in host memory."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto": cuda if there is a device."""
-    token_budget: Positive
-    """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
-    logprob_chunk_tokens: Positive = 1024
-    """Rows of logits in memory at once."""
-    recompute_activations: Literal["none", "selective", "full"] = "none"
-    """Trade time for memory: attention alone (Megatron) or whole layers."""
-    learning_rate: PositiveFloat = 1e-6
-    """After warm-up."""
-    warmup_steps: NonNegative = 0
-    """Linear from 0."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate at the last step."""
-    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Where linear and cosine end."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's, on matrices only."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    adam_eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Clip the global norm to this."""
-    max_skipped_steps: Positive = 5
-    """Stop after this many consecutive non-finite steps."""
-
-    @property
-    def data_parallel(self) -> int:
-        """Replicas of the model, each with its own rows."""
-        return self.num_ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
-
-
-class WeightsConfig(Section):
-    """[weights]: how new weights reach the generators."""
-
-    transport: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
-    """"auto": gloo on CPU; on CUDA nccl with separate GPUs, ipc if trainer and engines share one."""
-    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 256 << 20
-    """Tensors travel in buckets of about this size; extra memory on the trainer is two buckets."""
-    staging: Literal["auto", "shadow", "paused"] = "auto"
-    """Where a version is kept until it is complete: "shadow": in host memory, while decoding continues; "paused":
-    nowhere, sampling pauses while buckets are loaded as they arrive.  "auto": shadow on CPU and if host memory has
-    room, else paused."""
-    timeout_s: PositiveFloat = 120.0
-    """A broadcast that takes longer is aborted and the epoch dissolved."""
-
-
-class CheckpointConfig(Section):
-    """[checkpoint]: what a resume starts from."""
-
-    every_steps: Positive = 50
-    """Also at the end of the run and on a graceful stop."""
-    keep: Annotated[int, Field(ge=2)] = 2
-    """Complete ones kept; older ones are deleted after a newer one is complete."""
-    trainer_format: Literal["hf", "megatron"] = "hf"
-    """hf: HF names, streamed to one writer, read by every backend; megatron: every rank writes its own shards while
-    training waits, for models whose stream to one writer takes too long; continues in any Megatron layout only."""
-
-
-class BufferConfig(Section):
-    """[buffer]: rollouts on disk."""
-
-    segment_groups: Positive = 256
-    """A segment is sealed after this many groups…"""
-    segment_s: PositiveFloat = 60.0
-    """…or this many seconds, whichever is first."""
-    compression: Literal["none", "gzip"] = "gzip"
-    """Of the sealed file."""
-
-
-class TransportConfig(Section):
-    """[transport]: sockets between roles."""
-
-    kind: Literal["auto", "ipc", "tcp"] = "auto"
-    """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
-    curve: bool = True
-    """Encrypt and admit only this run's keys.  False leaves the sockets open to every user of the node."""
-    max_message_bytes: Positive = 1 << 30
-    """A longer frame closes the connection."""
-    heartbeat_s: PositiveFloat = 1.0
-    """Interval of heartbeats."""
-    dead_after_s: PositiveFloat = 15.0
-    """A role that is silent for this long is treated as dead."""
-
-
-class MetricsConfig(Section):
-    """[metrics]: TensorBoard."""
-
-    samples_every_steps: Positive = 10
-    """Some completions are written as text at this interval, in steps."""
-    num_samples: NonNegative = 2
-    """How many."""
-    histograms_every_steps: Positive = 10
-    """Length, reward and staleness are written as histograms at this interval, in steps."""
+from rlhpc.config_sections import (
+    AdmissionConfig,
+    AlgorithmConfig,
+    BufferConfig,
+    CheckpointConfig,
+    DataConfig,
+    GenerationConfig,
+    MetricsConfig,
+    ModelConfig,
+    RewardsConfig,
+    RunConfig,
+    Section,
+    TrainerConfig,
+    TransportConfig,
+    WeightsConfig,
+)
 
 
 class Config(Section):
@@ -333,3 +56,179 @@ class Config(Section):
         for rule in RULES:
             rule(self)
         return self
+
+
+def budget_holds_longest_sample(config: Config) -> None:
+    """A sample is never truncated, so it has to fit a micro-batch."""
+    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    if config.trainer.token_budget < longest:
+        raise ValueError(
+            f"trainer.token_budget={config.trainer.token_budget} is below the longest sample, "
+            f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest}; legal: {longest} or more"
+        )
+
+
+def engine_step_holds_every_sequence(config: Config) -> None:
+    """When all decode, each needs one token of the step; vLLM refuses less after minutes of loading."""
+    tokens, sequences = config.generation.max_num_batched_tokens, config.generation.max_num_seqs
+    if tokens is not None and tokens < sequences:
+        raise ValueError(
+            f"generation.max_num_batched_tokens={tokens} is less than a token for each of "
+            f"generation.max_num_seqs={sequences}; legal: {sequences} or more"
+        )
+
+
+def window_leaves_slots(config: Config) -> None:
+    """A wide window costs slots; a batch must still fit."""
+    admission = config.admission
+    if admission.num_slots < admission.groups_per_step:
+        legal = admission.max_staleness * admission.groups_per_step + 1
+        raise ValueError(
+            f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
+            f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
+        )
+
+
+def group_has_reward_variance(config: Config) -> None:
+    """Group-relative advantages need a group."""
+    if config.admission.group_size == 1:
+        raise ValueError(
+            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: the rewards of a group "
+            "of one have zero variance, so every advantage is zero; legal: 2 or more"
+        )
+
+
+def ratio_is_unbiased(config: Config) -> None:
+    """Processed log-probabilities are renormalised over the nucleus: the ratio is off by the nucleus' mass S."""
+    generation = config.generation
+    for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
+        if is_cut:
+            raise ValueError(
+                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-"
+                "probabilities are renormalised over the tokens that were kept, the trainer's are not, so that every "
+                f"ratio is too small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
+            )
+
+
+def warmup_is_shorter_than_run(config: Config) -> None:
+    """Otherwise the learning rate is never reached."""
+    if config.trainer.warmup_steps > config.run.num_steps:
+        raise ValueError(
+            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
+        )
+
+
+def rates_do_not_cross(config: Config) -> None:
+    """A schedule decreases."""
+    trainer = config.trainer
+    if trainer.min_learning_rate > trainer.learning_rate:
+        raise ValueError(
+            f"trainer.min_learning_rate={trainer.min_learning_rate:g} is above "
+            f"trainer.learning_rate={trainer.learning_rate:g}"
+        )
+
+
+def death_takes_longer_than_a_beat(config: Config) -> None:
+    """One late heartbeat must not count as a death."""
+    transport = config.transport
+    if transport.dead_after_s < 3 * transport.heartbeat_s:
+        raise ValueError(
+            f"transport.dead_after_s={transport.dead_after_s} is less than three heartbeats of "
+            f"transport.heartbeat_s={transport.heartbeat_s}; legal: {3 * transport.heartbeat_s} or more"
+        )
+
+
+def ranks_fill_the_layout(config: Config) -> None:
+    """Every replica of the model takes the same number of ranks."""
+    trainer = config.trainer
+    replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
+    if trainer.num_ranks % replica:
+        raise ValueError(
+            f"trainer.num_ranks={trainer.num_ranks} is not a multiple of tensor_parallel × pipeline_parallel × "
+            f"context_parallel = {replica}"
+        )
+    stage = trainer.num_ranks // trainer.pipeline_parallel
+    if stage % trainer.expert_parallel:
+        raise ValueError(
+            f"trainer.expert_parallel={trainer.expert_parallel} does not divide the {stage} ranks of a pipeline stage "
+            "(trainer.num_ranks / trainer.pipeline_parallel)"
+        )
+
+
+def layout_keys_need_their_partner(config: Config) -> None:
+    """Keys that mean nothing without another one."""
+    trainer = config.trainer
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ValueError("trainer.sequence_parallel=true needs trainer.tensor_parallel of 2 or more; it is 1")
+    if trainer.chunks_per_stage > 1 and trainer.pipeline_parallel == 1:
+        raise ValueError(
+            f"trainer.chunks_per_stage={trainer.chunks_per_stage} needs trainer.pipeline_parallel of 2 or more; it is 1"
+        )
+    if trainer.parameter_offload and trainer.zero_stage != 3:
+        raise ValueError(f"trainer.parameter_offload=true needs trainer.zero_stage=3; it is {trainer.zero_stage}")
+    if trainer.optimizer_offload and trainer.backend == "megatron" and not trainer.distributed_optimizer:
+        raise ValueError(
+            "trainer.optimizer_offload=true with backend='megatron' needs trainer.distributed_optimizer=true"
+        )
+    if trainer.optimizer_offload and trainer.backend == "megatron" and config.model.dtype == "float32":
+        # Megatron 0.16.1 offloads masters only that are copies of the parameters.
+        raise ValueError("trainer.optimizer_offload=true with backend='megatron' needs model.dtype='bfloat16'")
+
+
+# Keys that other backends would have to ignore; what is ignored must not be set.
+_ONLY_FOR = {
+    "megatron": (
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "chunks_per_stage",
+        "context_parallel",
+        "expert_parallel",
+        "distributed_optimizer",
+        "overlap_grad_reduce",
+        "transformer_engine",
+    ),
+    "deepspeed": ("zero_stage", "parameter_offload"),
+}
+
+
+def backend_knows_its_keys(config: Config) -> None:
+    """A key of another backend is a misunderstanding, not a wish to be passed over."""
+    trainer = config.trainer
+    for backend, keys in _ONLY_FOR.items():
+        for key in keys:
+            value = getattr(trainer, key)
+            if trainer.backend != backend and value != type(trainer).model_fields[key].default:
+                raise ValueError(f"trainer.{key}={value!r} is for backend={backend!r}; it is {trainer.backend!r}")
+    if trainer.recompute_activations == "selective" and trainer.backend != "megatron":
+        raise ValueError(
+            f"trainer.recompute_activations='selective' is for backend='megatron'; it is {trainer.backend!r}; "
+            "legal: 'none', 'full'"
+        )
+    if trainer.optimizer_offload and trainer.backend == "reference":
+        raise ValueError("trainer.optimizer_offload=true is for backend='megatron' and 'deepspeed', not 'reference'")
+
+
+def format_has_its_backend(config: Config) -> None:
+    """Only Megatron writes and reads its own format."""
+    if config.checkpoint.trainer_format == "megatron" and config.trainer.backend != "megatron":
+        raise ValueError(
+            f"checkpoint.trainer_format='megatron' needs trainer.backend='megatron'; it is {config.trainer.backend!r}; "
+            "legal: 'hf'"
+        )
+
+
+RULES = (
+    budget_holds_longest_sample,
+    engine_step_holds_every_sequence,
+    window_leaves_slots,
+    group_has_reward_variance,
+    ratio_is_unbiased,
+    warmup_is_shorter_than_run,
+    rates_do_not_cross,
+    death_takes_longer_than_a_beat,
+    backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
+    ranks_fill_the_layout,
+    layout_keys_need_their_partner,
+    format_has_its_backend,
+)

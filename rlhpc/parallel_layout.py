@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 
 

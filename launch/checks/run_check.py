@@ -19,9 +19,9 @@ from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
-from rlhpc.roles.run_state import read_run_state
+from rlhpc.roles.controller.saved_state import read_run_state
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import (
+from rlhpc.training.checkpoint.directory import (
     CheckpointState,
     Fate,
     KnownCheckpoints,

@@ -7,8 +7,8 @@ from pathlib import Path
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import Fate, KnownCheckpoints
-from rlhpc.training.export import export_hf
+from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
+from rlhpc.training.checkpoint.export import export_hf
 
 
 def export_run(layout: RunLayout, out: Path, step: int | None) -> str:

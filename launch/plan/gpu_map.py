@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rlhpc.config import Config
-from rlhpc.config_rules import RULES
+from rlhpc.config import RULES, Config
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launch.plan.gpu_map import VARIABLE, GpuMap, describe_gpus
-from rlhpc.config import Config, TrainerConfig
+from rlhpc.config import Config
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.run_layout import RunLayout
 

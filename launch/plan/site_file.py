@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
-from rlhpc.config import LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
 
 # GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlhpc.errors import CheckpointError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import CheckpointState, Fate, KnownCheckpoints, set_aside
+from rlhpc.training.checkpoint.directory import CheckpointState, Fate, KnownCheckpoints, set_aside
 
 Tell = Callable[[str], None]
 LOGIN_NODE_BYTES = 100e9  # a few minutes of reading; larger ones are read by the job, which reads everything anyway

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.proximal import loglinear_proximal
-from rlhpc.config import AlgorithmConfig
+from rlhpc.config_sections import AlgorithmConfig
 from rlhpc.contracts import PolicyLoss
 
 MAX_LOG_RATIO = 20.0  # e²⁰ ≈ 5·10⁸: far beyond any sensible ratio, and its square still fits a float32

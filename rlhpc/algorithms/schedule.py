@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 
 
 def learning_rate(step: int, config: TrainerConfig, num_steps: int) -> float:

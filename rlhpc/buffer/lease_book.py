@@ -20,7 +20,7 @@ from rlhpc.types import Prefix
 class LeaseBook:
     """Holders, deadlines and the order of grants."""
 
-    def __init__(self, *, lease_deadline_s: float, max_attempts: int, clock: Clock, lost_leases: LostLeases) -> None:
+    def __init__(self, lease_deadline_s: float, max_attempts: int, *, clock: Clock, lost_leases: LostLeases) -> None:
         self.lease_deadline_s = lease_deadline_s
         self.max_attempts = max_attempts
         self._lost_leases = lost_leases
@@ -34,6 +34,7 @@ class LeaseBook:
         # All leases have the same duration, so that they expire in the order in which they were granted.
         self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
 
+    @property
     def is_quarantining(self) -> bool:
         """True while some group in flight is granted only to a generator that holds little else."""
         return not self._quarantine.is_empty

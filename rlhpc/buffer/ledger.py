@@ -52,12 +52,7 @@ class AdmissionLedger:
         self._sampling = sampling
         self._clock = clock
         known = lost_leases or LostLeases()
-        self._leases = LeaseBook(
-            lease_deadline_s=lease_deadline_s, max_attempts=max_attempts, clock=clock, lost_leases=known
-        )
-        self.is_quarantining = (
-            self._leases.is_quarantining
-        )  # `grant` may return None for one holder and a lease for another
+        self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=known)
         self._next_group_id = 0
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
@@ -114,6 +109,11 @@ class AdmissionLedger:
             deadline_s=self._leases.lease_deadline_s,
             prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
         )
+
+    @property
+    def is_quarantining(self) -> bool:
+        """Whether `grant` may return None for one holder and a lease for another."""
+        return self._leases.is_quarantining
 
     def outstanding(self, holder: str) -> int:
         """Samples leased to this generator that it neither delivered, lost nor handed back."""

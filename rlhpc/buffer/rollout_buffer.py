@@ -1,8 +1,12 @@
-"""Hold every group from its first member to its last use: the one object through which the controller sees rollouts.
+"""Hold every group from the admission of its prompt to its last use: all that the controller knows of prompts.
 
-Input: ScoredRollout.  Output: RolloutGroup.  The ledger decides, the assembler joins, the segments record.
-Guarantees: a group is handed out once for training; what is consumed or dropped reaches a segment; a checkpoint carries
-everything else, half-assembled groups included.
+    admit ──▶ grant ──▶ deliver, member by member ──▶ take ──▶ consume ──▶ release        or drop, before it is taken
+                └── hand_back, renew, expire, forget_holder ──▶ grant again
+
+Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py), groups are put
+together here, segments record what became of them.
+Guarantees: those of the ledger; a group is handed out once for training, complete; what is consumed or dropped reaches
+a segment; a checkpoint carries everything else, incomplete groups included.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.buffer.assembly import GroupAssembler
+from rlhpc.buffer.group_record import GroupRecord
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.buffer.segments import SegmentWriter, to_hdf5
 from rlhpc.errors import CheckpointError, LedgerError, SegmentError
-from rlhpc.types import FinishReason, RolloutGroup, ScoredRollout
+from rlhpc.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, ScoredRollout
 
 BUFFERED_FILE = "buffered.h5"
 
@@ -45,41 +49,99 @@ class FrozenBuffer:
 
 
 class RolloutBuffer:
-    """Groups by id, between generators and trainer."""
+    """Groups by id, between prompts and trainer.  Synchronous: a change is seen whole or not at all."""
 
-    def __init__(self, ledger: AdmissionLedger, assembler: GroupAssembler, segments: SegmentWriter) -> None:
-        self.ledger, self.assembler, self.segments = ledger, assembler, segments
+    def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter) -> None:
+        self._ledger, self.segments = ledger, segments
+        self._members: dict[int, dict[int, ScoredRollout]] = {}  # group → sample index → member, while incomplete
         self._groups: dict[int, RolloutGroup] = {}  # complete and neither consumed nor dropped
+
+    # ------------------------------------------------------------------------------------------- prompts and leases
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another prompt may be admitted now."""
+        return self._ledger.has_slot
+
+    def admit(self, prompt: Prompt, policy_version: int) -> int:
+        """Admit a prompt under the live version; return its group's id.  Raises LedgerError when no slot is free."""
+        return self._ledger.admit(prompt, policy_version)
+
+    def grant(self, holder: str, credit_samples: int) -> Lease | None:
+        """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
+        return self._ledger.grant(holder, credit_samples)
+
+    @property
+    def is_quarantining(self) -> bool:
+        """Whether `grant` may return None for one generator and a lease for another."""
+        return self._ledger.is_quarantining
+
+    def outstanding(self, holder: str) -> int:
+        """Samples that this generator holds."""
+        return self._ledger.outstanding(holder)
+
+    def hand_back(
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
+    ) -> None:
+        """Make members grantable again, each with what was sampled of it.  Raises LedgerError for an odd message."""
+        self._ledger.hand_back(holder, group_id, sample_indices, prefixes)
+
+    def renew(
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
+    ) -> None:
+        """Renew the deadline of members that are still being sampled.  Raises LedgerError for an odd message."""
+        self._ledger.renew(holder, group_id, sample_indices, prefixes)
+
+    def expire(self) -> int:
+        """Make members of overdue leases grantable again; return the number of these leases."""
+        return len(self._ledger.expire())
+
+    def forget_holder(self, holder: str) -> int:
+        """Make everything that a dead generator held grantable again; return the number of groups concerned."""
+        return len(self._ledger.forget_holder(holder))
+
+    def poisoned(self) -> list[int]:
+        """Groups of which some member has lost too many leases: they are granted no more, and the caller drops them."""
+        return self._ledger.poisoned()
+
+    # ------------------------------------------------------------------------------------------- rollouts and groups
+
+    def is_wanted(self, group_id: int, sample_index: int) -> bool:
+        """True if `deliver` would keep this member."""
+        return self._ledger.is_wanted(group_id, sample_index)
 
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
 
         Second copies and members that are no longer wanted are ignored.
-        Raises LedgerError for an aborted rollout: those are handed back, never delivered.
+        Raises LedgerError for an aborted rollout, which is handed back and never delivered, and for one that answers
+        another prompt than its group's; then nothing changes.
         """
         rollout = scored.rollout
         if rollout.finish_reason is FinishReason.ABORT:
             raise LedgerError(f"{holder} delivered the aborted rollout {rollout.group_id}:{rollout.sample_index}")
-        if not self.ledger.deliver(holder, rollout.group_id, rollout.sample_index):
+        if not self._ledger.is_wanted(rollout.group_id, rollout.sample_index):
             return None
-        admitted_version = self.ledger.group(rollout.group_id).admitted_version
-        group = self.assembler.add(scored, admitted_version)
-        if group is not None:
-            self.put(group)
-        return group
+        record = self._ledger.group(rollout.group_id)
+        if rollout.prompt.prompt_id != record.prompt.prompt_id:
+            raise LedgerError(
+                f"sample {rollout.sample_index} of group {rollout.group_id} answers another prompt, "
+                f"{rollout.prompt.prompt_id}"
+            )
+        self._ledger.deliver(holder, rollout.group_id, rollout.sample_index)
+        return self._add(scored)
 
-    def put(self, group: RolloutGroup) -> None:
-        """Keep a complete group whose members the ledger has as delivered; `deliver` does it by itself.
+    def is_open(self, group_id: int) -> bool:
+        """True while a group is in flight or finished: neither taken nor dropped."""
+        return self._ledger.is_open(group_id)
 
-        Raises LedgerError if the ledger disagrees; then nothing changes.
-        """
-        if not self.ledger.group(group.group_id).is_finished:
-            raise LedgerError(f"group {group.group_id} is not finished according to the ledger")
-        self._groups[group.group_id] = group
+    def open_groups(self) -> list[int]:
+        """Ids of all groups that are in flight or finished, in order of admission."""
+        return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
 
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
-        group_ids = self.ledger.take(num_groups, step)
+        group_ids = self._ledger.take(num_groups, step)
         return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
 
     def consume(self, groups: Sequence[RolloutGroup], step: int, *, trained_version: int, applied: bool) -> None:
@@ -90,10 +152,10 @@ class RolloutBuffer:
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
         for group in groups:
-            if self.ledger.group(group.group_id).step != step or group.group_id not in self._groups:
+            if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
         for group in groups:
-            attempts = self.ledger.group(group.group_id).attempts
+            attempts = self._ledger.group(group.group_id).attempts
             self.segments.add(
                 ResolvedGroup(
                     self._groups.pop(group.group_id),
@@ -111,22 +173,35 @@ class RolloutBuffer:
         """
         if unused := sorted(self._groups.keys() & set(group_ids)):
             raise LedgerError(f"groups {unused} are released before they are consumed")
-        self.ledger.release(group_ids)
-        for group_id in group_ids:
-            self.assembler.forget(group_id)
+        self._ledger.release(group_ids)
 
-    def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group and record its members so far; its slot is free at once.
+    def drop(self, group_id: int, reason: DropReason) -> bool:
+        """Drop a group and record its members so far; its slot is free at once.  True: it was still incomplete.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
-        record = self.ledger.group(group_id)
-        self.ledger.drop(group_id, reason)
-        members = self.assembler.forget(group_id)
-        group = self._groups.pop(group_id, None) or RolloutGroup(
-            group_id, record.prompt, record.admitted_version, members
-        )
+        record = self._ledger.group(group_id)
+        self._ledger.drop(group_id, reason)
+        group = self._groups.pop(group_id, None) or self._assembled(record)
+        self._members.pop(group_id, None)
         self.segments.add(ResolvedGroup(group, drop_reason=reason, attempts=record.attempts))
+        return not record.is_finished
+
+    # --------------------------------------------------------------------------------------------------- inspection
+
+    @property
+    def staleness_bound(self) -> int:
+        """Upper bound of the staleness of a taken group, in steps."""
+        return self._ledger.staleness_bound
+
+    def counts(self) -> dict[str, int]:
+        """Groups per state, and members held or lost, for metrics and status."""
+        return self._ledger.counts()
+
+    @property
+    def oldest_in_flight_age_s(self) -> float:
+        """Seconds since the admission of the oldest unfinished group, or since the restart; 0 if there is none."""
+        return self._ledger.oldest_in_flight_age_s
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -136,15 +211,13 @@ class RolloutBuffer:
         next_step: the step that a resume begins with; groups taken for an earlier one and not consumed are an error.
         Raises LedgerError for that.
         """
-        late = [i for i in self._groups if (step := self.ledger.group(i).step) is not None and step < next_step]
+        late = [i for i in self._groups if (step := self._ledger.group(i).step) is not None and step < next_step]
         if late:
             raise LedgerError(f"groups {sorted(late)} were taken before step {next_step}, but are not consumed")
         groups = [self._buffered(group) for _, group in sorted(self._groups.items())]
-        for group_id in sorted(self.assembler.partial()):
-            record, members = self.ledger.group(group_id), self.assembler.members(group_id)
-            groups.append(self._buffered(RolloutGroup(group_id, record.prompt, record.admitted_version, members)))
+        groups += [self._buffered(self._assembled(self._ledger.group(i))) for i in sorted(self._members)]
         self.segments.cut()
-        return FrozenBuffer(tuple(groups), self.ledger.state(next_step), next_step, self.segments)
+        return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments)
 
     def load(self, directory: Path) -> int:
         """Take back what a frozen buffer wrote; the ledger was made from the same state.  Returns the number of groups.
@@ -155,19 +228,35 @@ class RolloutBuffer:
             saved = read_segment(directory / BUFFERED_FILE)
         except SegmentError as error:
             raise CheckpointError(f"the buffered rollouts of the checkpoint cannot be read: {error}") from error
-        found = {(r.group.group_id, m.rollout.sample_index) for r in saved for m in r.group.members}
-        wanted = {(g.group_id, i) for g in self.ledger.groups for i, m in enumerate(g.members) if m.is_delivered}
-        if found != wanted:
+        held = [(r.group.group_id, m.rollout.sample_index) for r in saved for m in r.group.members]
+        found = set(held)
+        wanted = {(g.group_id, i) for g in self._ledger.groups for i, m in enumerate(g.members) if m.is_delivered}
+        if found != wanted or len(held) != len(found):
             raise CheckpointError(
-                f"{directory / BUFFERED_FILE} holds {len(found)} rollouts and the ledger counts {len(wanted)} as "
-                f"delivered; first difference: group and sample {min(found ^ wanted)}"
+                f"{directory / BUFFERED_FILE} holds {len(held)} rollouts and the ledger counts {len(wanted)} as "
+                f"delivered; first difference: group and sample {min(found ^ wanted, default='held twice')}"
             )
         for resolved in saved:
             for member in resolved.group.members:
-                group = self.assembler.add(member, resolved.group.admitted_version)
-                if group is not None:
-                    self.put(group)
+                self._add(member)
         return len(saved)
 
     def _buffered(self, group: RolloutGroup) -> ResolvedGroup:
-        return ResolvedGroup(group, attempts=self.ledger.group(group.group_id).attempts)
+        return ResolvedGroup(group, attempts=self._ledger.group(group.group_id).attempts)
+
+    def _add(self, scored: ScoredRollout) -> RolloutGroup | None:
+        """Keep a member that the ledger counts as delivered; return its group if it was the last one."""
+        group_id, record = scored.rollout.group_id, self._ledger.group(scored.rollout.group_id)
+        members = self._members.setdefault(group_id, {})
+        members[scored.rollout.sample_index] = scored
+        if len(members) < len(record.members):
+            return None
+        group = self._groups[group_id] = self._assembled(record)
+        del self._members[group_id]
+        return group
+
+    def _assembled(self, record: GroupRecord) -> RolloutGroup:
+        """A group of the members that have arrived, ordered by sample index."""
+        members = self._members.get(record.group_id, {})
+        ordered = tuple(members[index] for index in sorted(members))
+        return RolloutGroup(record.group_id, record.prompt, record.admitted_version, ordered)

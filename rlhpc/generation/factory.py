@@ -16,12 +16,14 @@ async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> Gener
     files of the run; neither of ours does.  Raises EngineError and leaves no process behind.
     """
     if config.generation.engine == "scripted":
+        # Each engine loads what only it needs: a scripted one runs where there is no vLLM.
         from rlhpc.generation.scripted_engine import ScriptedEngine
 
         # Replicas share a seed, so that a sample is the same on any replica: no sample is drawn by two of them.
         return ScriptedEngine.of(
             config, seed=config.run.seed, make_receiver=partial(_receiver, config.weights.timeout_s)
         )
+    # As above.
     from rlhpc.generation.vllm_engine import VllmEngine
 
     return await VllmEngine.start(config, seed=seed)

@@ -32,6 +32,7 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
     set_environment(profile.environment)
     before = set(psutil.Process().children(recursive=True))
     try:
+        # vLLM reads the environment that is set above while it is imported.
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -74,7 +75,7 @@ def stop_processes(processes: list[psutil.Process]) -> None:
 
 def device_here() -> str:
     """ "cuda" where there is a device, else "cpu"."""
-    import torch
+    import torch  # takes a second; a part of this module is used without
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

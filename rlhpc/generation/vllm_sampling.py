@@ -20,6 +20,7 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
 
     run_seed: makes the draw reproducible for the same request; None: the engine's own randomness.
     """
+    # vLLM is imported after its environment is set (vllm_process.py).
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

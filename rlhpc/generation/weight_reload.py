@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from rlhpc.generation.expert_stacks import ExpertStacks
 
@@ -21,9 +26,6 @@ def reload_weights(
     model: Any, vllm_config: Any, model_config: Any, device: torch.device, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Bare model.load_weights fails on CPU, where linear weights were repacked and the originals emptied."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
     with set_current_vllm_config(vllm_config), torch.device(device), torch.no_grad():
         try:
             stacks = ExpertStacks(model, device)  # what a layer takes shows before it is taken apart
@@ -43,8 +45,6 @@ def _forget_unfinished_layers(model: Any) -> None:
 
     The latter are views of blocks that are freed; and a layer that has got some of them would be called finished.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -54,9 +54,6 @@ def _forget_unfinished_layers(model: Any) -> None:
 
 def _repack_tied_head(model: Any) -> None:
     """On CPU a tied lm_head keeps a repacked copy of the old embedding: the reload never sees a tensor for it."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -66,8 +63,6 @@ def _repack_tied_head(model: Any) -> None:
 
 def _repack_experts(model: Any) -> None:
     """On CPU the kernel of a mixture repacks its weights when it is made, and a reload keeps the kernel."""
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cpu():
         return
     for module in model.modules():

@@ -6,7 +6,7 @@ import sys
 
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
-from rlhpc.roles.lifecycle import parse_role, run_role
+from rlhpc.roles.common.lifecycle import parse_role, run_role
 
 
 def main() -> int:
@@ -16,15 +16,16 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    # A role loads only what it needs itself: neither controller nor reward service waits for torch and vLLM.
     match context.role:
         case "controller":
-            from rlhpc.roles.controller import run
+            from rlhpc.roles.controller.role import run
         case "generator":
-            from rlhpc.roles.generator import run
+            from rlhpc.roles.generator.role import run
         case "reward":
-            from rlhpc.roles.reward import run
+            from rlhpc.roles.reward_service import run
         case _:
-            from rlhpc.roles.trainer import run
+            from rlhpc.roles.trainer.role import run
     return run_role(context, run)
 
 

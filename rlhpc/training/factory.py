@@ -13,7 +13,7 @@ from rlhpc.training.process_group import LOOPBACK, MEET_TIMEOUT_S
 _BACKENDS = {
     "reference": ("rlhpc.training.reference", "ReferenceBackend"),
     "megatron": ("rlhpc.training.megatron.backend", "MegatronBackend"),
-    "deepspeed": ("rlhpc.training.deepspeed_backend", "DeepSpeedBackend"),
+    "deepspeed": ("rlhpc.training.deepspeed.backend", "DeepSpeedBackend"),
 }
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
-from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import chunked_logprobs

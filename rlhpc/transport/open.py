@@ -13,7 +13,7 @@ import socket
 import time
 from typing import Any
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ServerChannel
 from rlhpc.errors import ChannelTimeout, ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ConfigError
 from rlhpc.host_address import host_address
 from rlhpc.topology import ChannelSpec

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ChannelStatistics, ClientChannel
 from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, ProtocolError
 from rlhpc.topology import ChannelSpec

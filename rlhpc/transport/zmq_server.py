@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import ChannelStatistics, Clock, ServerChannel
 from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import WeightPublisher, WeightReceiver
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import TRANSPORTS

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def _imported(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(_tree(path)):
@@ -98,6 +100,7 @@ def _imported(path: Path) -> set[str]:
     return found
 
 
+@cache
 def _runtime_imports(path: Path) -> set[str]:
     """Imports without those that only a type checker sees."""
     tree = _tree(path)
@@ -175,6 +178,20 @@ def test_a_file_is_one_idea_and_a_function_one_thing(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_an_import_inside_a_function_says_why_it_is_not_at_the_top() -> None:
+    """Start-up time or an optional package is a reason; a cycle is not: there some part stands in the wrong room."""
+    unexplained = []
+    for path in (ROOT / "rlhpc").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for function in ast.walk(_tree(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            imports = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
+            if imports and not any("#" in line for line in lines[function.lineno : max(imports)]):
+                unexplained.append(f"{path.relative_to(ROOT)}:{imports[0]}")
+    assert not unexplained
 
 
 @pytest.mark.parametrize("words", BUDGETS)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.config import Config, WeightsConfig
+from rlhpc.config import Config
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.generation.vllm_engine import VllmEngine

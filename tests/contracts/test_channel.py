@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlhpc import messages as m
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ClientChannel, ServerChannel
 from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec

@@ -11,7 +11,7 @@ import pytest
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, counting, draw_weights, specs_of
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.training.checkpoint.directory import latest_complete
 from tests.ring.run_kit import Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring

@@ -15,8 +15,8 @@ from launch.demo.task import write_dataset
 from rlhpc.errors import CheckpointError
 from rlhpc.exit_status import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
-from rlhpc.training.checkpoint_directory import COMPLETE, describe, latest_complete
+from rlhpc.training.checkpoint.directory import COMPLETE, describe, latest_complete
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from tests.faults.switched_rewards import SWITCH
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import CEILING_S, Lab, Run, summary_of
@@ -71,6 +71,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(l
     assert not unfinished.exists()
 
 
+@pytest.mark.long
 def test_a_run_that_fails_while_the_trainer_writes_completes_the_checkpoint_first(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

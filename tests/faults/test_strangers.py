@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from rlhpc import messages as m
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.codec import Codec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlhpc.training.checkpoint import read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import NanGradientOn, Rows, train
 from tests.unit.training.packed_rows import draw_samples, pack_row

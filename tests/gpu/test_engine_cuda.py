@@ -17,7 +17,7 @@ from engine_subjects import VllmSubject, request_of
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.types import WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.checksum import NUM_LANES, checksum64

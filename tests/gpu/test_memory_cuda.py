@@ -11,8 +11,8 @@ import torch
 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import fullest, plan_memory
-from rlhpc.training.background_save import BackgroundSaver
-from rlhpc.training.checkpoint import read_checkpoint
+from rlhpc.training.checkpoint.background_save import BackgroundSaver
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec

@@ -46,7 +46,7 @@ def receivers() -> dict[str, Receivers]:
             {"completion": COMPLETION, "flat": ("vllm.logprobs.FlatLogprobs",)}, nothing
         ),
         "rlhpc/generation/worker_extension.py": Receivers({"self.model_runner": RUNNERS}, nothing),
-        "rlhpc/training/zero_engine.py": Receivers(
+        "rlhpc/training/deepspeed/engine.py": Receivers(
             {"get_accelerator()": ("deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator",)}, nothing
         ),
     }

@@ -153,6 +153,7 @@ def test_drained_nodes_make_a_job_wait_and_are_not_a_refusal(slurm: DevCluster, 
     assert {"controller.nodes", "controller"} <= set(warned)
 
 
+@pytest.mark.long
 def test_a_controller_that_does_not_answer_is_said(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster()
     faults.stop_controller(cluster)

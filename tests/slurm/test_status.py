@@ -267,6 +267,7 @@ def test_status_says_who_waits_for_whom_and_when_that_ends(cluster: DevCluster, 
     assert "generator-2…3" in text
 
 
+@pytest.mark.long
 def test_a_run_of_several_lives_can_be_followed_to_its_end(
     cluster: DevCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ConfigError
 from rlhpc.host_address import host_address, interface_addresses, interface_of
 from rlhpc.topology import CONTROL

@@ -17,7 +17,7 @@ from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.errors import CheckpointError, OwnershipLost, SegmentError
 from rlhpc.ownership import Fence, read_owner, take_over
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete, latest_complete
+from rlhpc.training.checkpoint.directory import begin, complete, latest_complete
 from tests.unit.buffer.rollout_samples import make_prompt
 
 ROOT = Path(__file__).parents[2]

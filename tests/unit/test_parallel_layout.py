@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout, num_experts
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.checks.memory.model_shape import ModelShape, layers_of_stage
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded

@@ -13,8 +13,7 @@ from typing import Any
 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, fullest, plan_memory
-from rlhpc.config import Config
-from rlhpc.config_rules import RULES
+from rlhpc.config import RULES, Config
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 

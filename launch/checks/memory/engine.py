@@ -13,6 +13,7 @@ engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, lar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.checks.memory.model_shape import ModelShape
@@ -71,5 +72,5 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     return {"shadow": shadow, "paused": paused, "auto": max(shadow, paused)}[config.weights.staging]
 
 
-def _fullest_run(buckets: list[int], length: int) -> int:
+def _fullest_run(buckets: Sequence[int], length: int) -> int:
     return max((sum(buckets[start : start + length]) for start in range(len(buckets))), default=0)

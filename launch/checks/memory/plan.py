@@ -16,6 +16,7 @@ Activations and the head: activations.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from launch.checks.memory.activations import RowMemory
 from launch.checks.memory.model_shape import ModelShape, RankParameters
@@ -27,7 +28,9 @@ from rlhpc.weights.buckets import plan_buckets
 GIB = 1 << 30
 FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
 FRAGMENTATION = 0.05  # guess: of everything else
-_ZERO_BUCKET = 64 << 20  # numbers; BUCKET_ELEMENTS of rlhpc/training/zero_engine.py, which needs DeepSpeed to be read
+_ZERO_BUCKET = (
+    64 << 20
+)  # numbers; BUCKET_ELEMENTS of rlhpc/training/deepspeed/engine.py, which needs DeepSpeed to be read
 _ZERO_LIVE = 1_000_000_000  # numbers; DeepSpeed's default of stage3_max_live_parameters
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -119,12 +122,16 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     )
 
 
-def bucket_sizes(config: Config, shape: ModelShape) -> list[int]:
+def bucket_sizes(config: Config, shape: ModelShape) -> tuple[int, ...]:
     """Bytes of every bucket that new weights travel in."""
-    b, sizes = ELEMENT_BYTES[config.model.dtype], shape.tensors
-    specs = [TensorSpec("", config.model.dtype, (size,)) for size in sizes]
-    ends = plan_buckets(specs, config.weights.bucket_bytes)
-    return [b * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
+    return _bucket_sizes(shape, config.model.dtype, config.weights.bucket_bytes)
+
+
+@cache  # a mixture has 20,000 tensors, and advice tries dozens of settings that leave the buckets as they are
+def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int, ...]:
+    sizes = shape.tensors
+    ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
+    return tuple(ELEMENT_BYTES[dtype] * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:

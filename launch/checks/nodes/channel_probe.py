@@ -14,7 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import RlhpcError
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL

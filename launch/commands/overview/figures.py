@@ -19,7 +19,7 @@ from launch.run_files.run_state import saved_step
 _WRITTEN_BY_LIFE = ("status.json", "attempts.jsonl", "summary.json", "config.json", "launcher.json", "jobs")
 _TAIL_BYTES = 8192
 _MOST_LOGS = 32
-_FATAL = " rlhpc.lifecycle ERROR "  # what a role dies of (rlhpc/roles/lifecycle.py)
+_FATAL = " rlhpc.lifecycle ERROR "  # what a role dies of (rlhpc/roles/common/lifecycle.py)
 
 
 @dataclass(frozen=True, slots=True)

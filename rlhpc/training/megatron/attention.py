@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.training.megatron.row_plan import ChunkPlan, RowPlan
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention, varlen_causal

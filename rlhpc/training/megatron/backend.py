@@ -24,8 +24,8 @@ from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
-from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
 from rlhpc.training.megatron.distributed_checkpoint import (
     DistributedSaver,
     is_distributed_checkpoint,

@@ -40,8 +40,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
-from rlhpc.training.checkpoint import FORMAT_VERSION, MEGATRON_STATE_FILE, STATE_FILE, manifest_content, read_manifest
-from rlhpc.training.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.trainer_state import (
+    FORMAT_VERSION,
+    MEGATRON_STATE_FILE,
+    STATE_FILE,
+    manifest_content,
+    read_manifest,
+)
 from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.sharded_state import ShardedState
 from rlhpc.training.optimizer import STATE_KINDS

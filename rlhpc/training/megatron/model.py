@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
 from rlhpc.training.megatron.attention import core_attention

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhpc.algorithms.schedule import learning_rate
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 
 
 def rates(num_steps: int, **settings: Any) -> list[float]:

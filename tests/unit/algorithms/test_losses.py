@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhpc.algorithms.losses import make_policy_loss
 from rlhpc.algorithms.proximal import current_share, loglinear_proximal
-from rlhpc.config import AlgorithmConfig
+from rlhpc.config_sections import AlgorithmConfig
 
 NUM_TOKENS = 64
 

@@ -12,7 +12,7 @@ from rollout_samples import ManualClock, make_ledger, make_prompt
 
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.config import AdmissionConfig
+from rlhpc.config_sections import AdmissionConfig
 from rlhpc.types import SamplingParams
 
 HOLDERS = st.sampled_from(["g-0", "g-1", "g-2"])

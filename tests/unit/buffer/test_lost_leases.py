@@ -159,7 +159,7 @@ def test_a_death_of_many_is_taken_for_a_nodes_and_slows_nobody_down() -> None:
     ledger.forget_holder("g-0")
     granted = [ledger.grant("g-1", 1) for _ in range(8)]
     assert all(granted)
-    assert not ledger.is_quarantining()
+    assert not ledger.is_quarantining
 
 
 @pytest.mark.parametrize(

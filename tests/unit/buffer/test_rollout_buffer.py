@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
 from test_ledger import settings
 
-from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -40,12 +40,12 @@ def rollouts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def buffer(rollouts: Path) -> RolloutBuffer:
-    return RolloutBuffer(make_ledger(ManualClock()), GroupAssembler(2), make_writer(rollouts))
+    return RolloutBuffer(make_ledger(ManualClock()), make_writer(rollouts))
 
 
 def admit(buffer: RolloutBuffer, *group_ids: int) -> None:
     for group_id in group_ids:
-        assert buffer.ledger.admit(make_prompt(group_id), group_id // 2) == group_id
+        assert buffer.admit(make_prompt(group_id), group_id // 2) == group_id
 
 
 def deliver(buffer: RolloutBuffer, *group_ids: int) -> None:
@@ -58,7 +58,7 @@ def restore(directory: Path, rollouts: Path, state: dict) -> RolloutBuffer:
     state = json.loads(json.dumps(state))
     ledger = AdmissionLedger.from_state(state["ledger"], **settings(ManualClock()))
     set_aside_lost_segments(rollouts, state["next_segment_index"], attempt=1)
-    buffer = RolloutBuffer(ledger, GroupAssembler(2), make_writer(rollouts, state["next_segment_index"]))
+    buffer = RolloutBuffer(ledger, make_writer(rollouts, state["next_segment_index"]))
     buffer.load(directory)
     return buffer
 
@@ -75,7 +75,37 @@ def test_a_group_goes_from_its_members_to_the_record_of_its_step(buffer, rollout
     recorded = list(read_rollouts_directory(rollouts))
     assert [(r.group.group_id, r.consumed_step, r.drop_reason) for r in recorded] == [(0, 5, None), (1, 5, None)]
     assert_same_group(recorded[1].group, make_group(1))
-    assert buffer.ledger.counts()["free_slots"] == 3
+    assert buffer.counts()["free_slots"] == 3
+
+
+def test_a_group_is_complete_with_its_last_member_and_ordered_by_sample_index(rollouts):
+    buffer = RolloutBuffer(make_ledger(ManualClock(), group_size=3), make_writer(rollouts))
+    admit(buffer, 0)
+    assert buffer.deliver("g-0", make_scored(0, 2)) is None
+    assert buffer.deliver("g-1", make_scored(0, 0)) is None
+    assert buffer.counts()["finished"] == 0
+    assert_same_group(buffer.deliver("g-0", make_scored(0, 1)), make_group(0, 3))
+    assert buffer.counts()["finished"] == 1
+
+
+def test_of_two_copies_the_first_counts_whatever_the_second_holds(buffer):
+    admit(buffer, 0)
+    buffer.deliver("g-0", make_scored(0, 0, detail="first"))
+    assert buffer.deliver("g-1", make_scored(0, 0, detail="second")) is None
+    group = buffer.deliver("g-0", make_scored(0, 1))
+    assert group.members[0].detail == "first"
+    assert buffer.deliver("g-1", make_scored(0, 0, detail="third")) is None
+    assert buffer.drop(0, DropReason.CANCELLED) is False  # it was complete
+
+
+def test_a_member_that_cannot_be_of_the_group_changes_nothing(buffer):
+    admit(buffer, 0, 1)
+    assert buffer.deliver("g-0", make_scored(0, 2)) is None  # its groups have two members
+    stranger = replace(make_scored(0, 0), rollout=replace(make_scored(1, 0).rollout, group_id=0))
+    with pytest.raises(LedgerError, match="sample 0 of group 0 answers another prompt, 1"):
+        buffer.deliver("g-0", stranger)
+    assert buffer.is_wanted(0, 0)
+    deliver(buffer, 0)
 
 
 def test_a_late_copy_of_a_rollout_is_ignored_at_every_stage(buffer):
@@ -87,15 +117,15 @@ def test_a_late_copy_of_a_rollout_is_ignored_at_every_stage(buffer):
     buffer.consume(batch, step=0, trained_version=0, applied=True)
     buffer.release([0, 1])
     assert buffer.deliver("g-1", make_scored(0, 0)) is None
-    assert buffer.assembler.partial() == {}
+    assert buffer.freeze(next_step=1).groups == ()
 
 
 def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, rollouts):
     admit(buffer, 0, 1, 2)
     deliver(buffer, 0)
     buffer.deliver("g-0", make_scored(1, 1, verdict=Verdict.VERIFIER_ERROR))
-    buffer.ledger.grant("g-0", 2)
-    buffer.ledger.forget_holder("g-0")
+    buffer.grant("g-0", 2)
+    buffer.forget_holder("g-0")
     for group_id, reason in ((0, DropReason.NO_SPREAD), (1, DropReason.VERIFIER_ERROR), (2, DropReason.CANCELLED)):
         buffer.drop(group_id, reason)
     buffer.segments.seal()
@@ -106,7 +136,7 @@ def test_a_dropped_group_is_recorded_with_the_members_that_had_arrived(buffer, r
         ("cancelled", 0, 1),
     ]
     assert recorded[2].group.prompt.reference == "#### 2"
-    assert buffer.ledger.counts()["free_slots"] == 4
+    assert buffer.counts()["free_slots"] == 4
 
 
 def test_what_is_taken_is_not_dropped(buffer):
@@ -122,7 +152,7 @@ def test_an_aborted_rollout_is_never_delivered(buffer):
     admit(buffer, 0)
     with pytest.raises(LedgerError, match="g-0 delivered the aborted rollout 0:1"):
         buffer.deliver("g-0", make_scored(0, 1, finish_reason=FinishReason.ABORT))
-    assert buffer.ledger.grant("g-0", 2).sample_indices == (0, 1)
+    assert buffer.grant("g-0", 2).sample_indices == (0, 1)
 
 
 def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_their_release(buffer):
@@ -139,12 +169,6 @@ def test_groups_are_consumed_once_for_the_step_they_were_taken_for_and_before_th
     assert buffer.segments.num_pending == 2
 
 
-def test_a_group_that_the_ledger_has_not_finished_is_not_put(buffer):
-    admit(buffer, 0)
-    with pytest.raises(LedgerError, match="not finished"):
-        buffer.put(make_group(0))
-
-
 def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buffer, rollouts, tmp_path):
     admit(buffer, 0, 1, 2, 3)
     deliver(buffer, 0, 1)
@@ -156,9 +180,9 @@ def test_a_checkpoint_carries_finished_prefetched_and_half_assembled_groups(buff
     assert [path.name for path in tmp_path.glob("*.h5")] == ["buffered.h5"]
 
     restored = restore(tmp_path, rollouts, state)
-    assert restored.ledger.counts()["released"] == 2
-    assert restored.assembler.partial() == {3: 1}
-    lease = restored.ledger.grant("g-9", 4)
+    assert restored.counts()["released"] == 2
+    assert restored.counts()["in_flight"] == 1
+    lease = restored.grant("g-9", 4)
     assert (lease.group_id, lease.sample_indices) == (3, (0,))
     assert_same_group(restored.deliver("g-9", make_scored(3, 0)), make_group(3))
     for mine, theirs in zip(restored.take(2, step=1), (make_group(2), make_group(3)), strict=True):
@@ -181,7 +205,7 @@ def test_a_prefetched_batch_is_trained_once_over_a_restart(buffer, rollouts, tmp
     restored.consume(batch, step=1, trained_version=1, applied=True)
     restored.release([0, 1])
     restored.segments.seal()
-    restored.ledger.conservation()
+    restored._ledger.conservation()
     assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0, 1]
     assert [r.group.group_id for r in read_rollouts_directory(rollouts / "lost_attempt_1")] == [0, 1]
 
@@ -201,7 +225,7 @@ def test_what_is_resolved_while_a_checkpoint_is_written_belongs_to_the_time_afte
     restored = restore(tmp_path, rollouts, state)
     assert [r.group.group_id for r in read_rollouts_directory(rollouts)] == [0]
     assert_same_group(restored.take(1, step=0)[0], make_group(1))
-    assert restored.ledger.grant("g-9", 4).group_id == 2
+    assert restored.grant("g-9", 4).group_id == 2
 
 
 def test_a_checkpoint_is_refused_while_a_trained_batch_is_not_recorded(buffer, tmp_path):
@@ -221,6 +245,15 @@ def test_buffered_rollouts_that_contradict_the_ledger_are_refused(buffer, rollou
     state = buffer.freeze(next_step=0).write(tmp_path)
     (tmp_path / "earlier" / "buffered.h5").replace(tmp_path / "buffered.h5")
     with pytest.raises(CheckpointError, match=r"holds 2 rollouts and the ledger counts 4"):
+        restore(tmp_path, rollouts, state)
+
+
+def test_a_rollout_that_a_checkpoint_holds_twice_is_refused(buffer, rollouts, tmp_path):
+    admit(buffer, 0)
+    deliver(buffer, 0)
+    frozen = buffer.freeze(next_step=0)
+    state = replace(frozen, groups=frozen.groups * 2).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 4 rollouts and the ledger counts 2.*held twice"):
         restore(tmp_path, rollouts, state)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.window import GROUPS_PER_STEP, PACES, Ring
-from rlhpc.config import AdmissionConfig
+from rlhpc.config_sections import AdmissionConfig
 
 
 def pace_of(max_staleness: int, window: int | None, pace: str) -> float:

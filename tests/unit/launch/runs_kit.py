@@ -16,8 +16,8 @@ from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically
-from rlhpc.roles.process_registry import ProcessRegistry
-from rlhpc.roles.status_board import StatusBoard
+from rlhpc.roles.controller.metrics.status_board import StatusBoard
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from tests.unit.launch.site_kit import config_of

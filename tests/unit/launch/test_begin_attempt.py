@@ -18,7 +18,7 @@ from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete
+from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 

@@ -22,8 +22,8 @@ from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT
 from rlhpc.run_layout import RunLayout
-from rlhpc.training import checkpoint_directory as directory
-from rlhpc.training.checkpoint_directory import complete, describe, prune
+from rlhpc.training.checkpoint import directory
+from rlhpc.training.checkpoint.directory import complete, describe, prune
 from tests.unit.launch.site_kit import config_of
 
 STEPS = (8, 10, 12)

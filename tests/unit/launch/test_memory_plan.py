@@ -402,7 +402,7 @@ def test_every_large_run_is_checked() -> None:
 
 def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
     """Read as text: importing it would need DeepSpeed and its environment."""
-    source = (ROOT / "rlhpc" / "training" / "zero_engine.py").read_text(encoding="utf-8")
+    source = (ROOT / "rlhpc" / "training" / "deepspeed" / "engine.py").read_text(encoding="utf-8")
     (bucket,) = re.findall(r"^BUCKET_ELEMENTS = (\d+) << (\d+)", source, re.MULTILINE)
     (rank,) = plan_of("Qwen2.5-7B", "deepspeed", num_ranks=8, zero_stage=2)
     assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))

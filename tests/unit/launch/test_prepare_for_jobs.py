@@ -25,7 +25,7 @@ from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete
+from rlhpc.training.checkpoint.directory import begin, complete
 from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of

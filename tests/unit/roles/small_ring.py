@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlhpc.algorithms.advantages import make_estimator
-from rlhpc.buffer.assembly import GroupAssembler
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
@@ -33,9 +32,9 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
-from rlhpc.roles.train_loop import StepRecord, TrainLoop
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import (
@@ -105,13 +104,13 @@ def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> Adm
     )
 
 
-def make_buffer(config: Config, directory: Path) -> RolloutBuffer:
+def make_buffer(config: Config, directory: Path, ledger: AdmissionLedger | None = None) -> RolloutBuffer:
     """Keeps all segments in memory until sealed into `directory`."""
     segments = SegmentWriter(
         directory, 0, run_name="small", run_attempt=0, max_groups=1000, max_s=1e9, compression="none",
         clock=lambda: 0.0,
     )  # fmt: skip
-    return RolloutBuffer(make_ledger(config), GroupAssembler(config.admission.group_size), segments)
+    return RolloutBuffer(ledger or make_ledger(config), segments)
 
 
 class FakeTrainer:
@@ -242,8 +241,8 @@ class SmallRing:
             self.control, link, self.membership, transport=config.weights.transport, limits=limits
         )
         self.weight_sync.describe(MANIFEST, "")
-        self.buffer = make_buffer(config, directory)
-        self.ledger = self.buffer.ledger
+        self.ledger = make_ledger(config)
+        self.buffer = make_buffer(config, directory, self.ledger)
         self.is_generating = True
         self.records: list[StepRecord] = []
         self.on_record: Callable[[StepRecord], None] = self.records.append
@@ -259,7 +258,7 @@ class SmallRing:
     def generate(self) -> None:
         """Fill every slot and finish every group, as generators do that sample in no time."""
         while self.is_generating and self.ledger.has_slot and self.weight_sync.ready_members:
-            group_id = self.ledger.admit(prompt(0), self.weight_sync.live_version)
+            group_id = self.ledger.admit(prompt(self.ledger.counts()["admitted"]), self.weight_sync.live_version)
             for index in range(self.config.admission.group_size):
                 self.ledger.grant("somebody", 1)
                 self.buffer.deliver("somebody", scored(group_id, index))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.awake_clock import AwakeClock
-from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.controller.awake_clock import AwakeClock
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 from tests.unit.buffer.rollout_samples import ManualClock
 
 DEAD_AFTER_S = 10.0

@@ -18,15 +18,15 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.checkpoint_writer import CheckpointWriter
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
-from rlhpc.roles.run_state import read_run_state, set_aside_later_segments
-from rlhpc.roles.totals import Totals
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
+from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
+from rlhpc.roles.controller.saved_state import read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
-from rlhpc.training.checkpoint_directory import latest_complete
+from rlhpc.training.checkpoint.directory import latest_complete
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.weights.membership import Membership
 from tests.patience import PATIENCE_S
@@ -66,9 +66,9 @@ class Desk:
     def train_on_groups(self, *group_ids: int, step: int) -> None:
         """Admit, sample and consume these groups; their segment is sealed with the next checkpoint."""
         for group_id in group_ids:
-            assert self.buffer.ledger.admit(prompt(group_id), step) == group_id
+            assert self.buffer.admit(prompt(group_id), step) == group_id
             for index in (0, 1):
-                self.buffer.ledger.grant("somebody", 1)
+                self.buffer.grant("somebody", 1)
                 self.buffer.deliver("somebody", scored(group_id, index))
         groups = self.buffer.take(len(group_ids), step)
         assert groups is not None
@@ -90,7 +90,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     layout.rollouts.mkdir()
     buffer = make_buffer(small_config(), layout.rollouts)
     totals, clock = Totals(), ManualClock()
-    state: Any = ControllerState(NoPrompts(), None, buffer.ledger, buffer.segments, buffer, Membership(), totals, 0, 0)
+    state: Any = ControllerState(NoPrompts(), None, buffer.segments, buffer, Membership(), totals, 0, 0)
     asked: list[SaveCheckpoint] = []
     client = batches.connect(RANK_0)
 
@@ -240,7 +240,7 @@ async def test_the_event_loop_goes_on_while_a_slow_disk_takes_the_controllers_pa
 
     async with desk(tmp_path) as it:
         it.train_on_groups(0, 1, step=0)
-        assert it.buffer.ledger.admit(prompt(2), 1) == 2
+        assert it.buffer.admit(prompt(2), 1) == 2
         monkeypatch.setattr(os, "fsync", slow_fsync)
         writing = asyncio.create_task(it.writer.write(1, 1))
         await asyncio.sleep(0.05)

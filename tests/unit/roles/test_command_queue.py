@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.messages import Heartbeat, JoinGroup, ReceiveWeights, StopRole, WeightsLive
-from rlhpc.roles.command_queue import CommandQueue
+from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.topology import CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import WeightGroup, WeightManifest

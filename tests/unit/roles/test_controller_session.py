@@ -12,9 +12,9 @@ import pytest
 from rlhpc.config_file import write_resolved
 from rlhpc.errors import ChannelFull, ChannelTimeout, EngineError, RoleFailed
 from rlhpc.messages import StopRole
-from rlhpc.roles.controller_session import ControllerSession, serve_controllers
-from rlhpc.roles.heartbeat import hello
-from rlhpc.roles.lifecycle import RoleContext, parse_role
+from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.common.heartbeat import hello
+from rlhpc.roles.common.lifecycle import RoleContext, parse_role
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.incarnation import order_of
@@ -28,7 +28,7 @@ OTHER_LEARNING_RATE = 0.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhpc.roles.controller_session.LOOK_S", 0.02)
+    monkeypatch.setattr("rlhpc.roles.common.controller_session.LOOK_S", 0.02)
 
 
 @pytest.fixture

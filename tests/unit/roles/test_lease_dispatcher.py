@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import PromptSource
-from rlhpc.roles.lease_dispatcher import LeaseDispatcher
+from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.topology import LEASES
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import Lease, Prompt
-from tests.unit.roles.small_ring import make_ledger, prompt, small_config
+from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, small_config
 
 CONFIG = small_config(groups_per_step=4, group_size=4, max_staleness=1, window_groups=1)  # 8 slots of 4 samples
 
@@ -36,24 +38,29 @@ class CountedPrompts(PromptSource):
         raise AssertionError("not needed here")
 
 
+@dataclass
+class TwoGenerators:
+    """What weight sync and registry know: who may have leases, under which version, and how many samples each."""
+
+    ready_members: set[str]
+    live_version: int = 3
+    samples: Counter[str] = field(default_factory=Counter)
+
+    def capacity(self, name: str) -> int:
+        return self.samples[name]
+
+
 class Exchange:
     """LeaseDispatcher with two generators that say what they can hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self.server = MemoryServer(LEASES)
         self.clients = {name: self.server.connect(name) for name in ("generator-0", "generator-1")}
         self.ledger, self.prompts = make_ledger(CONFIG), CountedPrompts()
-        self.capacity = Counter({"generator-0": 0, "generator-1": 0})
-        self.ready = set(self.clients)
-        self.version = 3
-        self.dispatcher = LeaseDispatcher(
-            self.server,
-            self.ledger,
-            self.prompts,
-            generators=lambda: sorted(self.ready),
-            capacity=lambda name: self.capacity[name],
-            version=lambda: self.version,
-        )
+        self.generators = TwoGenerators(set(self.clients))
+        self.capacity = self.generators.samples
+        buffer = make_buffer(CONFIG, directory, self.ledger)
+        self.dispatcher = LeaseDispatcher(self.server, buffer, self.prompts, self.generators, self.generators)
 
     async def leases(self) -> dict[str, list[Lease]]:
         """Wake it, and return what each generator is sent because of that."""
@@ -75,8 +82,8 @@ def num_samples(leases: list[Lease]) -> int:
 
 
 @pytest.fixture
-async def exchange() -> AsyncIterator[Exchange]:
-    exchange = Exchange()
+async def exchange(tmp_path: Path) -> AsyncIterator[Exchange]:
+    exchange = Exchange(tmp_path)
     task = asyncio.create_task(exchange.dispatcher.run())
     yield exchange
     task.cancel()
@@ -93,7 +100,7 @@ async def test_every_slot_is_filled_with_the_next_prompt_under_the_live_version(
 
 
 async def test_before_the_first_version_is_live_nothing_is_drawn(exchange: Exchange) -> None:
-    exchange.version, exchange.capacity["generator-0"] = -1, 1000
+    exchange.generators.live_version, exchange.capacity["generator-0"] = -1, 1000
     assert await exchange.leases() == {"generator-0": [], "generator-1": []}
     assert exchange.prompts.num_drawn == 0
 
@@ -131,7 +138,7 @@ async def test_unequal_generators_are_filled_to_what_each_can_hold(exchange: Exc
 
 async def test_who_does_not_sample_with_the_live_version_gets_nothing(exchange: Exchange) -> None:
     exchange.capacity.update({"generator-0": 100, "generator-1": 100})
-    exchange.ready = {"generator-1"}
+    exchange.generators.ready_members = {"generator-1"}
     leases = await exchange.leases()
     assert leases["generator-0"] == []
     assert num_samples(leases["generator-1"]) == 32
@@ -161,6 +168,6 @@ async def test_a_dropped_group_is_replaced_by_a_new_prompt(exchange: Exchange) -
     exchange.capacity["generator-0"] = 1000
     await exchange.leases()
     exchange.ledger.drop(3, DropReason.NO_SPREAD)
-    exchange.version = 5
+    exchange.generators.live_version = 5
     (lease,) = (await exchange.leases())["generator-0"]
     assert (lease.prompt.prompt_id, lease.admitted_version) == (8, 5)

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.messages import LeaseProgress
-from rlhpc.roles.lease_progress import FIRST_TOKENS, GROWTH, ProgressReporter
+from rlhpc.roles.generator.lease_progress import FIRST_TOKENS, GROWTH, ProgressReporter
 from rlhpc.types import Prefix, Prompt, Rollout, RolloutRequest, SamplingParams
 
 NUM_TOKENS = 600

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.generator_meter import Activity, GeneratorMeter
-from rlhpc.roles.process_registry import ProcessRegistry
+from rlhpc.roles.controller.metrics.generator_meter import Activity, GeneratorMeter
+from rlhpc.roles.controller.process_registry import ProcessRegistry
 from tests.unit.buffer.rollout_samples import ManualClock
 
 

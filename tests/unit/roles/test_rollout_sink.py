@@ -9,7 +9,7 @@ import pytest
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.rollout_sink import RolloutSink
+from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.types import Verdict
 from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
 
@@ -21,9 +21,9 @@ class Door:
         config = small_config(max_staleness=20, **admission)
         self.buffer = make_buffer(config, directory)
         self.sink = RolloutSink(self.buffer, ErrorGate(max_error_share), config.admission)
-        while self.buffer.ledger.has_slot:
-            self.buffer.ledger.admit(prompt(0), 0)
-        while self.buffer.ledger.grant("generator-0", 2) is not None:
+        while self.buffer.has_slot:
+            self.buffer.admit(prompt(self.buffer.counts()["admitted"]), 0)
+        while self.buffer.grant("generator-0", 2) is not None:
             pass
 
     def bring(self, group_id: int, *rewards: float) -> list[bool]:
@@ -47,13 +47,13 @@ def test_a_group_with_spread_is_kept_and_only_its_last_member_changes_anything(d
     stats = door.sink.drain()
     assert [group.group_id for group in stats.groups] == [0]
     assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (6, 0, {})
-    assert door.buffer.ledger.counts()["finished"] == 1
+    assert door.buffer.counts()["finished"] == 1
 
 
 def test_a_group_without_spread_frees_its_slot_at_once_and_is_recorded(door: Door) -> None:
-    assert not door.buffer.ledger.has_slot
+    assert not door.buffer.has_slot
     assert door.bring(0, 1.0, 1.0) == [False, True]
-    assert door.buffer.ledger.has_slot
+    assert door.buffer.has_slot
     assert door.buffer.segments.num_pending == 1
     stats = door.sink.drain()
     assert stats.num_dropped == {"no_spread": 1}
@@ -73,7 +73,7 @@ def test_a_second_copy_counts_nowhere(door: Door) -> None:
 def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Door) -> None:
     door.bring(0, 1.0)
     assert door.sink.take("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
-    assert door.buffer.ledger.counts()["dropped_verifier_error"] == 1
+    assert door.buffer.counts()["dropped_verifier_error"] == 1
     assert door.sink.drain().groups == []
     assert door.fail(1)
     assert door.bring(1, 0.0, 1.0) == [False, False]  # the rest of that group comes too late
@@ -108,7 +108,7 @@ def test_without_active_sampling_groups_without_spread_are_trained_on(tmp_path: 
     door = Door(tmp_path, active_sampling=False, max_groups_without_spread=2)
     for group_id in range(5):
         door.bring(group_id, 0.0, 0.0)
-    assert door.buffer.ledger.counts()["finished"] == 5
+    assert door.buffer.counts()["finished"] == 5
     stats = door.sink.drain()
     assert (stats.num_zero_variance, stats.num_dropped) == (5, {})
 
@@ -125,4 +125,4 @@ def test_dropping_what_is_resolved_already_does_nothing(door: Door) -> None:
     door.bring(0, 1.0, 1.0)
     door.sink.drop(0, DropReason.POISON)
     assert door.sink.drain().num_dropped == {"no_spread": 1}
-    door.buffer.ledger.conservation()
+    door.buffer._ledger.conservation()

@@ -12,14 +12,14 @@ from typing import Any
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.roles.controller_state import ControllerState
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.process_registry import ProcessRegistry
-from rlhpc.roles.rollout_sink import RolloutSink
-from rlhpc.roles.run_recorder import NUM_RECENT_STEPS, RunRecorder
-from rlhpc.roles.status_board import StatusBoard
-from rlhpc.roles.totals import Totals
-from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
+from rlhpc.roles.controller.metrics.status_board import StatusBoard
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.train_loop import StepRecord
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
@@ -41,9 +41,9 @@ async def recorded_ring(
         context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
         nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
         buffer = ring.buffer
-        state = ControllerState(nothing, nothing, ring.ledger, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
+        state = ControllerState(nothing, nothing, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
-        board = StatusBoard(layout, config, registry, ring.ledger)
+        board = StatusBoard(layout, config, registry, buffer)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
         recorder = RunRecorder(context, state, board.figures, registry, ring.weight_sync, sink, clock=clock)
         ring.on_record = recorder.record

@@ -11,9 +11,9 @@ from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.pack import pack
-from rlhpc.roles.rollout_sink import IntakeStats
-from rlhpc.roles.step_figures import histograms, sampling_figures, training_figures
-from rlhpc.roles.train_loop import StepRecord
+from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.controller.rollout_sink import IntakeStats
+from rlhpc.roles.controller.train_loop import StepRecord
 from rlhpc.types import RolloutGroup
 from tests.unit.roles.small_ring import prompt, scored
 

@@ -12,8 +12,8 @@ import pytest
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
-from rlhpc.roles.train_loop import StepRecord
-from rlhpc.roles.weight_sync import WeightSyncLimits
+from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
 
@@ -447,7 +447,7 @@ async def test_a_run_that_no_generator_joins_fails_and_says_where_to_look(tmp_pa
 async def test_a_trainer_that_cannot_broadcast_at_all_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhpc.roles.weight_sync.PAUSE_S", 0.0)
+    monkeypatch.setattr("rlhpc.roles.controller.weight_sync.PAUSE_S", 0.0)
     async with small_ring(small_config(), tmp_path) as ring:
         await ring.add_generator()
         ring.trainer.failing_broadcasts = 1000

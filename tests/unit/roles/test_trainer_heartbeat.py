@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.messages import Heartbeat, Hello, SaveReport
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer_heartbeat import TrainerHeartbeat
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys

@@ -8,8 +8,8 @@ import pytest
 
 from rlhpc.errors import ChannelTimeout
 from rlhpc.messages import TrainerReady
-from rlhpc.roles.trainer_link import RANK_0, TrainerLink
-from rlhpc.roles.weight_sync import FIRST_MEMBER_S, WeightSyncLimits
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.weight_sync import FIRST_MEMBER_S, WeightSyncLimits
 from rlhpc.topology import BATCHES
 from rlhpc.transport.memory import MemoryServer
 from tests.patience import PATIENCE_S

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from rlhpc.messages import PublishReport, PublishWeights
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer import Trainer
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.contracts.trainer_scenarios import train, weights_of
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, pack_row, tiny_config
+
+pytestmark = pytest.mark.long
 
 TENSOR_2 = {"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2}
 

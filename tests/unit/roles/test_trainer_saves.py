@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer import TRAINER_DIRECTORY, Trainer
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from rlhpc.training.factory import open_backend
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhpc.errors import CheckpointError
-from rlhpc.training.background_save import BackgroundSaver, open_save_group
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec

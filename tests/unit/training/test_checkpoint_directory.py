@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.errors import CheckpointError
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import begin, complete, describe, latest_complete, prune, verify
+from rlhpc.training.checkpoint.directory import begin, complete, describe, latest_complete, prune, verify
 
 
 def write_parts(directory: Path, text: str) -> None:
@@ -209,5 +209,5 @@ def test_killed_after_any_file_operation_the_run_goes_on_from_the_previous_or_th
 
 
 def test_the_module_loads_without_torch():
-    code = "import sys, rlhpc.training.checkpoint_directory; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlhpc.training.checkpoint.directory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

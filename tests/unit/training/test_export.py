@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhpc.errors import CheckpointError, ConfigError
-from rlhpc.training.export import export_hf
+from rlhpc.training.checkpoint.export import export_hf
 from rlhpc.training.factory import open_backend
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config

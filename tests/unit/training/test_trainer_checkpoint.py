@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import STATE_FILE, read_checkpoint, write_checkpoint
+from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
+from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint, write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
-from rlhpc.training.safetensors_file import plan_shards, write_safetensors
 from rlhpc.types import TensorSpec
 
 SPECS = tuple(TensorSpec(f"t{i}", "bfloat16", shape) for i, shape in enumerate([(5, 3), (7,), (), (0, 2), (64, 4)]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhpc.training.deepspeed_backend import DeepSpeedBackend
+from rlhpc.training.deepspeed.backend import DeepSpeedBackend
 from rlhpc.training.sharded_tensors import gather_stream
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc import messages as m
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, PeerUnreachable
 from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, PeerUnreachable, RunDirectoryError
 from rlhpc.messages import Heartbeat, Hello, StopRole
 from rlhpc.run_layout import RunLayout
@@ -215,7 +215,7 @@ def test_closing_does_not_wait_for_ever_for_a_socket_that_stays_open():
 CHILD = """
 import sys, time
 from pathlib import Path
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.messages import Heartbeat
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
 from rlhpc.transport.keys import mint_run_keys
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 WAITER = """
 import signal, sys, threading, time
 from pathlib import Path
-from rlhpc.config import TransportConfig
+from rlhpc.config_sections import TransportConfig
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
 from rlhpc.transport.open import connect_blocking

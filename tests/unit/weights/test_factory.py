@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import ConfigError, GroupFailed
 from rlhpc.types import WeightGroup
 from rlhpc.weights.factory import make_publisher, make_receiver

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config import WeightsConfig
+from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import GroupFailed
 from rlhpc.host_address import host_address, interface_addresses
 from rlhpc.types import WeightGroup

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
 from rlhpc.training.megatron.model_config import transformer_config

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.local_row import LocalRow, whole_row
 from rlhpc.training.megatron.model import HeadRequest, build_chunks

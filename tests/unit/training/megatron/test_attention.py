@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.attention import PackedCoreAttention, chunk_attention, core_attention

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhpc.config import CheckpointConfig
+from rlhpc.config_sections import CheckpointConfig
 from rlhpc.contracts import TrainerBackend
 from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import read_checkpoint
-from rlhpc.training.export import export_hf
+from rlhpc.training.checkpoint.export import export_hf
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.factory import open_backend
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, layout_keys, make_model, packed

@@ -5,7 +5,7 @@ import torch
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rlhpc.config import TrainerConfig
+from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.training.megatron.model_config import rotary_frequencies, transformer_config
 

@@ -1,0 +1,251 @@
+"""How every process of a run starts, learns that it should stop, and ends.
+
+Input: the command line of one role.  Output: a RoleContext.  Exit status of a role: 0 stopped on request or finished, 2
+wrong settings, 3 failure of the environment, 4 another attempt has taken the run over, 5 another role did not appear in
+time, 70 internal error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import math
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, TypeVar
+
+from rlhpc.config import Config
+from rlhpc.config_file import read_resolved
+from rlhpc.config_sections import TransportConfig
+from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
+from rlhpc.ownership import Fence
+from rlhpc.roles.common.guard import Guard
+from rlhpc.run_layout import RunLayout
+
+Result = TypeVar("Result")
+MEET_TIMEOUT_S = 120.0  # without a supervisor's limit: all processes are started together
+_PR_SET_PDEATHSIG = 1
+STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
+LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
+
+
+class Caller(TypedDict):
+    """Arguments of transport.open.connect that are the same for all channels of a process."""
+
+    layout: RunLayout
+    config: TransportConfig
+    role: str
+    replica: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """Who this process is, and in which run."""
+
+    role: str
+    replica: int
+    num_ranks: int  # processes that share this role's work; trainer only
+    attempt: int
+    resume_step: int | None  # checkpoint to continue from
+    incarnation: str
+    layout: RunLayout
+    config: Config
+    config_hash: str
+    meet_timeout_s: float = (
+        MEET_TIMEOUT_S  # how long this process waits for another to appear; then it fails and names the missing one
+    )
+    owner: str = (
+        ""  # of the run directory, under which this process writes; "": it outlives attempts and writes nothing
+    )
+    is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlives restarts of the controller
+
+    @property
+    def caller(self) -> Caller:
+        """The identity with which this process connects."""
+        return Caller(
+            layout=self.layout,
+            config=self.config.transport,
+            role=self.role,
+            replica=self.replica,
+            incarnation=self.incarnation,
+        )
+
+    @property
+    def fence(self) -> Fence | None:
+        """The ownership check before each change of the run directory."""
+        return Fence(self.layout, self.owner) if self.owner else None
+
+    @property
+    def name(self) -> str:
+        """Name on every channel."""
+        return f"{self.role}-{self.replica}"
+
+
+def parse_role(arguments: list[str]) -> RoleContext:
+    """Read the command line of a role process and the run directory it names.  Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.roles", description=__doc__)
+    parser.add_argument("role", choices=("controller", "generator", "reward", "trainer"))
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--resume-step", type=int, default=None)
+    parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
+    parser.add_argument("--owner", default="", help="of the run directory: the attempt that this process belongs to")
+    parser.add_argument("--meet-timeout-s", type=float, default=MEET_TIMEOUT_S)
+    parser.add_argument("--supervised", action="store_true")
+    options = parser.parse_args(arguments)
+    layout = RunLayout(options.run_dir.absolute())
+    config, digest = read_resolved(layout)
+    return RoleContext(
+        role=options.role,
+        replica=options.replica,
+        num_ranks=options.num_ranks,
+        attempt=options.attempt,
+        resume_step=options.resume_step,
+        incarnation=f"{options.incarnation or f'0.{options.attempt}.0'}-{uuid.uuid4().hex[:12]}",
+        layout=layout,
+        config=config,
+        config_hash=digest,
+        meet_timeout_s=options.meet_timeout_s,
+        owner=options.owner,
+        is_supervised=options.supervised,
+    )
+
+
+def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
+    """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
+    # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
+    _die_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
+    faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {context.name} %(name)s %(levelname)s %(message)s"
+    )
+    log = logging.getLogger("rlhpc.lifecycle")
+    log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
+    Guard(context.fence).start()
+    try:
+        if context.fence is not None:
+            context.fence.check()
+        work(context)
+    except ConfigError as error:
+        log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
+        return EXIT_CONFIG
+    except RlhpcError as error:
+        log.exception("failed")
+        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
+        return _status_of(error)
+    except KeyboardInterrupt:
+        return 0
+    except BaseExceptionGroup as group:
+        log.exception("failed")
+        first = first_leaf(group)
+        log.error(_in_one_line(first))  # noqa: TRY400  said once more, as the last line
+        return _status_of(first)
+    except Exception as error:  # survived: nothing; the process ends, but its log must say why
+        log.exception("bug")
+        log.error(_in_one_line(error))  # noqa: TRY400  said once more, as the last line
+        return EXIT_BUG
+    log.info("ended")
+    return 0
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, ChannelTimeout):
+        return EXIT_ALONE
+    if isinstance(error, OwnershipLost):
+        return EXIT_FENCED
+    return EXIT_FAULT if isinstance(error, RlhpcError) else EXIT_BUG
+
+
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception of a task group that is not itself a group; our own kinds before others."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(reversed(error.exceptions))
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, RlhpcError)), leaves[0])
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The launcher shows the last line of a log, so a message of several lines is joined to one."""
+    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
+
+
+def stop_event(*notices: signal.Signals) -> asyncio.Event:
+    """Return an event that SIGTERM, SIGINT and `notices` set; call it inside the running loop."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, *notices):
+        loop.add_signal_handler(number, event.set)
+    return event
+
+
+class StopRequest:
+    """The controller's: SIGTERM asks it to finish the step and save, SIGINT to end within seconds.
+
+    Under a supervisor SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
+    """
+
+    def __init__(self, *, is_supervised: bool = False) -> None:
+        """Listen for both signals; call it inside the running loop."""
+        self.event = asyncio.Event()
+        self._patience_s = math.inf if is_supervised else STOP_PATIENCE_S
+        self._loop = asyncio.get_running_loop()
+        self._deadline = math.inf
+        self._loop.add_signal_handler(signal.SIGTERM, self._request, self._patience_s)
+        self._loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
+
+    async def wait_for(self, work: asyncio.Task[None]) -> None:
+        """Wait for the end of `work` for as long as the signals allow; a signal meanwhile may shorten it."""
+        while not work.done() and (left_s := self._deadline - self._loop.time()) > 0:
+            await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
+
+    def _request(self, patience_s: float) -> None:
+        self._deadline = min(self._deadline, self._loop.time() + patience_s)
+        self.event.set()
+
+
+async def run_until(stop: asyncio.Event, *loops: Coroutine[None, None, None]) -> None:
+    """Run endless loops side by side until `stop` is set; the first one that fails ends the others and is raised."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(loop) for loop in loops]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+
+
+async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Result | None:
+    """Return what the task returns, or cancel it and return None when `stop` is set first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait((task,))
+    return None
+
+
+def _die_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to end this process with its launcher, so that a killed launcher leaves nothing behind."""
+    with suppress(OSError, AttributeError):  # not Linux: only the launcher's own clean-up remains
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

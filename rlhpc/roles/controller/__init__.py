@@ -1,0 +1,1 @@
+"""The controller: one process that admits, grants, collects, feeds the trainer and publishes."""

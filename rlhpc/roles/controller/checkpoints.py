@@ -1,0 +1,189 @@
+"""Save the whole run at a step boundary: one directory, complete or ignored.
+
+    write ──▶ controller's part, trainer's snapshot ──▶ next step …        training waits for this much
+                              └──▶ SaveReport ──▶ complete ──▶ prune        in the background
+
+Guarantees: one checkpoint is written at a time; nothing that an older checkpoint needs is deleted before the new one is
+complete, for a run that is killed in between goes on from the older one; a checkpoint that cannot be written to disk is
+skipped and another is tried soon; only when this has gone on for long is it an error.  All input and output is done by
+threads: the event loop must receive rollouts and heartbeats, however slow the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rlhpc.contracts import Clock
+from rlhpc.errors import CheckpointError, SegmentError
+from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
+from rlhpc.ownership import Fence
+from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.roles.controller.saved_state import RunState, write_run_state
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import KnownCheckpoints, begin, complete, discard, prune
+
+log = logging.getLogger("rlhpc.checkpoint")
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one run."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        keep: int,
+        trainer: TrainerLink,
+        state: ControllerState,
+        *,
+        fence: Fence | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
+        self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
+        self._step = -1  # of the last one
+        self._report: asyncio.Future[SaveReport] | None = None
+        self._completing: asyncio.Task[None] | None = None
+        self._failure: CheckpointError | None = None  # of the last one
+        self._patience = DiskPatience(clock)
+        self.write_s = 0.0  # of the last one that is complete: from its snapshot on
+        self.longest_s = 0.0  # of all that are complete: from the request on
+
+    @property
+    def awaits_trainer(self) -> bool:
+        """True while the trainer is writing: until its SaveReport has arrived."""
+        return self._report is not None and not self._report.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last one could not be written, as far as is known."""
+        return self._failure is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the last one could not be written and it is time for another attempt, at whatever step."""
+        return self.has_failed and self._patience.may_try
+
+    async def write(self, step: int, policy_version: int) -> None:
+        """Begin one; called between two steps, when nothing is being trained.
+
+        Waits for the end of the one before.  If this one cannot be started it is skipped; older ones stay usable.
+        Raises CheckpointError if saving has failed for too long.
+        """
+        await self._ended()
+        self._check_ownership()
+        self._failure = None
+        requested, final = time.monotonic(), self._layout.checkpoint(step)
+        write_own_part = self._freeze(step, policy_version)
+        try:
+            temporary = await asyncio.to_thread(write_own_part, final)
+        except CheckpointError as error:
+            self._leave_out(error)
+            self.raise_failure()
+            return
+        self._step, self._report = step, asyncio.get_running_loop().create_future()
+        manifest = {"step": step, "policy_version": policy_version, "attempt": self._state.attempt}
+        self._completing = asyncio.create_task(self._complete(self._report, temporary, final, manifest, requested))
+        taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
+        log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
+
+    def hear(self, report: SaveReport) -> None:
+        """The trainer has ended writing."""
+        if report.step == self._step and self._report is not None and not self._report.done():
+            self._report.set_result(report)
+
+    def raise_failure(self) -> None:
+        """Raise the CheckpointError of the last one if saving has failed for too long."""
+        if self._failure is not None and self._patience.is_exhausted:
+            raise self._failure
+
+    async def finish(self) -> None:
+        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
+        await self._ended()
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _freeze(self, step: int, policy_version: int) -> Callable[[Path], Path]:
+        """Snapshot the controller's part, before anything can be delivered; return what writes it to disk.
+
+        That may run in a thread.  It takes the path of the checkpoint, returns the directory to complete it in, and
+        raises CheckpointError, leaving nothing behind.
+        """
+        state, fence = self._state, self._fence
+        frozen = state.buffer.freeze(step)
+        prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
+
+        def write_own_part(final: Path) -> Path:
+            temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
+            try:
+                run_state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                write_run_state(temporary, run_state)
+            except (SegmentError, OSError) as error:
+                discard(temporary)
+                raise CheckpointError(f"{final}: the controller could not save: {error}") from error
+            return temporary
+
+        return write_own_part
+
+    async def _ended(self) -> None:
+        """Wait for the end of the last one, whatever it is."""
+        if self._completing is not None:
+            await self._completing
+
+    def _check_ownership(self) -> None:
+        """Raises OwnershipLost: only the owner makes and deletes checkpoints here."""
+        if self._fence is not None:
+            self._fence.check()
+
+    async def _complete(
+        self,
+        reported: asyncio.Future[SaveReport],
+        temporary: Path,
+        final: Path,
+        manifest: Mapping[str, int],
+        requested: float,
+    ) -> None:
+        began = time.monotonic()
+        report = await reported
+        self._check_ownership()
+        if problem := await asyncio.to_thread(_put_together, report, temporary, final, manifest):
+            await asyncio.to_thread(discard, temporary)
+            self._leave_out(problem)
+            return
+        await asyncio.to_thread(self._known.note_sound, final)
+        self._patience.succeeded()
+        self.longest_s = max(self.longest_s, time.monotonic() - requested)
+        self._check_ownership()
+        try:
+            await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
+        except CheckpointError as error:
+            log.warning("%s", error)
+        self.write_s = time.monotonic() - began
+        log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)
+
+    def _leave_out(self, error: CheckpointError) -> None:
+        """Skip this checkpoint; what older ones need is kept."""
+        self._failure = error
+        self._patience.failed()
+        self._state.totals.checkpoints_failed += 1
+        log.error("left out: %s; %s", error, self._patience.prospect)
+
+
+def _put_together(
+    report: SaveReport, temporary: Path, final: Path, manifest: Mapping[str, int]
+) -> CheckpointError | None:
+    """Complete the checkpoint, which reads every byte again; return why it could not be, if so."""
+    if report.error:
+        return CheckpointError(f"{final}: the trainer could not save: {report.error}")
+    try:
+        complete(temporary, final, manifest)
+    except CheckpointError as error:
+        return error
+    return None

@@ -1,0 +1,1 @@
+"""What people see of a run: metrics, totals, status.json, the summary at the end."""

@@ -1,0 +1,190 @@
+"""Records each step: totals, TensorBoard and the progress line.
+
+Input: StepRecord.  Called between steps; nothing is decided from what it measures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rlhpc.algorithms.diagnostics import staleness
+from rlhpc.contracts import Clock
+from rlhpc.metrics.meters import Eta, LoopLag, Rate
+from rlhpc.metrics.recorder import Recorder, Sample, Seam
+from rlhpc.packing.layout import packing_fill
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.metrics.generator_meter import GeneratorMeter
+from rlhpc.roles.controller.metrics.status_board import LiveFigures
+from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.weight_sync import WeightSync
+from rlhpc.types import RolloutGroup
+
+RATE_WINDOW_S = 20.0
+NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
+
+
+class RunRecorder:
+    """Keeps the totals of a run and writes metrics for people."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        state: ControllerState,
+        live: LiveFigures,
+        registry: ProcessRegistry,
+        weight_sync: WeightSync,
+        sink: RolloutSink,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._config, self._totals, self._live = context.config, state.totals, live
+        self._buffer, self._tokenizer = state.buffer, state.tokenizer
+        self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
+        self.lag = LoopLag(clock)  # of the event loop, while its run() runs
+        self._clock = clock
+        is_again = context.attempt > 0
+        seam = Seam(state.step, state.totals.tokens_trained, state.totals.wall_s) if is_again else None
+        self._recorder = Recorder(context.layout.tensorboard, seam=seam)
+        self._recorder.config(context.layout.config.read_text())
+        if context.resume_step is not None:
+            self._recorder.resumed(context.resume_step, context.attempt)
+        self._generators = GeneratorMeter(registry)
+        self._eta = Eta(context.config.run.num_steps)
+        now = self._clock()
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._wall_from = now - state.totals.wall_s
+        self._last_step_at: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)  # durations of the last steps
+        live.attempt, live.resume_step = context.attempt, context.resume_step
+        live.step, live.version = state.step, state.policy_version
+
+    def training_begins(self) -> None:
+        """Call when the first weights are live: training time is counted from here."""
+        now = self._clock()
+        self._last_step_at = now
+        self._trained, self._generated = Rate(RATE_WINDOW_S, now), Rate(RATE_WINDOW_S, now)
+        self._generators.look()
+        self._live.phase = "training"
+
+    def record(self, record: StepRecord) -> None:
+        """Record one step."""
+        now, stats = self._clock(), self._sink.drain()
+        step_s = now - (self._last_step_at if self._last_step_at is not None else now)
+        self._last_step_at = now
+        self._recent_s.append(step_s)
+        figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= self._account(record, stats, step_s) | self._situation()
+        step, totals = record.report.step, self._totals
+        self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
+        metrics = self._config.metrics
+        if step % metrics.histograms_every_steps == 0:
+            for name, values in histograms(record).items():
+                self._recorder.histogram(name, step, values)
+        if step % metrics.samples_every_steps == 0:
+            self._recorder.samples(step, self._samples(record.groups))
+        self._show(record, figures, now)
+
+    def close_totals(self) -> None:
+        """Update the seconds in the totals."""
+        self._totals.wall_s = self._clock() - self._wall_from
+
+    def close(self) -> None:
+        """Flush what is written."""
+        self._recorder.close()
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _account(self, record: StepRecord, stats: IntakeStats, step_s: float) -> dict[str, float]:
+        """Add one step to the totals; return the metrics derived from them."""
+        totals, now = self._totals, self._clock()
+        rollouts = [member.rollout for group in record.groups for member in group.members]
+        num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
+        idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
+        activity = self._generators.look()
+        self._trained.add(now, num_tokens)
+        self._generated.add(now, stats.num_tokens)
+        totals.steps += 1
+        totals.skipped_steps += not record.report.applied
+        totals.rollouts_trained += len(rollouts)
+        totals.rollouts_spanning_update += sum(int(r.versions[0] != r.versions[-1]) for r in rollouts)
+        totals.staleness_max = max(totals.staleness_max, int(staleness(record.groups, record.trained_version).max()))
+        totals.tokens_generated += stats.num_tokens
+        totals.tokens_trained += num_tokens
+        totals.groups_dropped += sum(stats.num_dropped.values())
+        totals.groups_without_spread += stats.num_zero_variance
+        totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
+        totals.trainer_idle_s += min(idle_s, step_s)
+        totals.generator_idle_s += activity.idle_s
+        totals.generator_s += activity.seconds
+        totals.training_s += step_s
+        self.close_totals()
+        return {
+            "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
+            "generator/idle_ratio": activity.idle_s / activity.seconds if activity.seconds else 0.0,
+            "trainer/tokens_per_s": self._trained.per_second(now),
+            "generator/tokens_per_s": self._generated.per_second(now),
+            "trainer/skipped_steps": float(totals.skipped_steps),
+            "time/step_s": step_s,
+            "tokens/generated_total": float(totals.tokens_generated),
+            "tokens/trained_total": float(totals.tokens_trained),
+            "group/dropped_total": float(totals.groups_dropped),
+            "group/replaced_total": float(totals.groups_without_spread),
+            "group/regranted_total": float(totals.leases_regranted),
+            "checkpoint/failed_total": float(totals.checkpoints_failed),
+            "wall_s": totals.wall_s,
+        }
+
+    def _situation(self) -> dict[str, float]:
+        """Current state: queues, weights, engines."""
+        counts = self._buffer.counts()
+        acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
+        num_generators = max(1, len(self._registry.names("generator")))
+        return {
+            "staleness/bound": float(self._buffer.staleness_bound),
+            "queue/slots_free": float(counts["free_slots"]),
+            "queue/in_flight": float(counts["in_flight"]),
+            "queue/finished": float(counts["finished"]),
+            "queue/taken": float(counts["taken"]),
+            "weights/publish_s": self._weight_sync.publish_s,
+            "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
+            "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
+            "weights/version": float(self._weight_sync.live_version),
+            "weights/epoch": float(self._weight_sync.epoch),
+            "weights/members": float(len(self._weight_sync.ready_members)),
+            "generator/live": float(len(self._registry.names("generator"))),
+            "generator/running": self._registry.total("running", "generator"),
+            "generator/waiting": self._registry.total("waiting", "generator"),
+            "generator/preemptions": self._registry.total("preemptions", "generator"),
+            "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
+            "reward/verifier_error_share": self._sink.verifier_error_share,
+            "event_loop/lag_s": self.lag.take(),
+        }
+
+    def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
+        chosen = groups[: self._config.metrics.num_samples]
+        return [
+            Sample(
+                prompt=self._tokenizer.decode(group.prompt.token_ids),
+                completion=self._tokenizer.decode(group.members[0].rollout.token_ids),
+                reward=group.members[0].reward,
+                reference=group.prompt.reference,
+            )
+            for group in chosen
+        ]
+
+    def _show(self, record: StepRecord, figures: dict[str, float], now: float) -> None:
+        live = self._live
+        self._eta.step_done(record.report.step + 1, now)
+        live.step, live.version = record.report.step + 1, record.report.policy_version
+        live.step_s, live.save_s = max(self._recent_s), record.longest_save_s
+        live.reward = figures.get("reward/mean", live.reward)
+        live.staleness_max = self._totals.staleness_max
+        live.checkpoints_failed = self._totals.checkpoints_failed
+        live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
+        live.generator_tokens_per_s = figures["generator/tokens_per_s"]
+        live.eta_s = self._eta.remaining_s()

@@ -1,0 +1,79 @@
+"""The current status of the run, for people and the launcher: status.json, replaced about once a second."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import Config
+from rlhpc.files import write_atomically
+from rlhpc.ownership import Fence
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.run_layout import RunLayout
+
+log = logging.getLogger("rlhpc.status")
+
+
+@dataclass(slots=True)
+class LiveFigures:
+    """The numbers of the progress line, and those that a supervisor plans with."""
+
+    phase: str = "starting"
+    step: int = 0
+    version: int = -1
+    reward: float = 0.0
+    staleness_max: int = 0
+    trainer_tokens_per_s: float = 0.0
+    generator_tokens_per_s: float = 0.0
+    eta_s: float | None = None
+    step_s: float = 0.0  # longest of the last steps of this attempt, from the end of the one before; 0: none yet
+    save_s: float = 0.0  # longest checkpoint of this attempt, from its request until it was complete; 0: none yet
+    attempt: int = 0
+    resume_step: int | None = None  # the checkpoint that the attempt resumed from
+    checkpoints_failed: int = 0  # skipped since the start because they could not be written
+
+
+class StatusBoard:
+    """Writes the file; a failed write is a warning and does not end the run."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        config: Config,
+        registry: ProcessRegistry,
+        buffer: RolloutBuffer,
+        fence: Fence | None = None,
+    ) -> None:
+        self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
+        self._fence = fence
+        self.figures = LiveFigures()
+
+    def document(self) -> bytes:
+        """The content of the file."""
+        figures = self.figures
+        document = {
+            "name": self._config.run.name,
+            "unix_time_s": time.time(),
+            "num_steps": self._config.run.num_steps,
+            "staleness_bound": self._buffer.staleness_bound,
+            "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
+            "roles": self._registry.report(),
+            **{name: getattr(figures, name) for name in LiveFigures.__slots__},
+        }
+        return json.dumps(document).encode()
+
+    def write(self, document: bytes) -> None:
+        """Replace the file.  Uses nothing else, so that it can run in a thread and a slow disk does not block the loop.
+
+        Raises OwnershipLost.
+        """
+        try:
+            if self._fence is not None:
+                self._fence.write(self._path, document, is_synced=False)
+            else:
+                write_atomically(self._path, document)
+        except OSError as error:
+            log.warning("%s not written: %s", self._path, error)

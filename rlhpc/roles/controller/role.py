@@ -1,0 +1,343 @@
+"""The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
+
+    hear control ─▶ registry, weight sync       who is there, who samples with which version
+    take leases  ─▶ sink ─▶ buffer              waits for rollouts; unblocks the train loop
+    dispatcher   ─▶ leases out                  waits for slots and credit
+    train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
+    watch                                       what is overdue, silent, poisoned, due on disk
+
+All five run in one event loop and share the ledger; none of them awaits while it changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack, suppress
+
+from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.contracts import ServerChannel
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
+from rlhpc.messages import (
+    CancelGroup,
+    Heartbeat,
+    Hello,
+    LeaseProgress,
+    LeaseReturn,
+    Reregister,
+    SaveReport,
+    StopRole,
+    WeightsLive,
+)
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.planner import warm_up
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
+from rlhpc.roles.controller.awake_clock import AwakeClock
+from rlhpc.roles.controller.checkpoints import CheckpointWriter
+from rlhpc.roles.controller.deaths import Deaths
+from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
+from rlhpc.roles.controller.metrics.recorder import RunRecorder
+from rlhpc.roles.controller.metrics.status_board import StatusBoard
+from rlhpc.roles.controller.metrics.summary import summarise
+from rlhpc.roles.controller.patient_sealing import PatientSealing
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.state import open_controller_state
+from rlhpc.roles.controller.train_loop import TrainLoop
+from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
+from rlhpc.topology import BATCHES, CONTROL, LEASES
+from rlhpc.transport.open import open_server
+from rlhpc.types import ScoredRollout
+
+log = logging.getLogger("rlhpc.controller")
+WATCH_INTERVAL_S = 0.5
+PAUSE_COUNTS_FOR = 8  # a pause of this process counts for at most this part of the silence that others are allowed
+FAREWELL_S = 2.0  # for StopRole to reach the others
+
+
+def run(context: RoleContext) -> None:
+    """Run to the last step, or until asked to stop; then stop all other roles."""
+    asyncio.run(_control(context))
+
+
+async def _control(context: RoleContext) -> None:
+    stop = StopRequest(is_supervised=context.is_supervised)
+    async with AsyncExitStack() as stack:
+        channels: list[ServerChannel] = []
+        for spec in (CONTROL, LEASES, BATCHES):
+            channel = open_server(
+                spec,
+                layout=context.layout,
+                config=context.config.transport,
+                replica=context.replica,
+                incarnation=context.incarnation,
+            )
+            stack.push_async_callback(channel.close)
+            channels.append(channel)
+        controller = Controller(context, *channels)
+        stack.callback(controller.close)
+        try:
+            await controller.run(stop)
+        finally:
+            await controller.say_farewell()
+
+
+class Controller:
+    """Wires the parts together and runs them."""
+
+    def __init__(
+        self, context: RoleContext, control: ServerChannel, leases: ServerChannel, batches: ServerChannel
+    ) -> None:
+        self._context, self._control, self._leases = context, control, leases
+        config, clock = context.config, asyncio.get_running_loop().time
+        self._awake = AwakeClock(clock, config.transport.dead_after_s / PAUSE_COUNTS_FOR)
+        self._state = open_controller_state(context, self._awake)
+        self._registry = ProcessRegistry(context.config_hash, config.transport.dead_after_s, self._awake)
+        self._trainer = TrainerLink(batches)
+        self._weight_sync = WeightSync(
+            control,
+            self._trainer,
+            self._state.membership,
+            transport=config.weights.transport,
+            limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            clock=self._awake,
+        )
+        self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        self._dispatcher = LeaseDispatcher(
+            leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
+        )
+        self._loop = self._make_loop()
+        self._checkpoints = CheckpointWriter(
+            context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
+        )
+        self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
+        self._sealing = PatientSealing(self._state.segments, self._awake)
+        self._deaths = Deaths(context, control, self._registry, self._state)
+        self._recorder = RunRecorder(
+            context, self._state, self._board.figures, self._registry, self._weight_sync, self._sink, clock=clock
+        )
+
+    def _make_loop(self) -> TrainLoop:
+        config = self._context.config
+        return TrainLoop(
+            config,
+            self._state.buffer,
+            self._trainer,
+            self._weight_sync,
+            make_estimator(config.algorithm.advantage),
+            FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
+            step=self._state.step,
+            version=self._state.policy_version,
+            wake=self._dispatcher.wake,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    async def run(self, stop: StopRequest) -> None:
+        """Run until the last step or `stop`; then finish the records."""
+        try:
+            await self._run_loops(stop)
+        except BaseExceptionGroup:
+            await self._outlast_save(stop.event)
+            raise
+        self._close_run()
+        if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
+            raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
+
+    async def _run_loops(self, stop: StopRequest) -> None:
+        async with asyncio.TaskGroup() as group:
+            loops = [
+                group.create_task(loop)
+                for loop in (
+                    self._hear(),
+                    self._take_in(),
+                    self._dispatcher.run(),
+                    self._watch(),
+                    self._recorder.lag.run(),
+                    self._awake.run(),
+                )
+            ]
+            training = group.create_task(self._train(stop.event))
+            stopped = group.create_task(stop.event.wait())
+            deserted = group.create_task(self._deaths.nobody_is_left.wait())
+            await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
+            self._dispatcher.is_open = False
+            if deserted.done():
+                stop.event.set()
+            elif stopped.done():
+                await self._deaths.find()
+            await self._weight_sync.stop_waiting()
+            if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
+                await stop.wait_for(training)
+            for task in (*loops, stopped, deserted, training):
+                task.cancel()
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        await asyncio.to_thread(warm_up)  # compiles the planner, or loads it, while trainer and engines start
+        ready = await self._trainer.ready(self._context.meet_timeout_s, self._missing_trainers)
+        if ready.policy_version != self._loop.version:
+            raise CheckpointError(
+                f"the trainer is at policy version {ready.policy_version}, the controller at {self._loop.version}: "
+                "they restored different checkpoints"
+            )
+        self._weight_sync.describe(ready.manifest, ready.device)
+        self._board.figures.phase = "waiting for generators"
+        await self._loop.begin()
+        self._recorder.training_begins()
+        await self._loop.run(stop, self._recorder.record, self._checkpoints)
+
+    def _missing_trainers(self) -> list[str]:
+        ranks = (f"trainer-{rank}" for rank in range(self._context.config.trainer.num_ranks))
+        return [name for name in ranks if self._registry.member(name) is None]
+
+    async def _hear(self) -> None:
+        """Receive control messages of all roles."""
+        while True:
+            name, message = await self._control.receive()
+            if isinstance(message, Hello):
+                await self._greet(name, message)
+            elif isinstance(message, Heartbeat):
+                if not self._registry.record(name, message):
+                    await self._ask_who_it_is(name)
+                self._dispatcher.wake()  # its credit may have grown
+            elif isinstance(message, WeightsLive):
+                await self._weight_sync.acknowledge(name, message)
+            elif isinstance(message, SaveReport):
+                self._checkpoints.hear(message)
+
+    async def _ask_who_it_is(self, name: str) -> None:
+        """Heartbeat from a process that was declared dead: a generator that was paused may register again."""
+        if name.startswith("generator-"):
+            with suppress(ChannelError):  # it is gone already
+                await self._control.send(name, Reregister())
+
+    async def _greet(self, name: str, message: Hello) -> None:
+        if self._registry.is_superseded(name, message):
+            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
+            return
+        known = self._registry.member(name)
+        if known is not None and known.hello.incarnation != message.incarnation:
+            await self._lose(name, "was started again")  # its leases are lost
+        if not self._registry.register(name, message):
+            with suppress(ChannelError):  # it is gone already
+                await self._control.send(name, StopRole("other settings than the run's"))
+        elif message.role == "generator":
+            if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
+                log.error("%s is not admitted: %s", name, misplaced)
+                self._registry.forget(name)
+                with suppress(ChannelError):  # it is gone already
+                    await self._control.send(name, StopRole(misplaced))
+                return
+            self._deaths.is_back(name)
+            await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
+            self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
+
+    async def _take_in(self) -> None:
+        """Receive rollouts and progress from generators."""
+        while True:
+            name, message = await self._leases.receive()
+            if isinstance(message, ScoredRollout):
+                if not self._sink.take(name, message):
+                    continue
+                await self._cancel_dropped()
+            elif isinstance(message, LeaseReturn):
+                self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+            elif isinstance(message, LeaseProgress):
+                self._state.buffer.renew(name, message.group_id, message.sample_indices, message.prefixes)
+            self._loop.groups_changed()
+            self._dispatcher.wake()
+
+    async def _cancel_dropped(self) -> None:
+        """Cancel sampling of groups that were dropped."""
+        while self._sink.cancelled:
+            group_id = self._sink.cancelled.pop()
+            for name in self._weight_sync.ready_members:
+                with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
+                    await self._leases.send(name, CancelGroup(group_id))
+
+    async def _watch(self) -> None:
+        """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            for name in self._registry.silent():
+                await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
+            self._state.totals.leases_regranted += self._state.buffer.expire()
+            for group_id in self._state.buffer.poisoned():
+                log.warning("group %d dropped: every lease of one of its members was lost", group_id)
+                self._sink.drop(group_id, DropReason.POISON)
+            await asyncio.to_thread(self._sealing.tick)
+            await self._deaths.write()
+            self._dispatcher.wake()
+            await asyncio.to_thread(self._board.write, self._board.document())
+
+    async def _lose(self, name: str, why: str) -> None:
+        """A process is gone.  The run survives the loss of generators, not of other roles."""
+        member = self._registry.member(name)
+        self._registry.forget(name)
+        log.warning("%s %s", name, why)
+        if member is not None and member.hello.role == "trainer":
+            raise RoleFailed(f"{name} {why}")
+        if member is not None and member.hello.role == "generator":
+            await self._deaths.of(name)
+            await self._weight_sync.lost(name)
+            self._loop.groups_changed()  # perhaps only generators without weights are left
+            self._dispatcher.wake()
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    async def _outlast_save(self, stop: asyncio.Event) -> None:
+        """The run has failed: let a checkpoint in progress become complete, as long as its writer is alive."""
+        if self._checkpoints.awaits_trainer:
+            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
+        while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
+            self._awake.look()
+            with suppress(ChannelTimeout):
+                name, message = await self._control.receive(WATCH_INTERVAL_S)
+                if isinstance(message, Heartbeat):
+                    self._registry.record(name, message)
+                elif isinstance(message, SaveReport):
+                    self._checkpoints.hear(message)
+        if not self._checkpoints.awaits_trainer:
+            try:
+                await self._checkpoints.finish()
+            except CheckpointError:
+                log.exception("the last checkpoint was not completed either")
+
+    def _is_trainer_alive(self) -> bool:
+        return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()
+
+    def _close_run(self) -> None:
+        """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
+        is_complete = self._loop.step >= self._context.config.run.num_steps
+        if is_complete:
+            for group_id in self._state.buffer.open_groups():
+                self._sink.drop(group_id, DropReason.CANCELLED)
+            self._state.segments.seal_all()
+            self._recorder.close_totals()
+            bound, group_size = self._state.buffer.staleness_bound, self._context.config.admission.group_size
+            summarise(self._context.layout, self._state.totals, bound, group_size, self._context.fence)
+        self._board.figures.phase = "complete" if is_complete else "stopped"
+
+    async def say_farewell(self) -> None:
+        """Send StopRole to every process, and whether another controller will follow."""
+        is_complete = self._board.figures.phase == "complete"
+        farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
+        for name in self._registry.names():
+            with suppress(ChannelError):  # it is gone already
+                if name == RANK_0:
+                    await self._trainer.tell(farewell)
+                else:
+                    await self._control.send(name, farewell, timeout_s=FAREWELL_S)
+        self._board.write(self._board.document())
+
+    def close(self) -> None:
+        """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
+        self._recorder.close()
+        try:
+            self._state.segments.seal_all()
+        except (SegmentError, OwnershipLost):
+            log.exception("%d groups could not be sealed", self._state.segments.num_pending)

@@ -1,0 +1,110 @@
+"""Receives rollouts from generators: verdict, group, place in the buffer.
+
+Input: ScoredRollout.  Output: finished groups.  Active sampling (OlmoRL): a zero-variance group teaches nothing;
+it is dropped and its slot is free at once, so that batches are always full.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config_sections import AdmissionConfig
+from rlhpc.errors import StarvedError
+from rlhpc.rewards.error_gate import ErrorGate
+from rlhpc.types import RolloutGroup, ScoredRollout, Verdict
+
+log = logging.getLogger("rlhpc.rollout_sink")
+
+
+@dataclass(slots=True)
+class IntakeStats:
+    """Groups finished since the last step was recorded, dropped ones included."""
+
+    groups: list[RolloutGroup] = field(default_factory=list)
+    num_zero_variance: int = 0
+    num_dropped: dict[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
+class RolloutSink:
+    """Receives scored rollouts; synchronous, so that a rollout is never half received."""
+
+    def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
+        self._buffer, self._gate, self._admission = buffer, gate, admission
+        self._num_consecutive_zero_variance = 0
+        self._last_rewards: list[float] = []
+        self.stats = IntakeStats()
+        self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
+
+    def take(self, holder: str, scored: ScoredRollout) -> bool:
+        """Receive one rollout.  True: a slot became free or a group is finished.
+
+        Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
+        """
+        rollout = scored.rollout
+        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
+            return False  # a second copy, or its group was dropped meanwhile
+        self.stats.num_tokens += len(rollout.token_ids)
+        self._gate.count(scored.verdict, scored.detail)
+        self._gate.check()
+        group = self._buffer.deliver(holder, scored)
+        if scored.verdict is Verdict.VERIFIER_ERROR:
+            log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
+            self.drop(rollout.group_id, DropReason.VERIFIER_ERROR)
+            return True
+        if group is None:
+            return False
+        self.stats.groups.append(group)
+        self._check_reward_variance(group)
+        return True
+
+    @property
+    def verifier_error_share(self) -> float:
+        """Share of verifier errors among the last verdicts, 0–1."""
+        return self._gate.error_share
+
+    def drop(self, group_id: int, reason: DropReason) -> None:
+        """Drop a group; its slot is free at once.  No effect if it is already resolved."""
+        if self._buffer.is_open(group_id):
+            if self._buffer.drop(group_id, reason):
+                self.cancelled.append(group_id)
+            self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
+
+    def drain(self) -> IntakeStats:
+        """Return what was received since the last call, and start over."""
+        stats, self.stats = self.stats, IntakeStats()
+        return stats
+
+    def _check_reward_variance(self, group: RolloutGroup) -> None:
+        rewards = np.array([member.reward for member in group.members], dtype=np.float32)
+        if has_reward_variance(rewards):
+            self._num_consecutive_zero_variance = 0
+            return
+        self.stats.num_zero_variance += 1
+        if not self._admission.active_sampling:
+            return
+        self._num_consecutive_zero_variance += 1
+        self._last_rewards = [*self._last_rewards[-4:], float(rewards[0])]
+        self.drop(group.group_id, DropReason.NO_SPREAD)
+        if self._num_consecutive_zero_variance >= self._admission.max_groups_without_spread:
+            raise StarvedError(self._advice())
+
+    def _advice(self) -> str:
+        mean = float(np.mean(self._last_rewards))
+        remedy = (
+            "the tasks are too easy for this model: choose harder prompts"
+            if mean > 0.5
+            else "no answer is right: warm-start the model, choose easier prompts, check data.task and "
+            "data.prompt_template, raise generation.max_completion_tokens or admission.group_size"
+        )
+        return (
+            f"{self._num_consecutive_zero_variance} consecutive groups had rewards of zero variance (the last ones "
+            f"{mean:g} on average), so that no batch can be filled; {remedy}; admission.active_sampling=false "
+            "trains regardless"
+        )

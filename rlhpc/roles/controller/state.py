@@ -1,0 +1,111 @@
+"""The persistent state of a run: prompts, ledger, rollouts, counters, membership; new or from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.contracts import Clock, PromptSource
+from rlhpc.data.prompts import open_prompts
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import CheckpointError
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.saved_state import read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.totals import Totals
+from rlhpc.run_layout import RunLayout
+from rlhpc.types import SamplingParams
+from rlhpc.weights.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """What a checkpoint holds, and where the run continues."""
+
+    prompts: PromptSource
+    tokenizer: PromptTokenizer
+    segments: SegmentWriter
+    buffer: RolloutBuffer
+    membership: Membership
+    totals: Totals
+    step: int  # the step to begin with
+    policy_version: int
+    attempt: int = 0  # of the run
+    lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
+
+
+def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
+    """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
+    config, layout = context.config, context.layout
+    saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
+    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
+    if saved is not None:
+        prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
+    lost_leases = _read_lost_leases(layout)
+    settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
+    ledger = (
+        AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
+        if saved is not None
+        else AdmissionLedger(**settings)
+    )
+    if context.fence is not None:
+        context.fence.check()  # what is set aside next may be a successor's otherwise
+    segments = SegmentWriter(
+        layout.rollouts,
+        set_aside_later_segments(layout, saved, context.attempt),
+        run_name=config.run.name,
+        run_attempt=context.attempt,
+        max_groups=config.buffer.segment_groups,
+        max_s=config.buffer.segment_s,
+        compression=config.buffer.compression,
+        clock=clock,
+        fence=context.fence,
+    )
+    buffer = RolloutBuffer(ledger, segments)
+    totals, step, policy_version = Totals(), 0, 0
+    if saved is not None:
+        buffer.load(layout.checkpoint(saved.step))
+        membership.load_state(saved.membership)
+        totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    return ControllerState(
+        prompts,
+        tokenizer,
+        segments,
+        buffer,
+        membership,
+        totals,
+        step,
+        policy_version,
+        context.attempt,
+        lost_leases,
+    )
+
+
+def _read_lost_leases(layout: RunLayout) -> LostLeases:
+    try:
+        return LostLeases(LostLeaseFile(layout.strikes).read())
+    except OSError as error:
+        raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
+
+
+def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
+    admission, generation = context.config.admission, context.config.generation
+    return {
+        "num_slots": admission.num_slots,
+        "window_groups": admission.window,
+        "groups_per_step": admission.groups_per_step,
+        "group_size": admission.group_size,
+        "sampling": SamplingParams(
+            max_tokens=generation.max_completion_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=tokenizer.eos_token_ids,
+        ),
+        "lease_deadline_s": admission.lease_deadline_s,
+        "max_attempts": admission.max_attempts,
+        "clock": clock,
+    }

@@ -1,0 +1,272 @@
+"""The step: a full batch, an optimiser step, new weights, slots released.
+
+    full batch ──▶ train ──▶ publish ──┬──▶ next batch …       the trainer goes on while the generators load
+                                       └──▶ live ───▶ release   slots come free: new prompts start on the new weights
+
+Input: RolloutGroup.  Output: PackedBatch.  Slots are released only after the weights are live: releasing them earlier
+would let a prompt start on the old policy and break the staleness bound (docs/design.md, "Staleness").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhpc.algorithms.samples import to_samples
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config import Config
+from rlhpc.contracts import AdvantageEstimator
+from rlhpc.errors import LedgerError, TrainingError
+from rlhpc.messages import StepReport
+from rlhpc.packing.cost import FlopCost
+from rlhpc.packing.layout import batch_slowdown
+from rlhpc.packing.pack import pack
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.roles.controller.weight_sync import WeightSync
+from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
+
+log = logging.getLogger("rlhpc.train_loop")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything the recorder needs about one step."""
+
+    report: StepReport
+    batch: PackedBatch
+    groups: tuple[RolloutGroup, ...]
+    trained_version: int  # the version that was trained: staleness is counted against it
+    lockstep_slowdown: float  # work of the slowest rank over the mean
+    wait_for_groups_s: float
+    pack_s: float
+    until_live_s: float  # of the version before this step
+    checkpoint_s: float  # of the last checkpoint: training was blocked
+    checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
+    longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
+
+
+class Checkpoints(Protocol):
+    """The loop's view of checkpointing (roles/controller/checkpoints.py)."""
+
+    write_s: float
+    longest_s: float
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last one could not be written, as far as is known."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the last one could not be written and it is time for another attempt, at whatever step."""
+
+    async def write(self, step: int, policy_version: int) -> None:
+        """Take a snapshot now; write it in the background, after the one before."""
+
+    def raise_failure(self) -> None:
+        """Raise the CheckpointError of the last one if saving has failed for too long."""
+
+    async def finish(self) -> None:
+        """Wait until the last one is complete.  Raises CheckpointError if it failed."""
+
+
+class TrainLoop:
+    """Runs steps until the last one or until `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        trainer: TrainerLink,
+        weight_sync: WeightSync,
+        estimator: AdvantageEstimator,
+        cost: FlopCost,
+        *,
+        step: int,
+        version: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed."""
+        self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
+        self._estimator, self._cost, self._wake = estimator, cost, wake
+        self.step, self.version = step, version
+        self._ready = asyncio.Event()
+        self._going_live: asyncio.Task[None] | None = None
+        self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
+        self._none_is_live = False
+        self._stop = asyncio.Event()
+        self._num_skipped_in_a_row = 0
+        self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
+        self.checkpoint_s = 0.0  # of the last one: the loop was blocked
+
+    def groups_changed(self) -> None:
+        """Call when a group is finished or dropped: a batch may be full."""
+        self._ready.set()
+
+    async def begin(self) -> None:
+        """Publish the version to start from, and wait until a generator samples with it."""
+        while self._weight_sync.live_version != self.version:
+            await self._publish()
+            await self._wait_until_released()
+
+    async def run(
+        self,
+        stop: asyncio.Event,
+        record: Callable[[StepRecord], None],
+        checkpoints: Checkpoints,
+    ) -> None:
+        """Train to the last step; on `stop`, to the next boundary.  Saves on schedule and at the end.
+
+        After `stop` nothing is published and no generator is waited for: they may be gone already, and a resume
+        publishes before anything else.  A checkpoint that fails is tried again soon.  Returns when the last one is
+        complete.  Raises CheckpointError if that fails, or if none succeeds for long.
+        """
+        every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
+        saved, self._stop = self.step, stop
+        while self.step < last and not stop.is_set():
+            groups, waited_s = await self._full_batch(stop)
+            if groups is None:
+                break
+            record(await self._train(groups, waited_s, checkpoints))
+            checkpoints.raise_failure()
+            is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
+            if is_due and self.step < last:
+                await self._save(checkpoints)
+                saved = self.step
+        await self._wait_until_released()
+        if self.step > saved or checkpoints.has_failed:
+            await self._save(checkpoints)
+        await checkpoints.finish()
+
+    async def _save(self, checkpoints: Checkpoints) -> None:
+        await self._wait_until_released()
+        began = time.monotonic()
+        await checkpoints.write(self.step, self.version)
+        self.checkpoint_s = time.monotonic() - began
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    async def _full_batch(self, stop: asyncio.Event) -> tuple[list[RolloutGroup] | None, float]:
+        """Wait for the groups of one batch; None if `stop` is set first."""
+        began = time.monotonic()
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            while True:
+                self._ready.clear()
+                groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
+                if groups is not None:
+                    self._check_staleness(groups)
+                    return groups, time.monotonic() - began
+                await self._republish_if_deserted()
+                ready = asyncio.ensure_future(self._ready.wait())
+                await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+                ready.cancel()
+                if stop.is_set():
+                    return None, time.monotonic() - began
+        finally:
+            stopped.cancel()
+
+    async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
+        began = time.monotonic()
+        samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
+        batch = self._pack(samples)
+        packed_s = time.monotonic() - began
+        report = await self._trainer.ask(batch, StepReport)
+        trained, self.version = self.version, report.policy_version
+        self._count_skips(report)
+        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
+        # The previous version may not be live yet, and would release everything that is listed: list these after it.
+        await self._wait_until_released()
+        self._unreleased += [group.group_id for group in groups]
+        if not self._stop.is_set():
+            await self._publish()
+        self.step += 1
+        return StepRecord(
+            report=report,
+            batch=batch,
+            groups=tuple(groups),
+            trained_version=trained,
+            lockstep_slowdown=batch_slowdown(batch, self._cost),
+            wait_for_groups_s=waited_s,
+            pack_s=packed_s,
+            until_live_s=self.until_live_s,
+            checkpoint_s=self.checkpoint_s,
+            checkpoint_write_s=checkpoints.write_s,
+            longest_save_s=checkpoints.longest_s,
+        )
+
+    def _check_staleness(self, groups: list[RolloutGroup]) -> None:
+        """The bound holds by construction; if it does not, there is a bug and nothing may be trained."""
+        bound = self._buffer.staleness_bound
+        for group in groups:
+            if self.version - group.admitted_version > bound:
+                raise LedgerError(
+                    f"group {group.group_id}, admitted under version {group.admitted_version}, would be trained at "
+                    f"version {self.version}: staler than the bound of {bound}"
+                )
+
+    def _pack(self, samples: list[TrainingSample]) -> PackedBatch:
+        trainer = self._config.trainer
+        return pack(
+            samples,
+            token_budget=trainer.token_budget,
+            num_ranks=trainer.data_parallel,
+            cost=self._cost,
+            step=self.step,
+            policy_version=self.version,
+        )
+
+    def _count_skips(self, report: StepReport) -> None:
+        if report.applied:
+            self._num_skipped_in_a_row = 0
+            return
+        self._num_skipped_in_a_row += 1
+        log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
+        if self._num_skipped_in_a_row >= self._config.trainer.max_skipped_steps:
+            raise TrainingError(
+                f"{self._num_skipped_in_a_row} steps in a row were not finite (trainer.max_skipped_steps); lower "
+                f"trainer.learning_rate={self._config.trainer.learning_rate:g} or resume from an earlier checkpoint"
+            )
+
+    # ------------------------------------------------------------------------------------------------- after the step
+
+    async def _publish(self) -> None:
+        """Publish the current version, and go on while the generators load it."""
+        if await self._weight_sync.publish(self.version):
+            self._none_is_live = False
+            self._going_live = asyncio.create_task(self._release_when_live(self.version))
+
+    async def _republish_if_deserted(self) -> None:
+        """Publish again if no generator can get a lease: without rollouts there is no step that would publish."""
+        if self._none_is_live or self._weight_sync.is_deserted:
+            await self._wait_until_released()  # the version may be on its way already
+            if self._none_is_live or self._weight_sync.is_deserted:
+                await self._publish()
+
+    async def _release_when_live(self, version: int) -> None:
+        began = time.monotonic()
+        is_live = await self._weight_sync.wait_until_live(version)
+        self.until_live_s = time.monotonic() - began
+        if is_live:
+            self._buffer.release(self._unreleased)
+            self._unreleased.clear()
+            self._wake()
+        else:  # every generator failed while loading: the loop publishes again, to those that come back
+            self._none_is_live = True
+            self._ready.set()
+
+    async def _wait_until_released(self) -> None:
+        """Wait until the previous version is live and its slots are released; not after `stop`."""
+        if self._going_live is None:
+            return
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((self._going_live, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if self._going_live.done():
+            self._going_live.result()
+        else:
+            self._going_live.cancel()
+        self._going_live = None

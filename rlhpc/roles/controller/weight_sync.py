@@ -1,0 +1,240 @@
+"""Publish a new version of the weights to the generators, and leave out those that fail.
+
+A version goes out in two parts.  publish(): the trainer broadcasts it to the group of the current membership epoch,
+forming a new epoch first when members came or went; it ends when the trainer is free again.  wait_until_live(): every
+member has acknowledged, or has been left out.  Only then is the version live and slots may be released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from rlhpc.contracts import Clock, ServerChannel
+from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
+from rlhpc.messages import (
+    FormGroup,
+    GroupOpened,
+    JoinGroup,
+    PublishReport,
+    PublishWeights,
+    ReceiveWeights,
+    Reregister,
+    WeightsLive,
+)
+from rlhpc.roles.controller.trainer_link import TrainerLink
+from rlhpc.types import WeightGroup, WeightManifest
+from rlhpc.weights.choice import choose_transport
+from rlhpc.weights.membership import Membership
+
+log = logging.getLogger("rlhpc.weight_sync")
+MAX_FAILED_BROADCASTS = 8
+FIRST_MEMBER_S = 900.0  # engines load for minutes
+PAUSE_S = 0.2  # after the first failure, growing: time for the dead to be noticed
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncLimits:
+    """How long to wait for generators."""
+
+    first_member_s: float = FIRST_MEMBER_S  # for the first generator to register
+    ack_timeout_s: float = 120.0  # for acknowledgements of one broadcast
+
+    @classmethod
+    def of(cls, meet_timeout_s: float, ack_timeout_s: float) -> WeightSyncLimits:
+        """Limits for processes that wait this long for each other; loading the engine comes on top."""
+        return cls(max(FIRST_MEMBER_S, meet_timeout_s), ack_timeout_s)
+
+
+class WeightSync:
+    """Owns the membership epochs and the transfer of a version from trainer to generators."""
+
+    def __init__(
+        self,
+        control: ServerChannel,
+        trainer: TrainerLink,
+        membership: Membership,
+        *,
+        transport: str,
+        limits: WeightSyncLimits,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """transport: weights.transport, "auto" not yet resolved.  `clock` measures time-outs of others."""
+        self._control, self._trainer, self._membership = control, trainer, membership
+        self._limits, self._clock = limits, clock
+        self._wish, self._trainer_device = transport, ""
+        self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
+        self._manifest: WeightManifest | None = None
+        self._group: WeightGroup | None = None  # of the current epoch, while it is intact
+        self._changed = asyncio.Condition()
+        self._is_ending = False
+        self.live_version = -1  # newest version that every remaining member samples with
+        self.publish_s = 0.0  # of the last broadcast, on the trainer
+        self.last_acks: dict[str, WeightsLive] = {}
+
+    def describe(self, manifest: WeightManifest, device: str) -> None:
+        """Record what the trainer will broadcast, and from which device."""
+        self._manifest, self._trainer_device = manifest, device
+
+    # ---------------------------------------------------------------------------------------- what generators tell us
+
+    def misplaced(self, name: str, devices: tuple[str, ...]) -> str:
+        """Why a generator with workers on these devices cannot receive weights as the others do; "" if it can.
+
+        Before the first version is live none is refused: then an unreachable generator ends the run.
+        """
+        if self.live_version < 0:
+            return ""
+        try:
+            self._choose({member: self._devices[member] for member in self._membership.candidates} | {name: devices})
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    async def joined(self, name: str, devices: tuple[str, ...], incarnation: str) -> None:
+        """A generator has registered, with a worker on each of these devices; it takes part from the next epoch on."""
+        async with self._changed:
+            self._devices[name] = devices
+            self._membership.hello(name, len(devices), incarnation)
+            self._changed.notify_all()
+
+    async def lost(self, name: str) -> None:
+        """A generator is dead; it is left out from now on."""
+        async with self._changed:
+            self._membership.lost(name)
+            self._changed.notify_all()
+
+    async def acknowledge(self, name: str, ack: WeightsLive) -> None:
+        """A generator samples with this version, or reports why not; then it tries again in the next epoch."""
+        async with self._changed:
+            self.last_acks[name] = ack
+            if ack.error:
+                log.warning("%s: epoch %d, version %d: %s", name, ack.epoch, ack.policy_version, ack.error)
+                self._membership.failed(name, ack.epoch)
+            else:
+                self._membership.acknowledged(name, ack.epoch, ack.policy_version)
+            self._changed.notify_all()
+
+    @property
+    def ready_members(self) -> frozenset[str]:
+        """Generators that sample with the live version and may be given leases."""
+        return self._membership.live_members(self.live_version) if self.live_version >= 0 else frozenset()
+
+    @property
+    def is_deserted(self) -> bool:
+        """True if all generators with the live version are gone and one without it is registered."""
+        return self.live_version >= 0 and not self.ready_members and bool(self._membership.candidates)
+
+    @property
+    def epoch(self) -> int:
+        """Current membership epoch; 0 before the first."""
+        return self._group.epoch if self._group is not None else 0
+
+    # ------------------------------------------------------------------------------------------------------ publishing
+
+    async def stop_waiting(self) -> None:
+        """The run is ending: end every wait for a generator."""
+        async with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+
+    async def publish(self, version: int) -> bool:
+        """Broadcast `version` until it has reached some group.
+
+        False: the run is ending and there is no generator.  Raises RoleFailed when there is none for `first_member_s`,
+        or after too many failed broadcasts.
+        """
+        if self._manifest is None:
+            raise RoleFailed("weights cannot be published before the trainer has described them")
+        for failures in range(1, MAX_FAILED_BROADCASTS + 1):
+            group = await self._current_group()
+            if group is None:
+                return False
+            manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
+            await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
+            report = await self._trainer.ask(PublishWeights(group.epoch, version), PublishReport)
+            self.publish_s = report.seconds
+            if not report.error:
+                return True
+            log.warning("epoch %d dissolved: %s", group.epoch, report.error)
+            self._group = None
+            await asyncio.sleep(PAUSE_S * failures)
+        raise RoleFailed(
+            f"version {version}: {MAX_FAILED_BROADCASTS} broadcasts in a row failed, the last: {report.error}"
+        )
+
+    async def wait_until_live(self, version: int) -> bool:
+        """Wait for the acknowledgements.  True: the version is live on at least one generator.
+
+        Members that failed, died or stayed silent too long are left out of the next epoch; False: no member is left,
+        and the caller publishes again.
+        """
+        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.ack_timeout_s):
+            for name in self._membership.waiting_for(version):
+                log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
+                self._membership.failed(name, self.epoch)
+        if not self._membership.live_members(version):
+            return False
+        self.live_version = version
+        return True
+
+    async def _current_group(self) -> WeightGroup | None:
+        if self._group is None or self._membership.needs_new_epoch:
+            self._group = await self._form()
+        return self._group
+
+    async def _form(self) -> WeightGroup | None:
+        """Open a new epoch with every generator that is alive.
+
+        Raises RoleFailed when none appears, ConfigError when no transport connects these devices.
+        """
+        if not await self._somebody():
+            return None
+        members = self._membership.candidates
+        group = self._membership.next_group(self._choose({name: self._devices[name] for name in members}))
+        opened = await self._trainer.ask(FormGroup(group), GroupOpened)
+        if opened.error:
+            raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
+        log.info("epoch %d, by %s: %s", group.epoch, group.transport, ", ".join(group.members))
+        await asyncio.gather(*(self._tell(name, JoinGroup(opened.group)) for name in group.members))
+        return opened.group
+
+    def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:
+        return choose_transport(self._wish, self._trainer_device, engines)
+
+    async def _somebody(self) -> bool:
+        """Wait for a generator that can be reached.  False: the run is ending, and there is none."""
+        while True:
+            if not await self._until(
+                lambda: bool(self._membership.candidates) or self._is_ending, self._limits.first_member_s
+            ):
+                raise RoleFailed(
+                    f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for the reason"
+                )
+            await asyncio.gather(*(self._tell(name, Reregister()) for name in self._membership.candidates))
+            if self._membership.candidates or self._is_ending:
+                return bool(self._membership.candidates)
+
+    async def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until the condition holds; False after `limit_s`, by a clock that excludes pauses of this process."""
+        deadline = self._clock() + limit_s
+        async with self._changed:
+            while not is_so():
+                left_s = deadline - self._clock()
+                if left_s <= 0:
+                    return False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
+        return True
+
+    async def _tell(self, name: str, message: object) -> None:
+        try:
+            await self._control.send(name, message)
+        except PeerUnreachable:
+            log.warning("%s cannot be reached: left out", name)
+            await self.lost(name)

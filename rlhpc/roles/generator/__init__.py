@@ -1,0 +1,1 @@
+"""A generator: an engine between the controller and the reward service."""

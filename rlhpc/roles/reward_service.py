@@ -1,0 +1,107 @@
+"""The reward service: scores completions in separate processes.
+
+Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
+supervised service keeps its processes when the controller is replaced (controller_session.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
+
+from rlhpc.contracts import ClientChannel, ServerChannel
+from rlhpc.errors import PeerUnreachable
+from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
+from rlhpc.roles.common.heartbeat import beat, hello
+from rlhpc.roles.common.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.topology import CONTROL, REWARDS
+from rlhpc.transport.open import open_server
+
+
+def run(context: RoleContext) -> None:
+    """Serve until asked to stop."""
+    asyncio.run(_serve(context))
+
+
+async def _serve(context: RoleContext) -> None:
+    stop = stop_event(*(NOTICES if context.is_supervised else ()))
+    rewards = context.config.rewards
+    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
+    await pool.start()
+    try:
+        await serve_controllers(context, stop, partial(_serve_one, pool))
+    finally:
+        await pool.close()
+
+
+async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
+    """Serve the generators of one controller.  Each has new keys, so the server is opened after connecting to it."""
+    context = session.context
+    control = await unless_stopped(session.stop, asyncio.create_task(session.connect(CONTROL)))
+    if control is None:
+        return
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(control.close)
+        server = open_server(
+            REWARDS,
+            layout=context.layout,
+            config=context.config.transport,
+            replica=context.replica,
+            incarnation=context.incarnation,
+        )
+        stack.push_async_callback(server.close)
+        await control.send(hello(context))
+        service = RewardService(server, pool)
+        interval_s = context.config.transport.heartbeat_s
+        await session.until_over(service.serve(), beat(control, interval_s, service.heartbeat), _hear(control, session))
+
+
+async def _hear(control: ClientChannel, session: ControllerSession) -> None:
+    session.asked_to_stop(await control.receive())  # the only message a reward service gets on this channel is StopRole
+
+
+class RewardService:
+    """Replies to each request as soon as it is scored, in any order."""
+
+    def __init__(self, server: ServerChannel, pool: RewardPool) -> None:
+        self._server, self._pool = server, pool
+        self._num_waiting = 0
+        self._num_judged = 0
+
+    async def serve(self) -> None:
+        """Receive requests, endlessly."""
+        async with asyncio.TaskGroup() as judging:
+            while True:
+                peer, request = await self._server.receive()
+                judging.create_task(self._answer(peer, request))
+
+    def heartbeat(self) -> Heartbeat:
+        """How many requests are being scored."""
+        return Heartbeat(
+            state="running",
+            waits_for="" if self._num_waiting else "completions",
+            policy_version=-1,
+            metrics={"queued": float(self._num_waiting), "judged": float(self._num_judged)},
+        )
+
+    async def _answer(self, peer: str, request: RewardRequest) -> None:
+        self._num_waiting += 1
+        try:
+            judgement = await self._pool.judge(request.task, request.completion, request.reference)
+        finally:
+            self._num_waiting -= 1
+        self._num_judged += 1
+        reply = RewardReply(
+            request.request_id,
+            judgement.reward,
+            judgement.verdict.value,
+            judgement.parts,
+            judgement.detail,
+        )
+        try:
+            await self._server.send(peer, reply)
+        except PeerUnreachable:
+            return  # the generator died; its rollout is sampled again by another

@@ -1,0 +1,80 @@
+"""The trainer's heartbeat, from its own thread: the main thread is busy for whole steps.
+
+The same connection carries the messages of other threads of the trainer, since a socket belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from rlhpc.contracts import BlockingClientChannel
+from rlhpc.errors import ChannelError
+from rlhpc.messages import Heartbeat, SaveReport
+from rlhpc.roles.common.heartbeat import hello
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.topology import CONTROL
+from rlhpc.transport.open import connect_blocking
+
+
+class TrainerHeartbeat:
+    """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; a separate thread does the
+    rest."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._current = Heartbeat("starting", "", -1)
+        self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start beating."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Send the messages that are queued, and stop."""
+        self._told.put(None)
+        self._thread.join(timeout=5.0)
+
+    def now(self, state: str, waits_for: str, policy_version: int) -> None:
+        """Replace the content of the next heartbeats."""
+        self._current = Heartbeat(state, waits_for, policy_version)
+
+    def tell(self, message: SaveReport) -> None:
+        """Send a message to the controller at once, between heartbeats."""
+        self._told.put(message)
+
+    def _beat(self) -> None:
+        context = self._context
+        try:
+            control = connect_blocking(
+                CONTROL,
+                **context.caller,
+                timeout_s=context.meet_timeout_s,
+            )
+            control.send(hello(context))
+            control.send(self._current)
+            while self._speak_until_next_beat(control):
+                control.send(self._current)
+            control.close()
+        except ChannelError:
+            return  # the controller is gone; the main thread finds out at its next message
+
+    def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
+        """Send queued messages until the next heartbeat is due.  False when asked to stop."""
+        deadline = time.monotonic() + self._context.config.transport.heartbeat_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            try:
+                message = self._told.get(timeout=remaining_s)
+            except queue.Empty:
+                break
+            if message is None:
+                return False
+            control.send(message)
+        return True

@@ -1,0 +1,262 @@
+"""The trainer: one process per rank, executing the controller's commands in order.
+
+Input: PackedBatch.  Output: StepReport; on command it also forms weight groups, publishes weights and saves.  It
+decides nothing itself: the controller chooses the batch, and when to publish and save.  A checkpoint is written in the
+background: only its completion is reported out of order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses import make_policy_loss
+from rlhpc.algorithms.proximal import current_share
+from rlhpc.algorithms.schedule import learning_rate
+from rlhpc.config import Config
+from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
+from rlhpc.errors import ProtocolError, WeightsError
+from rlhpc.host_address import host_address
+from rlhpc.messages import (
+    FormGroup,
+    GroupOpened,
+    PublishReport,
+    PublishWeights,
+    SaveCheckpoint,
+    SaveReport,
+    SnapshotTaken,
+    StepReport,
+    StopRole,
+    TrainerReady,
+)
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.command_stream import CommandStream
+from rlhpc.roles.trainer.end_request import EndRequest
+from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
+from rlhpc.topology import BATCHES
+from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import LOOPBACK
+from rlhpc.transport.open import connect_blocking
+from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
+from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.device_id import device_id
+from rlhpc.weights.factory import make_publisher
+
+log = logging.getLogger("rlhpc.trainer")
+TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
+
+
+def run(context: RoleContext) -> None:
+    """Execute commands until asked to stop."""
+    end = EndRequest(is_supervised=context.is_supervised)
+    with ExitStack() as stack:
+        heartbeat = stack.enter_context(TrainerHeartbeat(context))  # before the model: loading may hang as well
+        backend = _open_backend(context)
+        stack.callback(backend.close)
+        channel = None
+        if backend.is_rank_zero:
+            channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
+            stack.callback(channel.close)
+        commands = CommandStream(channel, context.num_ranks)
+        trainer = Trainer(context, backend, channel, heartbeat)
+        stack.callback(lambda: trainer.close(in_haste=end.is_requested))
+        trainer.begin()
+        while trainer.obey(commands.next(lambda: end.is_requested)):
+            pass
+
+
+def _open_backend(context: RoleContext) -> TrainerBackend:
+    return open_backend(
+        context.config,
+        rank=context.replica,
+        world_size=context.num_ranks,
+        # Not a name that ends like an endpoint's, or a search for endpoints would find it.
+        store_address=f"rendezvous://{context.layout.rendezvous}/trainer_{context.attempt}.meeting",
+        host=_host(context.config) or LOOPBACK,
+        meet_timeout_s=context.meet_timeout_s,
+    )
+
+
+class Trainer:
+    """The work of one rank.  The channel and the publisher exist on rank 0 only."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        backend: TrainerBackend,
+        channel: BlockingClientChannel | None,
+        heartbeat: TrainerHeartbeat,
+    ) -> None:
+        self._context, self._config = context, context.config
+        self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
+        self._loss = make_policy_loss(self._config.algorithm)
+        self._version = 0  # optimiser steps applied
+        self._publisher: WeightPublisher | None = None
+        self._transport = ""  # of the publisher
+        self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
+        self._saving: Future[dict[str, int]] | None = None  # the last checkpoint
+        self._waiting_since = time.monotonic()
+
+    def begin(self) -> None:
+        """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
+        step = self._context.resume_step
+        if step is not None:
+            self._backend.load(self._context.layout.checkpoint(step) / TRAINER_DIRECTORY)
+            self._version = self._backend.num_steps_applied
+        if self._channel is None:
+            return
+        specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
+        self._manifest = make_manifest(self._version, 0, specs, bucket_bytes)
+        self._channel.send(TrainerReady(self._version, self._manifest, device_id(self._backend.device)))
+        self._heartbeat.now("running", "batch", self._version)
+
+    def obey(self, command: object) -> bool:
+        """Execute one command.  Returns False for StopRole."""
+        match command:
+            case PackedBatch():
+                self._train(command)
+            case FormGroup():
+                self._form(command)
+            case PublishWeights():
+                self._publish(command)
+            case SaveCheckpoint():
+                self._save(command)
+            case StopRole():
+                log.info("asked to stop")
+                return False
+            case _:
+                raise ProtocolError("controller", type(command).__name__, "not a command")
+        self._waiting_since = time.monotonic()
+        return True
+
+    def close(self, *, in_haste: bool) -> None:
+        """Leave the weight group; in haste, abandon the checkpoint in progress: nobody will complete it."""
+        if in_haste and self._saving is not None:
+            self._saving.cancel()
+        if self._publisher is not None:
+            self._publisher.dissolve()
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def _train(self, batch: PackedBatch) -> None:
+        waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
+        self._heartbeat.now("training", "", self._version)
+        microbatches = batch.ranks[self._backend.dp_rank]
+        rate = learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
+        result = self._backend.step(
+            microbatches,
+            self._loss,
+            proximal=self._proximal(microbatches, batch.policy_version),
+            num_loss_tokens=batch.num_loss_tokens,
+            learning_rate=rate,
+            weight_decay=self._config.trainer.weight_decay,
+            max_grad_norm=self._config.trainer.max_grad_norm,
+        )
+        self._version += result.applied
+        self._heartbeat.now("running", "batch", self._version)
+        if self._channel is not None:
+            figures = _figures(result, batch.num_loss_tokens)
+            figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
+            self._channel.send(StepReport(batch.step, self._version, result.applied, figures))
+
+    def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
+        """Log-probabilities of the proximal policy, by algorithm.proximal."""
+        match self._config.algorithm.proximal:
+            case "behaviour" | "current":
+                return None
+            case "recompute":
+                return self._backend.logprobs(microbatches)
+            case _:
+                shares = (current_share(row.versions, version) for row in microbatches)
+                return [torch.from_numpy(share).to(self._backend.device) for share in shares]
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    def _form(self, command: FormGroup) -> None:
+        if self._channel is None:
+            return
+        publisher = self._publisher_by(command.group.transport)
+        try:
+            group = publisher.open(command.group)
+            self._channel.send(GroupOpened(group))
+            publisher.form()
+        except WeightsError as error:
+            log.warning("epoch %d not formed: %s", command.group.epoch, error)
+            publisher.dissolve()
+
+    def _publisher_by(self, transport: str) -> WeightPublisher:
+        """The publisher of earlier epochs, or a new one if the controller has chosen another transport."""
+        if self._publisher is None or transport != self._transport:
+            if self._publisher is not None:
+                self._publisher.dissolve()
+            self._publisher = make_publisher(
+                self._config.weights.model_copy(update={"transport": transport}),
+                directory=self._context.layout.weights,
+                device=self._backend.device,
+                host=_host(self._config),
+            )
+            self._transport = transport
+        return self._publisher
+
+    def _publish(self, command: PublishWeights) -> None:
+        """Broadcast; on failure the epoch is dissolved and the controller forms another."""
+        began, error = time.monotonic(), ""
+        self._heartbeat.now("publishing", "generators", self._version)
+        weights = self._backend.weights()
+        if self._publisher is None or self._channel is None or self._manifest is None:
+            for _ in weights:
+                pass  # all other ranks take part in the export, and every rank does if there is no receiver
+            if self._channel is not None:
+                error = f"epoch {command.epoch} is not formed"
+                self._channel.send(PublishReport(command.epoch, command.policy_version, 0.0, error))
+            return
+        manifest = replace(self._manifest, policy_version=command.policy_version, epoch=command.epoch)
+        try:
+            self._publisher.publish(manifest, weights)
+        except WeightsError as failure:
+            log.warning("version %d not published: %s", command.policy_version, failure)
+            error = str(failure)
+            self._publisher.dissolve()
+        seconds = time.monotonic() - began
+        self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
+        self._heartbeat.now("running", "batch", self._version)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, command: SaveCheckpoint) -> None:
+        """Copy the state and go on; the writing thread reports completion."""
+        began = time.monotonic()
+        self._heartbeat.now("saving", "", self._version)
+        self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
+        self._saving.add_done_callback(partial(self._saved, command.step, began))
+        if self._channel is not None:
+            self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))
+        self._heartbeat.now("running", "batch", self._version)
+
+    def _saved(self, step: int, began: float, saving: Future[dict[str, int]]) -> None:
+        if saving.cancelled():
+            log.warning("the checkpoint of step %d is abandoned", step)
+            return
+        failure = saving.exception()
+        if failure is not None:
+            log.error("the checkpoint of step %d could not be written: %s", step, failure)
+        if self._channel is not None:
+            self._heartbeat.tell(SaveReport(step, time.monotonic() - began, "" if failure is None else str(failure)))
+
+
+def _host(config: Config) -> str:
+    """Address under which other hosts reach this one; "" for a run within one machine."""
+    return host_address() if config.transport.kind == "tcp" else ""
+
+
+def _figures(result: StepResult, num_loss_tokens: int) -> dict[str, float]:
+    means = {name: value / num_loss_tokens for name, value in result.metrics.items()}
+    return means | {"grad_norm": result.grad_norm}

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: the trainer's part of one, and the directories that hold them."""

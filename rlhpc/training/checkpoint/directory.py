@@ -1,0 +1,328 @@
+"""Whole checkpoints as directories that appear complete or not at all.
+
+Input: a directory that all roles have written into.  Output: a checkpoint: `begin` gives a place to write, `complete`
+makes it count.  Killed between any two operations, the previous complete checkpoint is still there and still found.
+One that does not count is never deleted but set aside under another name.  Loads without torch.
+
+    checkpoints/step_000120/{trainer/…, controller.json, COMPLETE}     COMPLETE: {"files": {name: [bytes, crc32]}, …}
+    checkpoints/.step_000120.tmp/…, .step_000120.removed/…             being written, being deleted
+    checkpoints/step_000120.damaged, .undone, .damaged-2, …            set aside
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import CheckpointError
+from rlhpc.files import sync_directory, write_atomically
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file, record_of
+from rlhpc.training.checkpoint.timeline import Timeline
+
+log = logging.getLogger("rlhpc.checkpoint")
+COMPLETE = "COMPLETE"
+_STEP_NAME = re.compile(r"step_(\d+)")
+_LEFTOVER_NAME = re.compile(r"\.step_(\d+)\.(?:tmp|removed)")
+_ASIDE_NAME = re.compile(r"step_\d+\.(?:damaged|undone)(?:-\d+)?")
+MANY_BYTES, NUM_READERS = 256 << 20, 8
+
+
+class Fate(enum.Enum):
+    """Whether a run may resume from a checkpoint."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"  # a file is missing or is not what was written
+    UNDONE = "undone"  # of steps that a later attempt began before
+    UNREADABLE = "unreadable"  # no permission, an error of the disk: it may be intact
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What one checkpoint directory is."""
+
+    step: int
+    path: Path
+    problem: str  # "" if intact, else what is wrong: the file, what was expected and what was found
+    fate: Fate
+
+
+class KnownCheckpoints:
+    """Verifies checkpoints; remembers which were read completely and are unchanged since."""
+
+    def __init__(self, checkpoints: Path, *, read_up_to_bytes: float = math.inf) -> None:
+        """For a checkpoint of more than read_up_to_bytes only sizes are compared."""
+        self._checkpoints, self._read_up_to_bytes = checkpoints, read_up_to_bytes
+        self._read: dict[Path, tuple[object, ...]] = {}  # stamps of files when they were read
+
+    def newest_first(self, is_wanted: Callable[[int], bool] = lambda step: True) -> Iterator[CheckpointState]:
+        """Verify those of wanted steps one after the other; a caller that stops iterating leaves older ones unread.
+
+        Raises OSError if attempts.jsonl or the directory cannot be read.
+        """
+        timeline = Timeline.read(RunLayout(self._checkpoints.parent).attempts)
+        for step, path in reversed(_steps_below(self._checkpoints)):
+            if is_wanted(step):
+                yield self._state_of(step, path, timeline)
+
+    def steps(self) -> list[tuple[int, Path]]:
+        """(step, path) of all, oldest first, read or not."""
+        return _steps_below(self._checkpoints)
+
+    def note_sound(self, path: Path) -> None:
+        """Record that every byte of this one has just been read."""
+        with suppress(CheckpointError, OSError):  # then it is read again, which reports what is wrong
+            self._read[path] = _stamps(path)
+
+    def _state_of(self, step: int, path: Path, timeline: Timeline) -> CheckpointState:
+        try:
+            attempt = _read_complete(path).get("attempt")
+            undone_by = timeline.undone_by(step, attempt if isinstance(attempt, int) else None)
+            if undone_by is not None:
+                text = f"{path}: of attempt {attempt}; attempt {undone_by} resumed before it and undid its steps"
+                return CheckpointState(step, path, text, Fate.UNDONE)
+            if self._read.get(path) is None or self._read[path] != _stamps(path):
+                _verify_files(path, self._read_up_to_bytes)
+                self.note_sound(path)
+        except (CheckpointError, OSError) as error:
+            return CheckpointState(step, path, str(error), _fate_of(error))
+        return CheckpointState(step, path, "", Fate.SOUND)
+
+
+def begin(final: Path, staging: Path | None = None) -> Path:
+    """Return an empty directory to write the checkpoint `final` into, on the same filesystem.
+
+    staging: directory in which it is made; default: beside `final`, with parents.
+    Raises CheckpointError if `final` is complete already, of this timeline and sound, or on a write error.
+    """
+    if final.exists() and _fate(final) is Fate.SOUND:
+        raise CheckpointError(f"{final}: a complete checkpoint of this step exists already")
+    temporary = (staging or final.parent) / f".{final.name}.tmp"
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=staging is None)
+    except OSError as error:
+        raise CheckpointError(f"{temporary}: cannot be made: {error}") from error
+    return temporary
+
+
+def complete(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Turn what was written into `temporary` into the checkpoint `final`.  Durable when it returns.
+
+    manifest: further content of COMPLETE, JSON; sizes and checksums of all files are added under "files".
+    A `final` that does not count is set aside.  Raises CheckpointError; then this one does not count, either.  Reads
+    every byte once.
+    """
+    try:
+        files = {}
+        for name in _files_below(temporary):
+            _sync_file(temporary / name)
+            files[name] = astuple(record_of(temporary / name))
+        for directory in sorted({(temporary / name).parent for name in files}):
+            sync_directory(directory)
+        # Before the rename, so that a step_NNNNNN without COMPLETE has lost it and was not merely interrupted.
+        write_atomically(temporary / COMPLETE, json.dumps({**manifest, "files": files}, indent=1).encode())
+        if final.is_dir():
+            _clear_the_way(final)
+        temporary.replace(final)  # it appears and becomes valid atomically
+        sync_directory(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final}: cannot be completed: {error}") from error
+
+
+def discard(temporary: Path) -> None:
+    """Delete the remains of a checkpoint that could not be completed, as far as the filesystem allows."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Read every byte of a checkpoint; return the content of COMPLETE.
+
+    Raises CheckpointError naming the file and the reason if it is incomplete or damaged.
+    """
+    _verify_files(path)
+    return _read_complete(path)
+
+
+def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
+    """Return (step, path) of the newest checkpoint that verifies; None if there are no checkpoints.
+
+    Raises CheckpointError naming all faults if there are some and none verifies.
+    """
+    skipped = []
+    for state in KnownCheckpoints(checkpoints).newest_first():
+        if state.fate is Fate.SOUND:
+            return state.step, state.path
+        skipped.append(state.problem)
+    if skipped:
+        raise CheckpointError(f"{checkpoints}: no checkpoint is sound: {'; '.join(skipped)}")
+    return None
+
+
+def describe(checkpoints: Path) -> list[CheckpointState]:
+    """Return every checkpoint, oldest first, with what is wrong with it."""
+    return [*KnownCheckpoints(checkpoints).newest_first()][::-1]
+
+
+def set_aside(path: Path, why: Fate) -> Path:
+    """Rename a checkpoint durably, so that it is never used again; returns its new path.  Raises OSError."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{why.value}{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    path.rename(target)
+    sync_directory(path.parent)
+    return target
+
+
+def what_was_set_aside(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints that set_aside has renamed, by name."""
+    return sorted(path for path in _entries_of(checkpoints) if _ASIDE_NAME.fullmatch(path.name))
+
+
+def prune(checkpoints: Path, keep: int, known: KnownCheckpoints | None = None) -> list[Path]:
+    """Delete what is older than the newest `keep` (at least 2) intact checkpoints; returns what was deleted.
+
+    Every byte of those that are kept is read, except of those in `known` that are unchanged since they were read.
+    Damaged ones between them are set aside.  With fewer than `keep` intact ones nothing is deleted.  Nothing newer than
+    the newest intact one is touched.  Remains of interrupted saves and deletions are deleted, too.
+    Raises CheckpointError if keep is below 2 or on a write error.
+    """
+    if keep < 2:
+        raise CheckpointError(f"{checkpoints}: keep={keep} complete checkpoints; legal: 2 or more")
+    kept: list[CheckpointState] = []
+    try:
+        for state in (known or KnownCheckpoints(checkpoints)).newest_first():
+            if state.fate is Fate.SOUND:
+                kept.append(state)
+            elif state.fate is Fate.UNREADABLE:
+                log.warning("%s; it does not count as one that is kept", state.problem)
+            elif kept:
+                log.warning("%s; set aside as %s", state.problem, set_aside(state.path, state.fate).name)
+            if len(kept) == keep:
+                break
+        deleted = [path for step, path in _steps_below(checkpoints) if len(kept) == keep and step < kept[-1].step]
+        for path in deleted:
+            _remove(path)
+        leftovers = [path for step, path in _steps_below(checkpoints, _LEFTOVER_NAME) if kept and step <= kept[0].step]
+        for path in leftovers:
+            shutil.rmtree(path)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints}: cannot delete old checkpoints: {error}") from error
+    return deleted + leftovers
+
+
+def leftovers_of(checkpoints: Path) -> list[Path]:
+    """Return directories that are being written or deleted, or were when a process died."""
+    return [path for _, path in _steps_below(checkpoints, _LEFTOVER_NAME)]
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; renamed first, since a partly deleted one must not look like a damaged one."""
+    doomed = path.with_name(f".{path.name}.removed")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    sync_directory(path.parent)
+    shutil.rmtree(doomed)
+
+
+def _clear_the_way(final: Path) -> None:
+    """Set aside what has the name of a new checkpoint.  Raises CheckpointError if it may be intact: it is another's."""
+    fate = _fate(final)
+    if fate in (Fate.SOUND, Fate.UNREADABLE):
+        raise CheckpointError(f"{final}: another checkpoint of this step has appeared meanwhile")
+    set_aside(final, fate)
+
+
+def _fate(final: Path) -> Fate:
+    """Read one checkpoint that is in the way of another of its step."""
+    match = _STEP_NAME.fullmatch(final.name)
+    assert match is not None, final
+    step = int(match[1])
+    return next((each.fate for each in KnownCheckpoints(final.parent).newest_first(step.__eq__)), Fate.DAMAGED)
+
+
+def _verify_files(path: Path, read_up_to_bytes: float = math.inf) -> None:
+    """Raise CheckpointError naming the file, what was expected and what was found.
+
+    Several files at once: one reader alone does not use the bandwidth of a parallel filesystem.
+    """
+    files = {name: FileRecord(*numbers) for name, numbers in _read_complete(path)["files"].items()}
+    num_bytes = sum(record.num_bytes for record in files.values())
+
+    def check(name: str) -> None:
+        check_file(path / name, files[name], verify_content=num_bytes <= read_up_to_bytes)
+
+    if num_bytes < MANY_BYTES:
+        for name in files:
+            check(name)
+        return
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as readers:
+        for done in [readers.submit(check, name) for name in files]:
+            done.result()
+
+
+def _fate_of(error: CheckpointError | OSError) -> Fate:
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    is_absent = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return Fate.UNREADABLE if isinstance(cause, OSError) and not is_absent else Fate.DAMAGED
+
+
+def _stamps(path: Path) -> tuple[object, ...]:
+    """A stamp that changes when a file of a checkpoint is written to or replaced, even if its size and times do not."""
+    states = [(path / name).stat() for name in [*_read_complete(path)["files"], COMPLETE]]
+    return tuple((state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)
+
+
+def _read_complete(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / COMPLETE).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: has no {COMPLETE}, which every complete checkpoint holds") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / COMPLETE}: cannot be read: {error}") from error
+    if not isinstance(content, dict) or not _is_table_of_files(content.get("files")):
+        raise CheckpointError(f"{path / COMPLETE}: is not a checkpoint manifest")
+    return content
+
+
+def _is_table_of_files(files: Any) -> bool:
+    """{name: [bytes, crc32]}"""
+    return isinstance(files, dict) and all(
+        isinstance(numbers, list) and len(numbers) == 2 and all(isinstance(number, int) for number in numbers)
+        for numbers in files.values()
+    )
+
+
+def _steps_below(checkpoints: Path, pattern: re.Pattern[str] = _STEP_NAME) -> list[tuple[int, Path]]:
+    """Return (step, path) of directories whose name matches, oldest first."""
+    matches = ((pattern.fullmatch(path.name), path) for path in _entries_of(checkpoints))
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _entries_of(checkpoints: Path) -> list[Path]:
+    return list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+
+
+def _files_below(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,84 @@
+"""Turn the trainer's part of a checkpoint into an HF checkpoint that others can load.
+
+Input: a checkpoint and the directory of the model that was trained.  Output: a directory with the new weights and
+everything else of the old one: configuration, tokenizer, chat template, licence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.files import write_atomically
+from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
+from rlhpc.types import TensorSpec
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
+SHARD_BYTES = 4 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write an HF checkpoint into out_dir, which must not exist, in the dtype that model_dir's config.json names.
+
+    checkpoint_dir: the trainer's part, or the step directory around it.
+    Raises CheckpointError if the checkpoint is incomplete or damaged, ConfigError if model_dir or out_dir cannot be
+    used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
+    """
+    if (checkpoint_dir / "trainer").is_dir():
+        checkpoint_dir = checkpoint_dir / "trainer"
+    checkpoint = read_checkpoint(checkpoint_dir, None)
+    dtype = _dtype_of(model_dir / "config.json")
+    try:
+        out_dir.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
+    try:
+        _write_weights(checkpoint, out_dir, dtype, shard_bytes)
+        _copy_the_rest(model_dir, out_dir)
+    except OSError as error:
+        raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
+
+
+def _dtype_of(config_file: Path) -> str:
+    try:
+        config = json.loads(config_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config_file}: cannot be read: {error}") from error
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the second is the older spelling
+    if dtype not in DTYPES:
+        raise ConfigError(f"{config_file}: dtype={dtype!r}; legal: {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def _write_weights(checkpoint: TrainerCheckpoint, out_dir: Path, dtype: str, shard_bytes: int) -> None:
+    specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+    shards = plan_shards(specs, shard_bytes)
+    tensors = _cast(checkpoint, DTYPES[dtype])
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        write_safetensors(out_dir / name, shard, tensors)
+        index.update({spec.name: name for spec in shard})
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": sum(map(size_in_bytes, specs))}, "weight_map": index}
+        write_atomically(out_dir / "model.safetensors.index.json", json.dumps(content, indent=2).encode())
+
+
+def _cast(checkpoint: TrainerCheckpoint, dtype: torch.dtype) -> Iterator[Tensor]:
+    for _, _, tensor in checkpoint.tensors("weights"):
+        yield tensor.to(dtype)
+
+
+def _copy_the_rest(model_dir: Path, out_dir: Path) -> None:
+    """Copy all files but weights, config.json last."""
+    files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
+    for path in sorted(files, key=lambda path: path.name == "config.json"):
+        shutil.copyfile(path, out_dir / path.name)

@@ -1,0 +1,198 @@
+"""The trainer's part of a checkpoint: one format for every backend and every layout over ranks.
+
+Input: float32 master weights and Adam moments tensor by tensor under their HF names.  Output: safetensors shards and
+the manifest trainer.json, written last.  Reading verifies sizes and checksums of everything before it hands out
+anything.
+
+    weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhpc.crc import crc32
+from rlhpc.errors import CheckpointError
+from rlhpc.files import write_atomically
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file
+from rlhpc.training.checkpoint.safetensors_file import plan_shards, write_safetensors
+from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.training.tensor_source import TensorSource
+from rlhpc.types import TensorSpec
+
+Found = TypeVar("Found")
+STATE_FILE = "trainer.json"
+MEGATRON_STATE_FILE = "megatron.json"  # its equivalent in rlhpc.training.megatron.distributed_checkpoint's format
+FORMAT_VERSION = 1
+SHARD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCheckpoint:
+    """A verified checkpoint, not yet read."""
+
+    directory: Path
+    num_steps_applied: int
+    rng: dict[str, str]  # rng.read_rng of rank 0
+    specs: tuple[TensorSpec, ...]  # all float32
+    shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
+
+    def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+        """Stream (kind, HF name, float32 tensor on CPU), of these kinds or of all.
+
+        Raises CheckpointError if a verified file cannot be read any more.
+        """
+        for kind in kinds or STATE_KINDS:
+            with self.source(kind) as source:
+                for name in source.names:
+                    yield kind, name, source.read(name)
+
+    def source(self, kind: str) -> TensorSource:
+        """The tensors of one kind by HF name, float32, for partial reads; it raises CheckpointError."""
+        files = {
+            name: self.directory / file_name
+            for file_name, (kind_there, names) in self.shards.items()
+            if kind_there == kind
+            for name in names
+        }
+        return TensorSource.of_files(files, error=CheckpointError)
+
+
+def write_checkpoint(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    tensors_of: Callable[[str], Iterator[Tensor]],
+    *,
+    num_steps_applied: int,
+    rng: dict[str, str],
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, int]:
+    """Write everything into `directory`, which is made; return {file name: bytes}.
+
+    specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of STATE_KINDS.
+    Every file appears complete or not at all, the manifest last.  Raises CheckpointError; files may remain.
+    """
+    masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / STATE_FILE).unlink(missing_ok=True)  # from here on an older state in this place is invalid
+        for kind in STATE_KINDS:
+            tensors = tensors_of(kind)
+            for number, shard in enumerate(plan_shards(masters, shard_bytes), start=1):
+                name = f"{kind}-{number:05d}.safetensors"
+                record = write_safetensors(directory / name, shard, tensors)
+                files[name] = {**asdict(record), "kind": kind, "tensors": [spec.name for spec in shard]}
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "num_steps_applied": num_steps_applied,
+            "fingerprint": fingerprint(specs),
+            "tensors": [[spec.name, list(spec.shape)] for spec in masters],
+            "files": files,
+            "rng": rng,
+        }
+        content = manifest_content(manifest)
+        write_atomically(directory / STATE_FILE, content)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error}") from error
+    return {name: entry["num_bytes"] for name, entry in files.items()} | {STATE_FILE: len(content)}
+
+
+def read_checkpoint(
+    directory: Path, specs: Sequence[TensorSpec] | None, *, verify_content: bool = True
+) -> TrainerCheckpoint:
+    """Verify a checkpoint and return what it holds.
+
+    specs: of the model that wants it, in any dtype and order; None takes it as it is.  verify_content=False checks
+    sizes but not checksums, for ranks beside one that does.  Raises CheckpointError naming the file and the reason.
+    """
+    _refuse_other_format(directory)
+    manifest = read_manifest(directory / STATE_FILE)
+    found = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in manifest["tensors"])
+    if specs is not None:
+        _refuse_other_model(directory / STATE_FILE, found, specs)
+    shards: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, entry in manifest["files"].items():
+        record = FileRecord(entry["num_bytes"], entry["crc32"])
+        check_file(directory / name, record, verify_content=verify_content)
+        shards[name] = (entry["kind"], tuple(entry["tensors"]))
+    return TrainerCheckpoint(directory, manifest["num_steps_applied"], manifest["rng"], found, shards)
+
+
+def on_all_ranks(read: Callable[[], Found], directory: Path, device: torch.device) -> Found:
+    """Return what `read` does, or raise CheckpointError on every rank if it does on any.  A collective.
+
+    A rank that raised alone would leave the others waiting for it in their next collective.
+    """
+    error: CheckpointError | None = None
+    try:
+        found = read()
+    except CheckpointError as failure:
+        error = failure
+    everyone_succeeded = all_ranks_agree(error is None, device)
+    if error is not None:
+        raise error
+    if not everyone_succeeded:
+        raise CheckpointError(f"{directory / STATE_FILE}: another rank failed; see its log")
+    return found
+
+
+def fingerprint(specs: Sequence[TensorSpec]) -> str:
+    """Name a model by its tensors' names and shapes, whatever their dtype and order."""
+    lines = sorted(f"{spec.name} {'x'.join(map(str, spec.shape))}" for spec in specs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def manifest_content(manifest: dict[str, Any]) -> bytes:
+    """Content of a manifest file: JSON with its own checksum."""
+    return json.dumps({"crc32": _checksum(manifest), "manifest": manifest}, indent=1).encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Undo manifest_content. Raises CheckpointError if it is damaged or of another version."""
+    try:
+        outer = json.loads(path.read_bytes())
+        manifest, checksum = outer["manifest"], outer["crc32"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not a trainer manifest: {error!r}") from error
+    if checksum != _checksum(manifest):
+        raise CheckpointError(f"{path}: its content is not what was written (checksum differs)")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {manifest['format_version']}, known here: {FORMAT_VERSION}")
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _checksum(manifest: Any) -> int:
+    return crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _refuse_other_format(directory: Path) -> None:
+    if (directory / MEGATRON_STATE_FILE).exists() and not (directory / STATE_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: was written with checkpoint.trainer_format='megatron', which only "
+            "trainer.backend='megatron' reads; for one that every backend and rlhpc export read, continue the run with "
+            "checkpoint.trainer_format='hf' until its next checkpoint"
+        )
+
+
+def _refuse_other_model(path: Path, found: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:
+    if fingerprint(found) == fingerprint(wanted):
+        return
+    there, here = ({spec.name: spec.shape for spec in specs} for specs in (found, wanted))
+    name = min(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    raise CheckpointError(
+        f"{path}: belongs to another model: {name} is {there.get(name, 'absent')} there and "
+        f"{here.get(name, 'absent')} in the model"
+    )

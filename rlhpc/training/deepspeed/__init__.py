@@ -1,0 +1,1 @@
+"""The trainer backend on DeepSpeed's ZeRO."""

@@ -1,0 +1,297 @@
+"""The trainer contract on DeepSpeed: ZeRO 1, 2 or 3 over a Hugging Face model.
+
+Input: packed micro-batches.  Output: optimiser steps.  Every rank is a replica; ranks share the optimiser's state (1),
+gradients too (2), parameters too (3).  Forward and backward run in the model's dtype; master weights, moments and
+gradient sums are float32.
+Guarantees: all ranks decide alike whether a step applies, and a skipped step changes nothing.  A loss that is
+not finite makes its gradients nan, so that DeepSpeed's own check of the global norm sees both in one vote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhpc.config import Config
+from rlhpc.config_sections import TrainerConfig
+from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
+from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.deepspeed.environment import accelerator_environment
+from rlhpc.training.deepspeed.policy import ZeroPolicy
+from rlhpc.training.deepspeed.state import ZeroState
+from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
+from rlhpc.training.hf_names import named_on_disk, on_disk
+from rlhpc.training.metric_sums import MetricSums
+from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.process_group import (
+    DTYPES,
+    LOOPBACK,
+    MEET_TIMEOUT_S,
+    close_process_group,
+    device_of,
+    open_process_group,
+)
+from rlhpc.training.rng import read_rng, write_rng
+from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
+from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.tensor_source import TensorSource
+from rlhpc.types import PackedMicrobatch, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """Settings that do not change between steps."""
+
+    trainer: TrainerConfig
+    dtype: torch.dtype
+    temperature: float
+    bucket_elements: int = BUCKET_ELEMENTS  # of weights() in stage 3
+
+
+class DeepSpeedBackend(TrainerBackend):
+    """A DeepSpeed engine and the table of its state; nothing else here grows with the model."""
+
+    def __init__(self, model: CausalLM, settings: ZeroSettings, *, device: torch.device) -> None:
+        """Take over a float32 model on the host; the default process group must be up.  A collective."""
+        self._stage, self._device = settings.trainer.zero_stage, device
+        self._bucket_elements = settings.bucket_elements
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._parameters = model.parameters
+        masters: dict[str, Tensor] = {}
+        if settings.dtype != torch.float32:
+            masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
+            cast_parameters(model, settings.dtype)
+        self._specs = model.tensor_specs()
+        policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens)
+        with ExitStack() as undo:
+            undo.enter_context(accelerator_environment(device))
+            # DeepSpeed reads the environment while it is imported, once for the process.
+            from rlhpc.training.deepspeed.engine import close_engine, open_engine
+
+            self._engine: Any = open_engine(
+                policy, model.parameters, settings.trainer, dtype=settings.dtype, device=device
+            )
+            undo.callback(close_engine, self._engine)
+            self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
+            if masters:  # DeepSpeed made its own from what was left after the cast
+                self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
+            self._saver = BackgroundSaver(
+                self._state.items(), self._state.own, device=self._state.device, group=open_save_group()
+            )
+            undo.callback(self._saver.close)
+            self._undo = undo.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        store_address: str,
+        host: str = LOOPBACK,
+        meet_timeout_s: float = MEET_TIMEOUT_S,
+    ) -> DeepSpeedBackend:
+        """Load config.model, connect to the other ranks at store_address, and shard the model.
+
+        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.  An existing default
+        process group is used, and not closed in the end.  The model is loaded whole into host memory, in float32, on
+        every rank.
+        Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
+        """
+        device = device_of(config.trainer.device, rank)
+        torch.manual_seed(config.run.seed)
+        model = load_causal_lm(
+            config.model.path,
+            device=torch.device("cpu"),
+            recompute_activations=config.trainer.recompute_activations == "full",
+        )
+        settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
+        if dist.is_initialized():
+            return cls(model, settings, device=device)
+        with ExitStack() as undo:
+            open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
+            undo.callback(close_process_group)
+            backend = cls(model, settings, device=device)
+            undo.push(backend._undo.pop_all())
+            backend._undo = undo.pop_all()
+        return backend
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank: there is only data parallelism."""
+        return self._rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of processes."""
+        return self._world_size
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device.type
+
+    @property
+    def num_steps_applied(self) -> int:
+        """Read from the optimiser, which skipped steps do not touch."""
+        return self._state.num_steps_applied
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """True on rank 0."""
+        return self._rank == 0
+
+    # --------------------------------------------------------------------------------------------- forward and step
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+        """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
+        return [
+            self._token_logprobs(microbatch, all_but_first(microbatch), want_entropy=False)[0]
+            for microbatch in microbatches
+        ]
+
+    def step(
+        self,
+        microbatches: Sequence[PackedMicrobatch],
+        loss: PolicyLoss,
+        *,
+        proximal: Sequence[Tensor] | None,
+        num_loss_tokens: int,
+        learning_rate: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> StepResult:
+        """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed.
+
+        Every rank must have the same number of micro-batches: ZeRO communicates in each.
+        """
+        zero = self._engine.optimizer
+        for group in zero.optimizer.param_groups:
+            group.update(lr=learning_rate, weight_decay=weight_decay if group["decays"] else 0.0)
+        zero.clip_grad = max_grad_norm
+        sums = MetricSums()
+        for index, microbatch in enumerate(microbatches):
+            self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            start = None if proximal is None else proximal[index]
+            sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
+        metrics = sums.over_ranks(self._device)
+        self._engine.step()
+        applied = not zero.overflow
+        return StepResult(
+            applied=applied, grad_norm=float(zero._global_grad_norm) if applied else math.nan, metrics=metrics
+        )
+
+    def _accumulate(
+        self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
+        current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
+        loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
+        # DeepSpeed divides by the number of ranks.
+        share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
+        # A loss can be infinite while its gradient is finite: then none of the gradient may count.
+        poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
+        self._engine.backward(share * poison, scale_wrt_gas=False)
+        return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
+
+    def _token_logprobs(
+        self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], *, want_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
+
+        A row of which nothing is wanted passes through the model too: other ranks wait for this one in every layer.
+        """
+        tokens = on_device(np.flatnonzero(wanted), self._device)
+        logprobs, entropy = self._engine(
+            token_ids=on_device(microbatch.token_ids.astype(np.int64), self._device),
+            position_ids=on_device(microbatch.position_ids.astype(np.int64), self._device),
+            segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
+            tokens=tokens,
+            want_entropy=want_entropy,
+        )
+        result = torch.zeros(len(microbatch.token_ids), device=self._device)
+        return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
+
+    # ------------------------------------------------------------------------------------------- weights and state
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
+        return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend; in stages 1 and 2 rank 0 has them all: views, not to be written to."""
+        if self._stage == 3:
+            yield from gather_stream(
+                self._state.items(self._specs[0].dtype),
+                partial(self._state.own_parameter, device=self._device),
+                to_rank=0,
+                dtype=next(iter(self._parameters.values())).dtype,
+                device=self._device,
+                bucket_elements=self._bucket_elements,
+            )
+        elif self.is_rank_zero:
+            for parameter in self._specs:
+                yield from named_on_disk(parameter, self._parameters[parameter.name].detach())
+
+    def save(self, directory: Path) -> Future[dict[str, int]]:
+        """See TrainerBackend; every rank sends its shard of masters and moments to rank 0, which writes."""
+        return self._saver.save(directory, num_steps_applied=self.num_steps_applied, rng=read_rng(self._device))
+
+    def load(self, directory: Path) -> None:
+        """See TrainerBackend; every rank reads its own shard, rank 0 verifies all.
+
+        A file that is damaged between verifying and reading leaves the state mixed: CheckpointError then, too.
+        """
+        checkpoint = on_all_ranks(partial(self._verified, directory), directory, self._device)
+        on_all_ranks(partial(self._take, checkpoint), directory, self._device)
+        self._state.num_steps_applied = checkpoint.num_steps_applied
+        self._state.publish()
+        write_rng(checkpoint.rng, self._device)
+
+    def _verified(self, directory: Path) -> TrainerCheckpoint:
+        # Rank 0 reads every byte; the others rely on its result and read only what they load.
+        return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
+
+    def _take(self, checkpoint: TrainerCheckpoint) -> None:
+        with ExitStack() as files:
+            sources = {kind: files.enter_context(checkpoint.source(kind)) for kind in STATE_KINDS}
+            self._state.fill(partial(_read_range, sources))
+
+    def close(self) -> None:
+        """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
+        self._undo.close()  # the second call has nothing to undo
+        self._engine = None
+        for part in ("_state", "_saver", "_parameters"):
+            self.__dict__.pop(part, None)
+
+
+def _read_range(sources: Mapping[str, TensorSource], kind: str, spec: TensorSpec, start: int, stop: int) -> Tensor:
+    """Numbers [start, stop) of the flattened parameter `spec`, of which only the rows that hold them are read."""
+    pieces = []
+    begin = 0  # of a tensor on disk within the parameter: they lie in it one after another
+    for part in on_disk(spec):
+        end = begin + math.prod(part.shape)
+        first, last = max(start, begin) - begin, min(stop, end) - begin
+        if first < last:
+            width = math.prod(part.shape[1:])
+            rows = slice(first // width, -(-last // width))
+            numbers = sources[kind].read(part.name, dtype=torch.float32, index=(rows,)).reshape(-1)
+            pieces.append(numbers[first - rows.start * width : last - rows.start * width])
+        begin = end
+    return torch.cat(pieces)
