@@ -67,10 +67,12 @@ def run(context: RoleContext) -> None:
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
         trainer = Trainer(context, backend, channel, heartbeat)
-        stack.callback(lambda: trainer.close(in_haste=end.is_requested))
-        trainer.begin()
-        while trainer.obey(commands.next(lambda: end.is_requested)):
-            pass
+        try:
+            trainer.begin()
+            while trainer.obey(commands.next(end.is_made)):
+                pass
+        finally:
+            trainer.close(in_haste=end.is_made())
 
 
 def _open_backend(context: RoleContext) -> TrainerBackend:
