@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo demo-slurm soak test check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak test test-all quick check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
@@ -38,10 +38,16 @@ demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of th
 soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
-test: setup  ## all tests that this machine can run; shared out by tests/conftest.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
+test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)
 
-check: setup lint types imports spelling resolve test  ## format, lint, types, import rules, resolver, tests
+test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m long $(PYTEST_ARGS)
+
+quick: setup  ## tests of units that start no process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture
+
+check: setup lint types imports spelling resolve test test-all  ## format, lint, types, import rules, resolver, all tests
 
 lint:
 	$(BIN)/ruff format --check .

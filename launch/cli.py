@@ -12,17 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import takes_cluster_commands, takes_run_file, takes_scale, takes_submission, takes_waiting
-from launch.family import commands as family
-from launch.overview import commands as overview
-from launch.resume_options import refuse_resume_point, resume_point, takes_resume_point
+from launch.commands.arguments import (
+    takes_cluster_commands,
+    takes_run_file,
+    takes_scale,
+    takes_submission,
+    takes_waiting,
+)
+from launch.commands.family import command as family
+from launch.commands.overview import command as overview
+from launch.commands.resume_options import refuse_resume_point, resume_point, takes_resume_point
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.run_layout import RunLayout
 
 if TYPE_CHECKING:
-    from launch.checkpoint_choice import ResumePoint
+    from launch.run_directory.checkpoint_choice import ResumePoint
 
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
@@ -134,14 +140,14 @@ def _cluster(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from launch.check import check_run_directory, check_run_file
+    from launch.commands.check import check_run_directory, check_run_file
 
     return check_run_directory(options) if options.run_file.is_dir() else check_run_file(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from launch.jobs.report import plan_report
-    from launch.site.site_file import load_site
+    from launch.plan.report import plan_report
+    from launch.plan.site_file import load_site
 
     print(plan_report(load_config(options.run_file, options.overrides), load_site(options.site_file)))
     return 0
@@ -156,15 +162,15 @@ def run_locally(
     config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint | None = None
 ) -> int:
     """Check everything, prepare the run directory, run all roles here, return the exit status."""
-    from launch.checkpoint_choice import NEWEST
-    from launch.gpu_map import map_gpus
-    from launch.gpus import gpus_here
-    from launch.local import LocalExecutor
-    from launch.plan import plan_run
-    from launch.preflight import preflight
-    from launch.run_directory import mint_keys, prepare_run_dir
-    from launch.run_owner import own_run
-    from launch.watch import Watch
+    from launch.checks.gpus import gpus_here
+    from launch.checks.preflight import preflight
+    from launch.commands.local_executor import LocalExecutor
+    from launch.commands.watch import Watch
+    from launch.plan.gpu_map import map_gpus
+    from launch.plan.processes import plan_run
+    from launch.run_directory.checkpoint_choice import NEWEST
+    from launch.run_directory.owner import own_run
+    from launch.run_directory.prepare import mint_keys, prepare_run_dir
 
     gpus = map_gpus(config, gpus_here(os.environ))
     preflight(config)
@@ -192,7 +198,7 @@ def run_locally(
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from launch.jobs.submit import dependency, submit_run
+    from launch.commands.submit import dependency, submit_run
 
     resume_from = resume_point(options)
     if family.is_family(options):
@@ -209,7 +215,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from launch.jobs.resume import resume_run
+    from launch.commands.resume import resume_run
 
     where = resume_point(options)
     layout = resume_run(_layout(options), options.words, after=options.after, tell=_tell, resume_from=where)
@@ -217,26 +223,26 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _wait(layout: RunLayout) -> int:
-    from launch.jobs.wait_for_run import wait_for_run
+    from launch.commands.wait_for_run import wait_for_run
 
     return wait_for_run(layout)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from launch.status import render_status
+    from launch.commands.status import render_status
 
     print(render_status(_layout(options), as_json=options.json))
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from launch.jobs.stop import stop_run
+    from launch.commands.stop import stop_run
 
     return stop_run(_layout(options), now=options.now, tell=_tell)
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from launch.jobs.scale import Addition, scale_run
+    from launch.commands.scale import Addition, scale_run
 
     if len(options.words) > 1:
         raise ConfigError(f"{options.words[1]!r}: at most one site file; other arguments are options (`--help`)")
@@ -246,7 +252,7 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from launch.logs import show_logs
+    from launch.commands.logs import show_logs
 
     role, *more = options.words or [None]
     if more:
@@ -255,7 +261,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from launch.doctor.commands import doctor
+    from launch.commands.doctor.command import doctor
 
     files = [word for word in options.words if "=" not in word]
     options.overrides = [word for word in options.words if "=" in word]
@@ -268,7 +274,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _layout(options: argparse.Namespace) -> RunLayout:
-    from launch.run_directory import without_dots
+    from launch.common.paths import without_dots
 
     return RunLayout(without_dots(options.run_dir))
 
@@ -278,7 +284,7 @@ def _tell(line: str) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from launch.export import export_run
+    from launch.commands.export import export_run
 
     print(export_run(_layout(options), options.out, options.step))
     return 0
@@ -289,8 +295,8 @@ def _demo(options: argparse.Namespace) -> int:
 
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
-        from launch.gpu_map import map_gpus
-        from launch.gpus import gpus_here
+        from launch.checks.gpus import gpus_here
+        from launch.plan.gpu_map import map_gpus
 
         map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start
         return run_demo(lambda config: run_locally(config, fresh=True), run_file, options.overrides)

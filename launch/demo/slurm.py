@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch.commands.submit import submit_run
+from launch.commands.wait_for_run import wait_for_run
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
-from launch.jobs.submit import submit_run
-from launch.jobs.wait_for_run import wait_for_run
 from rlhpc.config import Config
 
 OVERRIDES = ("run.name=demo-slurm", "generation.num_replicas=2")  # of the local demo's settings

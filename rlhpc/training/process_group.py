@@ -87,6 +87,16 @@ def _speak_from(host: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def open_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks beside the default one, over the CPU; timeout: of each of its collectives.  A collective.
+
+    Like the default group it is returned once all ranks are connected, so that any of them may leave at once.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    dist.barrier(group)
+    return group
+
+
 def close_process_group() -> None:
     """Leave the default group and every group made from it.  Idempotent."""
     if dist.is_initialized():

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ DOORS = {
         "rlhpc/algorithms",
         "rlhpc/roles",
         "launch/demo",
-        "launch/doctor",  # measures a broadcast between two nodes, in a job
+        "launch/checks/nodes",  # measures a broadcast between two nodes, in a job
     },
     "matplotlib": {"launch/demo"},
     "psutil": {"launch", "rlhpc/generation"},  # both end processes that they started
@@ -50,7 +51,7 @@ DOORS = {
     "zlib_ng": {"rlhpc"},  # rlhpc/crc.py
     "megatron": {"rlhpc/training"},
     "deepspeed": {"rlhpc/training"},
-    "pickle": {"launch/batch"},  # writes what submitit reads as a job's result; reads none
+    "pickle": {"launch/supervisor"},  # writes what submitit reads as a job's result; reads none
     "cloudpickle": set(),
 }
 
@@ -88,6 +89,7 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def _imported(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(_tree(path)):
@@ -98,6 +100,7 @@ def _imported(path: Path) -> set[str]:
     return found
 
 
+@cache
 def _runtime_imports(path: Path) -> set[str]:
     """Imports without those that only a type checker sees."""
     tree = _tree(path)
@@ -236,8 +239,8 @@ def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
 
 
 _SLURM = {"sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr", "sinfo", "srun", "sstat", "sprio", "salloc"}
-_SLURM_DOOR = "launch/batch/slurm_commands.py"
-_STARTS_STEPS = {"launch/batch/steps.py", "launch/batch/callable_step.py"}  # srun, whose tasks they watch
+_SLURM_DOOR = "launch/slurm/commands.py"
+_STARTS_STEPS = {"launch/supervisor/steps.py", "launch/submitit_hetjob/step.py"}  # srun, whose tasks they watch
 
 
 def test_slurms_commands_are_called_in_one_place() -> None:
@@ -269,7 +272,13 @@ def test_squeue_is_asked_for_jobs_on_hidden_partitions_too() -> None:
     assert not found
 
 
-_BATCH = sorted([*(ROOT / "launch" / "batch").glob("*.py"), ROOT / "launch" / "supervisor.py"])
+_BATCH_ROOMS = ("common", "slurm", "run_files", "supervisor")
+_BATCH = sorted(
+    [
+        *(path for room in _BATCH_ROOMS for path in (ROOT / "launch" / room).glob("*.py")),
+        *(ROOT / "launch" / "submitit_hetjob" / name for name in ("__init__.py", "supervisor.py", "step.py")),
+    ]
+)
 _PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.trainer_cluster import ClusterPool, TrainerCluster
-from tests.contracts.trainer_layouts import LAYOUTS, layout_keys, make_model, num_layers, usual_model
+from tests.contracts.trainer_layouts import (
+    EVERYDAY,
+    LAYOUTS,
+    layout_keys,
+    make_model,
+    marks_of,
+    num_layers,
+    usual_model,
+)
 
 POOL = pytest.StashKey[ClusterPool]()
 
@@ -43,7 +51,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[[str], TrainerClu
     pool.close()
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=[pytest.param(name, marks=marks_of(name in EVERYDAY)) for name in LAYOUTS])
 def cluster(request: pytest.FixtureRequest, start: Callable[[str], TrainerCluster]) -> TrainerCluster:
     return start(request.param)
 

@@ -31,7 +31,11 @@ TOLERANCE = 1e-4  # float32, another order of sums
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["scripted", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm paused"))],
+    params=[
+        "scripted",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("vllm paused", marks=[pytest.mark.vllm, pytest.mark.long]),
+    ],
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     directory: Path = tmp_path_factory.mktemp("engine")

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from rlhpc.types import PackedMicrobatch, TrainingSample
-from tests.contracts.trainer_layouts import LENGTHS, MODELS, PAIRS, has_experts, packed, usual_model
+from tests.contracts.trainer_layouts import EVERYDAY, LENGTHS, MODELS, PAIRS, has_experts, marks_of, packed, usual_model
 from tests.contracts.trainer_scenarios import decay_only, look, skip_poisoned_steps, take_steps, threads_after_a_step
 from tests.contracts.trainer_textbook import hf_logprobs, hf_training, load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 every_model_in_every_layout = pytest.mark.parametrize(
-    ("cluster", "any_model"), PAIRS, ids=["/".join(pair) for pair in PAIRS], indirect=["cluster"]
+    ("cluster", "any_model"),
+    [pytest.param(*pair, marks=marks_of(pair[1] in EVERYDAY.get(pair[0], ()))) for pair in PAIRS],
+    ids=["/".join(pair) for pair in PAIRS],
+    indirect=["cluster"],
 )
 
 

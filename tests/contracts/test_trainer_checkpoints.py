@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.contracts.trainer_layouts import LENGTHS, MODELS, make_model, packed, usual_model
+from tests.contracts.trainer_layouts import EVERYDAY_ACROSS, LENGTHS, MODELS, make_model, marks_of, packed, usual_model
 from tests.contracts.trainer_scenarios import refuse_to_load, resume, save_midway
 from tests.unit.training.packed_rows import draw_samples
 
@@ -86,7 +86,11 @@ def test_it_continues_in_the_reference_and_the_reference_in_it(cluster, model, s
     assert_same_course(small, *continued(cluster, small, tmp_path / "here"))
 
 
-@pytest.mark.parametrize(("source", "target"), ACROSS, ids=["-to-".join(pair) for pair in ACROSS])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param(*pair, marks=marks_of(pair in EVERYDAY_ACROSS)) for pair in ACROSS],
+    ids=["-to-".join(pair) for pair in ACROSS],
+)
 def test_a_run_continues_in_another_layout_and_backend(source, target, saved, start, model_for, tmp_path):
     run = saved(source, "qwen3-untied", model_for("qwen3-untied", source))
     assert_same_course(run, *continued(start(target), run, tmp_path))

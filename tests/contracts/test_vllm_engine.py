@@ -34,7 +34,12 @@ class SharpSubject(VllmSubject):
             return self._reference(torch.from_numpy(rollout.prompt.token_ids).long()[None]).logits[0, -1]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["tied", "untied"],
+)
 async def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[SharpSubject]:

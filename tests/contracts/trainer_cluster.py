@@ -6,7 +6,6 @@ Layouts of one backend and number of ranks share their processes, which also hol
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -22,6 +21,7 @@ from rlhpc.contracts import TrainerBackend
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
+from tests.rank_context import RANKS
 from tests.unit.training.packed_rows import dummy_row, tiny_config
 
 TIMEOUT_S = 150
@@ -55,14 +55,13 @@ class RankProcesses:
     """`world_size` processes that have loaded nothing but what one backend made them load."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.world_size = world_size
         self.is_alive = True
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, world_size), daemon=True)
+            here, there = RANKS.Pipe()
+            process = RANKS.Process(target=_serve, args=(there, rank, world_size), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

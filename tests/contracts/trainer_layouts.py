@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlhpc.types import PackedMicrobatch, TrainingSample
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import pack_row
@@ -72,6 +74,22 @@ PAIRS = [
     for model in MODELS
     if (layout in MIXTURE_LAYOUTS if model == MIXTURE else not has_experts(layout))
 ]
+
+# What `make test` holds of the table: every backend, every axis of parallelism, every model; the rest is long.
+EVERYDAY: dict[str, tuple[str, ...]] = {
+    "reference-dp1": tuple(MODELS),
+    "megatron-pp2": ("qwen3-untied",),
+    "megatron-cp2": ("qwen2-tied",),
+    "megatron-sp_ep2": (MIXTURE,),
+    "megatron-tp2_dp2": ("llama-odd",),
+    "deepspeed-zero3": ("qwen2-tied",),
+}
+EVERYDAY_ACROSS = [("megatron-tp2_dp2", "deepspeed-zero3"), ("deepspeed-zero3", "megatron-tp2")]
+
+
+def marks_of(is_everyday: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Marks of a parameter of the trainer contract."""
+    return () if is_everyday else (pytest.mark.long,)
 
 
 def usual_model(layout: str) -> str:

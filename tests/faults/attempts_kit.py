@@ -16,8 +16,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from launch.plan import ProcessPlan, RunPlan, plan_run
-from launch.run_directory import Attempt, mint_keys, prepare_run_dir
+from launch.plan.processes import ProcessPlan, RunPlan, plan_run
+from launch.run_directory.prepare import Attempt, mint_keys, prepare_run_dir
 from rlhpc.config_file import load_config
 from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
 

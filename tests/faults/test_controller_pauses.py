@@ -9,7 +9,7 @@ import pytest
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab
 
-pytestmark = pytest.mark.ring
+pytestmark = [pytest.mark.long, pytest.mark.ring]
 NUM_STEPS = 12
 DEAD_AFTER_S = 6.0  # on a busy machine a role that loads its libraries is silent for some seconds
 

@@ -57,7 +57,7 @@ def assert_whole(layout: RunLayout) -> None:
         assert rollout.versions.max() <= rollout.consumed_step
 
 
-@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
 def test_a_supervised_generator_and_rewards_outlive_a_controller_that_is_killed(
     lab: Lab, gate: Path, engine: str
 ) -> None:
@@ -83,6 +83,7 @@ def test_a_supervised_generator_and_rewards_outlive_a_controller_that_is_killed(
         assert_whole(run.layout)
 
 
+@pytest.mark.long
 def test_they_wait_for_the_next_controller_when_one_stops_before_the_last_step(lab: Lab, gate: Path) -> None:
     with Attempts(lab, "stopped", **SETTINGS) as run:
         run.begin()
@@ -113,7 +114,7 @@ def test_without_a_supervisor_everybody_leaves_with_the_controller(lab: Lab, gat
             assert run.status_of(name) == 0, run.story()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_a_generator_that_is_told_to_leave_hands_back_what_it_samples(
     lab: Lab, gate: Path, number: signal.Signals
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_generator_that_is_told_to_leave_hands_back_what_it_samples(
         assert summary_of(run.layout)["leases_regranted"] <= 1  # one that was on its way to it
 
 
+@pytest.mark.long
 def test_a_generator_takes_in_rewards_that_were_started_again_and_loses_nothing(lab: Lab, gate: Path) -> None:
     with Attempts(lab, "unrewarded", **SETTINGS) as run:
         run.begin()
@@ -178,6 +180,7 @@ def test_a_schedulers_notice_makes_a_generator_leave_while_it_waits(lab: Lab, nu
         assert run.status_of("generator-0") == 0, run.story()
 
 
+@pytest.mark.long
 def test_a_generator_with_settings_of_before_ends_so_that_it_is_started_anew(lab: Lab, gate: Path) -> None:
     with Attempts(lab, "resettled", **SETTINGS) as run:
         run.begin()

@@ -63,6 +63,7 @@ def resume_steps(layout: RunLayout) -> list[int | None]:
     return [json.loads(line)["resume_step"] for line in layout.attempts.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_that_is_mended_later_never_mixes_timelines(lab: Lab, layout: RunLayout) -> None:
     for step in (10, 12):
         flip_one_bit(weights_of(layout.checkpoint(step)))
@@ -120,6 +121,7 @@ def test_another_tokenizer_of_the_same_vocabulary_is_refused_before_anything_mov
     assert layout.config.read_bytes() == settings
 
 
+@pytest.mark.long
 def test_a_check_beside_a_living_run_finds_no_damage_and_after_harm_it_does(lab: Lab) -> None:
     frequent = {"checkpoint": {"every_steps": 1}, "buffer": {"segment_groups": 1}}
     run_file, layout = lab.run_file("living", run={"num_steps": 100_000}, **frequent), lab.layout("living")

@@ -71,6 +71,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(l
     assert not unfinished.exists()
 
 
+@pytest.mark.long
 def test_a_run_that_fails_while_the_trainer_writes_completes_the_checkpoint_first(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

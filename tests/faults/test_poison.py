@@ -62,6 +62,7 @@ def num_strikes(layout: RunLayout) -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_no_other_is(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

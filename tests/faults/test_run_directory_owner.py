@@ -55,7 +55,7 @@ def test_a_launcher_that_is_killed_while_roles_start_leaves_nothing_behind(lab: 
         run.assert_nothing_is_left(within_s=GONE_S)
 
 
-@pytest.mark.parametrize("name", ["controller-0", "trainer-0"])
+@pytest.mark.parametrize("name", ["controller-0", pytest.param("trainer-0", marks=pytest.mark.long)])
 def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str) -> None:
     run_file, layout = lab.run_file(f"left-{name}", run=ENDLESS, data=SLOW), lab.layout(f"left-{name}")
     with Run(run_file, layout) as first:
@@ -72,7 +72,7 @@ def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str
     assert_full_batches_trained_once(layout.rollouts, 12, 4, 4)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_controller_that_wakes_in_its_successors_timeline_writes_nothing_and_ends(lab: Lab, seed: int) -> None:
     """As on another machine, whose processes nobody here can end: a node that hung, a cable that was cut."""
     num_steps, chance = 16, random.Random(seed)

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from launch.gpus import gpus_here
+from launch.checks.gpus import gpus_here
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Lab, Run, make_lab

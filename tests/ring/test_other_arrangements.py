@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ring
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
+@pytest.mark.long
 def test_a_run_over_tcp_with_two_trainer_ranks_and_weights_by_file(lab: Lab) -> None:
     run_file = lab.run_file(
         "spread-out",

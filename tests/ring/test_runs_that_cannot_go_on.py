@@ -27,6 +27,7 @@ def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> 
     assert {rollout.drop_reason for rollout in dropped} == {"no_spread"}
 
 
+@pytest.mark.long
 def test_the_same_run_goes_to_its_end_when_it_may_train_without_spread(lab: Lab) -> None:
     admission = {"max_groups_without_spread": 12, "active_sampling": False}
     layout = run_to_the_end(lab, "not-starved", run={"num_steps": 4}, data=HOPELESS, admission=admission)

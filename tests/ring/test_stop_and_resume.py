@@ -62,6 +62,7 @@ def test_ctrl_c_while_processes_are_being_started_ends_them_too(lab: Lab) -> Non
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_ctrl_c_ends_engines_while_they_load_and_while_they_sample(lab: Lab) -> None:
     run_file = lab.run_file(
         "engines", run=ENDLESS, data=SLOW, generation={"engine": "vllm"}, trainer={"device": "auto"}

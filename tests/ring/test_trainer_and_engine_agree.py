@@ -41,14 +41,15 @@ from tests.unit.training.packed_rows import draw_samples
 
 TOLERANCE_NATS = 1e-4
 TEMPERATURE = 0.8
-FAMILIES = ("qwen2", "llama", "qwen3_moe")
+LONG = pytest.mark.long
+FAMILIES = ("qwen2", pytest.param("llama", marks=LONG), pytest.param("qwen3_moe", marks=LONG))
 # (family, layout): what each layout does to names and shapes is in the contract's tests; here is what an engine adds.
 STREAMS = [
     ("qwen2", "megatron-tp2"),
-    ("qwen2", "megatron-pp2"),
-    ("qwen2", "deepspeed-zero3"),
-    ("qwen3_moe", "reference-dp1"),
-    ("qwen3_moe", "megatron-ep2"),
+    pytest.param("qwen2", "megatron-pp2", marks=LONG),
+    pytest.param("qwen2", "deepspeed-zero3", marks=LONG),
+    pytest.param("qwen3_moe", "reference-dp1", marks=LONG),
+    pytest.param("qwen3_moe", "megatron-ep2", marks=LONG),
 ]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

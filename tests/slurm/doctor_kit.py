@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from launch.dev_cluster.cluster import DevCluster
-from launch.jobs.job_plan import JobPlan, plan_jobs
-from launch.site.site_file import Site
+from launch.plan.jobs import JobPlan, plan_jobs
+from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout

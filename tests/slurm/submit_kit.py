@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.batch.job_records import JobRecord, read_records, write_record
 from launch.cli import main
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.healing import restore
-from launch.run_directory import prepare_run_dir_for_jobs
+from launch.run_directory.prepare import prepare_run_dir_for_jobs
+from launch.run_files.job_records import JobRecord, read_records, write_record
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, Lab

@@ -15,7 +15,7 @@ from tests.ring.run_kit import Lab
 from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, role_pids
 
-pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 
 
 def test_a_generator_that_was_cut_off_is_replaced_and_fenced_when_it_comes_back(

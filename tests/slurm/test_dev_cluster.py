@@ -27,6 +27,8 @@ from tests.slurm.cluster_kit import (
     wait_until,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_all_nodes_are_idle_once_a_cluster_has_started(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(default_shape())

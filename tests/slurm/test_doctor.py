@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from launch.commands.doctor.command import doctor
 from launch.dev_cluster import namespaces
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.shape import default_shape
-from launch.doctor.commands import doctor
-from launch.site.site_file import Site
-from launch.site.values import slurm_time
+from launch.plan.site_file import Site
+from launch.plan.site_values import slurm_time
 from rlhpc.errors import ConfigError
 from tests.slurm.cluster_kit import MakeCluster, submit, wait_state, wait_until
 from tests.slurm.doctor_kit import ROOT, site_of, turned_to
@@ -92,6 +92,7 @@ def test_jobs_on_all_partitions_tell_what_nodes_see_and_whom_they_reach(
     slurm.wait_idle()
 
 
+@pytest.mark.long
 def test_a_prologue_that_fails_on_the_nodes_is_told_with_the_line_and_the_remedy(
     slurm: DevCluster, ask: Any, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_prologue_that_fails_on_the_nodes_is_told_with_the_line_and_the_remedy
     assert [path.name for path in tmp_path.iterdir()] == ["site.toml"]
 
 
+@pytest.mark.long
 def test_a_job_that_cannot_start_is_a_warning_and_is_cancelled(slurm: DevCluster, ask: Any, tmp_path: Path) -> None:
     blockers = [submit(slurm, "sleep 300", "--partition=train", "--exclusive") for _ in range(2)]
     for job in blockers:
@@ -141,6 +143,7 @@ def test_without_slurm_the_rest_is_looked_at_all_the_same(
     assert "shared: rename" in shown
 
 
+@pytest.mark.long
 def test_two_nodes_that_do_not_reach_each_other_are_told_and_the_others_are_not_blamed(
     make_cluster: MakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from rlhpc.errors import ConfigError
 from tests.slurm.cluster_kit import directory_of, job_node, submit, wait_state, wait_until
 from tests.slurm.stand import Stand, new_cluster
 
+pytestmark = pytest.mark.long
+
 SHAPE = default_shape(1, 2, 1, gpus=1)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from launch.batch.slurm_commands import SlurmError
 from launch.dev_cluster.cluster import DevCluster
-from launch.het.executor import Component, HeterogeneousSlurmExecutor
-from launch.het.job import FINAL, HeterogeneousSlurmJob
+from launch.slurm.commands import SlurmError
+from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
+from launch.submitit_hetjob.job import FINAL, HeterogeneousSlurmJob
 from tests.slurm.cluster_kit import directory_of, job_state, submit, wait_until
 from tests.slurm.het_callables import Counts, FailsFirst, WaitsFor, fail, sleep_long, where_am_i
 
@@ -77,6 +77,7 @@ def test_three_components_return_different_results_and_see_their_own_nodes(
     assert jobs["gen"].paths.submission_file.read_text().startswith("#!/bin/bash")
 
 
+@pytest.mark.long
 def test_a_component_that_raises_ends_the_others_and_shows_its_traceback(executor: HeterogeneousSlurmExecutor) -> None:
     jobs = executor.submit_components(
         [Component("controller", sleep_long, CPU), Component("trainer", fail, TRAIN), Component("gen", sleep_long, GEN)]
@@ -107,6 +108,7 @@ def test_a_component_that_is_not_essential_is_begun_again_in_place(executor: Het
     wait_completed(executor, jobs["trainer"])
 
 
+@pytest.mark.long
 def test_a_warned_job_stores_its_checkpoint_and_goes_on_under_the_same_id(
     executor: HeterogeneousSlurmExecutor, slurm: DevCluster
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_warned_job_stores_its_checkpoint_and_goes_on_under_the_same_id(
     jobs["gen"].cancel()
 
 
+@pytest.mark.long
 def test_a_cancelled_job_ends_for_its_callers_without_accounting(executor: HeterogeneousSlurmExecutor) -> None:
     jobs = executor.submit_components([Component("trainer", Counts(900), TRAIN), Component("gen", sleep_long, GEN)])
     wait_until(lambda: jobs["gen"].stdout() is not None, "it runs")

@@ -76,6 +76,7 @@ def test_a_limit_too_short_for_the_run_is_outlived_by_requeues(slurm: DevCluster
     assert trained_in_vain(run) == 0, run.story()
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-trainer-killed", run=ENDLESS, generation={"num_replicas": 2}, **LASTING)
     run.submit()
@@ -92,6 +93,7 @@ def test_a_trainer_that_is_killed_is_started_again_in_the_same_job(slurm: DevClu
     assert "trainer-0" in run.events("retry")[0]["text"]
 
 
+@pytest.mark.long
 def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm,
@@ -119,6 +121,7 @@ def test_a_dead_node_under_a_generator_requeues_the_whole_job(slurm: DevCluster,
     run.stop()
 
 
+@pytest.mark.long
 def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, lab: Lab) -> None:
     # Its trainer has a rank on each of two nodes, which meet without anybody's help.
     two_nodes = {"trainer": {"nodes": 2}}
@@ -133,6 +136,7 @@ def test_a_controller_of_slurm_that_is_away_disturbs_nobody(slurm: DevCluster, l
     assert len(run.attempts()) == 1
 
 
+@pytest.mark.long
 def test_a_cancelled_generation_component_stops_the_run_where_it_can_be_resumed(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-scancel-part", run=ENDLESS, **LASTING)
     run.submit()
@@ -161,6 +165,7 @@ def test_stop_saves_and_resume_goes_on(slurm: DevCluster, lab: Lab) -> None:
     assert run.attempts()[1]["resume_step"] == step
 
 
+@pytest.mark.long
 def test_stop_now_ends_every_job_without_saving(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-stop-now", run=ENDLESS, checkpoint={"every_steps": 1000}, **LASTING)
     run.submit()
@@ -181,6 +186,7 @@ def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab
     assert "trainer.device='cuda'" in text
 
 
+@pytest.mark.long
 def test_two_runs_at_once_on_the_same_nodes_do_not_touch_each_other(slurm: DevCluster, lab: Lab) -> None:
     runs = [SlurmRun(slurm, lab, f"het-two-{k}", run={"num_steps": 20, "seed": k}, **LASTING) for k in (1, 2)]
     for run in runs:

@@ -47,6 +47,7 @@ def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slur
     assert len(run.attempts()) == 2
 
 
+@pytest.mark.long
 def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-stalled", run=ENDLESS, transport={"dead_after_s": 60.0},
@@ -63,6 +64,7 @@ def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevClu
     assert "no step for 20 s" in str(run.events("kill"))
 
 
+@pytest.mark.long
 def test_where_no_generator_is_left_before_the_first_step_nobody_holds_nodes(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-without-generators", run={"num_steps": 400}, weights={"timeout_s": 120.0}, **LASTING
@@ -79,6 +81,7 @@ def test_where_no_generator_is_left_before_the_first_step_nobody_holds_nodes(slu
     assert held_s < 40, run.story()
 
 
+@pytest.mark.long
 def test_a_trainer_that_never_comes_is_named_and_nobody_waits_for_ever(slurm: DevCluster, lab: Lab) -> None:
     late = {"extra": ["--begin=now+3600"]}
     run = SlurmRun(slurm, lab, "end-alone", "jobs", site={"cluster": {"meet_s": 8}, "trainer": late})
@@ -88,6 +91,7 @@ def test_a_trainer_that_never_comes_is_named_and_nobody_waits_for_ever(slurm: De
     assert "trainer-0" in text
 
 
+@pytest.mark.long
 def test_a_site_without_requeue_is_served_by_successors(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-successor", run=ENDLESS, checkpoint={"every_steps": 1000},

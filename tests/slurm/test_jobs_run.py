@@ -23,6 +23,7 @@ def jobs_run(slurm: DevCluster, lab: Lab, name: str, **sections: object) -> Slur
     return SlurmRun(slurm, lab, name, "jobs", **{"run": ENDLESS, **LASTING, **sections})
 
 
+@pytest.mark.long
 def test_roles_start_in_any_order_a_minute_apart(slurm: DevCluster, lab: Lab) -> None:
     late = {"extra": [f"--begin=now+{GAP_S}"]}
     runs = [
@@ -38,6 +39,7 @@ def test_roles_start_in_any_order_a_minute_apart(slurm: DevCluster, lab: Lab) ->
         assert len(run.attempts()) == 1, run.story()
 
 
+@pytest.mark.long
 def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster, lab: Lab) -> None:
     run = jobs_run(slurm, lab, "jobs-trainer-node", checkpoint={"every_steps": 10})
     run.submit()
@@ -54,6 +56,7 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
     run.stop()
 
 
+@pytest.mark.long
 def test_trainer_and_generators_short_of_time_save_hand_back_and_return(slurm: DevCluster, lab: Lab) -> None:
     short = {"time": "0:01:00"}
     run = jobs_run(
@@ -82,6 +85,7 @@ def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(sl
     run.stop()
 
 
+@pytest.mark.long
 def test_a_preempted_elastic_generator_hands_back_what_it_has_and_rejoins(slurm: DevCluster, lab: Lab) -> None:
     run = jobs_run(slurm, lab, "jobs-elastic")
     run.submit()
@@ -115,6 +119,7 @@ def node_of(slurm: DevCluster, job: int) -> str:
     return slurm.run("squeue", "--noheader", "--states=R", f"--jobs={job}", "--format=%N").strip()
 
 
+@pytest.mark.long
 def test_a_generator_that_is_killed_is_started_again_in_its_task(slurm: DevCluster, lab: Lab) -> None:
     run = jobs_run(slurm, lab, "jobs-generator-killed")
     run.submit()

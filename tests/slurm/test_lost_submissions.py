@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import read_records
-from launch.batch.other_jobs import submit_again
 from launch.cli import EXIT_INTERRUPTED, EXIT_USER, main
+from launch.run_files.job_records import read_records
+from launch.supervisor.other_jobs import submit_again
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.slurm.cluster_kit import wait_until
 from tests.slurm.submit_kit import Desk, ids_of

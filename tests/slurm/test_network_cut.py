@@ -30,6 +30,8 @@ from tests.slurm.cluster_kit import (
     wait_until,
 )
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SHAPE = replace(default_shape(train=0, gen=2, cpu=1, gpus=2), has_networks=True)
 # Answers every connection with the name of its node.

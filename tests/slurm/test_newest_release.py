@@ -17,7 +17,7 @@ from tests.ring.run_kit import Lab
 from tests.slurm.cluster_run import SlurmRun, assert_whole
 from tests.slurm.stand import Stand, new_cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
 
 
 def newest() -> Installation:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.slurm_commands import SlurmError
+from launch.checks.site.slurm_check import find_unfit, refuse_unfit, try_components
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.installation import SlurmMissing
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.shape import default_shape
-from launch.doctor.cluster_facts import ask_cluster
-from launch.doctor.slurm_check import find_unfit, refuse_unfit, try_components
-from launch.jobs.job_plan import JobPlan
+from launch.plan.jobs import JobPlan
+from launch.slurm.cluster_facts import ask_cluster
+from launch.slurm.commands import SlurmError
 from rlhpc.errors import ConfigError
 from tests.slurm.cluster_kit import MakeCluster, seconds_of
 from tests.slurm.doctor_kit import plan_of, turned_to
@@ -153,6 +153,7 @@ def test_drained_nodes_make_a_job_wait_and_are_not_a_refusal(slurm: DevCluster, 
     assert {"controller.nodes", "controller"} <= set(warned)
 
 
+@pytest.mark.long
 def test_a_controller_that_does_not_answer_is_said(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster()
     faults.stop_controller(cluster)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import read_records
 from launch.cli import EXIT_USER, main
-from launch.jobs.queue import job_rows
+from launch.run_files.job_records import read_records
+from launch.slurm.queue import job_rows
 from rlhpc.config_file import read_resolved
 from tests.slurm.cluster_kit import submit, wait_state, wait_until
 from tests.slurm.submit_kit import Desk, ids_of
@@ -70,6 +70,7 @@ def test_a_chain_begins_each_run_after_the_controller_of_the_one_before(
     assert dependency_of(desk, third["trainer"]).startswith(f"afterany:{second['controller']}")
 
 
+@pytest.mark.long
 def test_the_next_of_a_chain_does_not_begin_when_the_run_before_it_is_requeued(desk: Desk) -> None:
     """What --chain counts on: a job that goes back into the queue has not ended."""
     first = submit(desk.cluster, "sleep 300", "--partition=cpu", "--requeue")

@@ -15,9 +15,9 @@ from launch.dev_cluster.installation import SlurmMissing
 from launch.dev_cluster.packages import obtain
 from launch.dev_cluster.processes import own_user
 from launch.dev_cluster.shape import ClusterShape, NodeGroup, Partition
-from launch.jobs.job_plan import Elastic, JobPlan, plan_elastic, plan_jobs
-from launch.jobs.report import shared_layout
-from launch.jobs.script import render_scripts
+from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
+from launch.plan.report import shared_layout
+from launch.plan.script import render_scripts
 from rlhpc.errors import RoleFailed
 from tests.slurm.cluster_kit import MakeCluster
 from tests.unit.launch.regenerate_scripts import PAIRS, Pair

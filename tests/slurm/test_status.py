@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import JobRecord, write_record
+from launch.commands.logs import show_logs
+from launch.commands.status import render_status
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
-from launch.jobs.queue import JobRow, job_rows, look_at_jobs
-from launch.jobs.reasons import is_stuck, reason_in_words
-from launch.jobs.states import STATES, EndedBy, Life
-from launch.logs import show_logs
-from launch.status import render_status
+from launch.run_files.job_records import JobRecord, write_record
+from launch.slurm.queue import JobRow, job_rows, look_at_jobs
+from launch.slurm.reasons import is_stuck, reason_in_words
+from launch.slurm.states import STATES, EndedBy, Life
 from rlhpc.errors import RoleFailed
 from rlhpc.run_layout import RunLayout
 from tests.slurm.cluster_kit import PATIENCE_S, MakeCluster, job_output, seconds_of, submit, wait_state, wait_until
@@ -267,6 +267,7 @@ def test_status_says_who_waits_for_whom_and_when_that_ends(cluster: DevCluster, 
     assert "generator-2…3" in text
 
 
+@pytest.mark.long
 def test_a_run_of_several_lives_can_be_followed_to_its_end(
     cluster: DevCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import read_records
-from launch.batch.slurm_commands import SlurmError
 from launch.cli import EXIT_USER, main
-from launch.jobs import wait_for_run
-from launch.jobs.job_plan import plan_jobs
-from launch.jobs.submit import submit_jobs, write_plan
-from launch.site.site_file import load_site
+from launch.commands import wait_for_run
+from launch.commands.submit import submit_jobs, write_plan
+from launch.plan.jobs import plan_jobs
+from launch.plan.site_file import load_site
+from launch.run_files.job_records import read_records
+from launch.slurm.commands import SlurmError
 from rlhpc.config_file import load_config, read_resolved
 from rlhpc.run_layout import RunLayout
 from rlhpc.transport.keys import allowed_keys

@@ -23,7 +23,7 @@ from tests.slurm.cluster_kit import MakeCluster
 from tests.slurm.cluster_run import SlurmRun, assert_whole
 from tests.unsettling import UNSETTLING
 
-pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(600)]
 
 NUM_STEPS = 30
 LATE_S = 2

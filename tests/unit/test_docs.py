@@ -26,7 +26,9 @@ PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md", ROOT 
 NOT_RUN = {
     "make setup": "installs for minutes; this very test runs in what it made",
     "make demo": "minutes; CI runs it on its own",
+    "make quick": "would run this test",
     "make test": "would run this test",
+    "make test-all": "half an hour; CI runs it on its own",
     "make check": "would run this test",
     "sudo apt-get install python3-venv make": "needs root",
     "python3 -m venv .venv": "installs; make setup does the same",

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from launch.process_identity import ProcessIdentity
+from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.run_layout import RunLayout
 
 

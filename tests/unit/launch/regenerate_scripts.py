@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs.report import plan_report
-from launch.site.site_file import Site, load_site
+from launch.plan.report import plan_report
+from launch.plan.site_file import Site, load_site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 

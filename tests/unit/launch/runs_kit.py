@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.batch.event_log import EventLog
-from launch.batch.job_records import JobRecord, write_record
-from launch.jobs.begin_attempt import begin_attempt
-from launch.run_directory import Attempt, note_attempt, prepare_run_dir_for_jobs
+from launch.run_directory.begin_attempt import begin_attempt
+from launch.run_directory.prepare import Attempt, note_attempt, prepare_run_dir_for_jobs
+from launch.run_files.event_log import EventLog
+from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically
 from rlhpc.roles.controller.metrics.status_board import StatusBoard

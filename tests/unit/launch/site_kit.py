@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch.jobs.job_plan import Component, Job, JobPlan, plan_jobs
-from launch.site.site_file import Site
+from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
+from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout

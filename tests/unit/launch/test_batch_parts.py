@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.event_log import EventLog
-from launch.batch.exit_records import ExitRecord, read_records, write_record
-from launch.batch.plan_file import PlanFileError, read_plan
-from launch.batch.retry_budget import RetryBudget
-from launch.batch.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
-from launch.batch.signals import SlurmSignals
-from launch.batch.slurm_commands import SlurmError, clean_environment, is_away, slurm
-from launch.batch.slurm_values import OVER, duration_s
-from launch.batch.this_job import ThisJob, TimeLimit
-from launch.jobs.states import STATES, Life
+from launch.run_files.event_log import EventLog
+from launch.run_files.exit_records import ExitRecord, read_records, write_record
+from launch.run_files.plan_file import PlanFileError, read_plan
+from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
+from launch.slurm.commands import SlurmError, clean_environment, is_away, slurm
+from launch.slurm.states import STATES, Life
+from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.slurm.values import OVER, duration_s
+from launch.supervisor.retry_budget import RetryBudget
+from launch.supervisor.signals import SlurmSignals
 from rlhpc.run_layout import RunLayout
 
 

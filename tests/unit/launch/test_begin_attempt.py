@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.begin_attempt import EXIT_USER, begin_attempt, main
-from launch.jobs.job_plan import Elastic, plan_elastic
-from launch.jobs.report import plan_document
-from launch.jobs.submit import write_plan
-from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.commands.submit import write_plan
+from launch.plan.jobs import Elastic, plan_elastic
+from launch.plan.report import plan_document
+from launch.run_directory.begin_attempt import EXIT_USER, begin_attempt, main
+from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -88,7 +88,7 @@ def test_a_local_run_is_taken_up_by_jobs_with_its_attempts_counted_on(config: Co
 
 
 def test_the_command_prints_the_attempt_as_its_last_line(layout: RunLayout) -> None:
-    words = [sys.executable, "-m", "launch.jobs.begin_attempt", "--run-dir", str(layout.root), "--job-id", "9"]
+    words = [sys.executable, "-m", "launch.run_directory.begin_attempt", "--run-dir", str(layout.root), "--job-id", "9"]
     done = subprocess.run(
         [*words, "--restart", "3"], capture_output=True, text=True, env=command_environment(), cwd=ROOT, check=True
     )

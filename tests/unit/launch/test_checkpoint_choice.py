@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from launch import cli
-from launch.batch import begin
-from launch.batch.plan_file import JobPart, Limits, Part, Share
-from launch.batch.this_job import ThisJob
-from launch.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
-from launch.jobs.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
-from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_directory.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
+from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
+from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.slurm.this_job import ThisJob
+from launch.supervisor import begin
 from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import pytest
 
 from launch import cli
-from launch.checkpoint_choice import ResumePoint
 from launch.cli import EXIT_USER, main
-from launch.plan import plan_run
-from launch.process_identity import ProcessIdentity
-from launch.run_directory import mint_keys, prepare_run_dir
-from launch.run_owner import launcher_of, register_launcher
+from launch.plan.processes import plan_run
+from launch.run_directory.checkpoint_choice import ResumePoint
+from launch.run_directory.owner import launcher_of, register_launcher
+from launch.run_directory.prepare import mint_keys, prepare_run_dir
+from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import RunDirectoryError
@@ -131,7 +131,7 @@ def test_a_command_answers_on_a_login_node_in_less_than_a_second_of_cpu(words: l
 
 def test_what_submits_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys; from launch.jobs import resume, scale, stop, submit, wait_for_run;"
+        "import sys; from launch.commands import resume, scale, stop, submit, wait_for_run;"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=command_environment(), cwd=ROOT)
@@ -165,7 +165,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
     config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[object] = []
-    monkeypatch.setattr("launch.logs.show_logs", lambda layout, role, follow: seen.append((role, follow)) or 0)
+    monkeypatch.setattr("launch.commands.logs.show_logs", lambda layout, role, follow: seen.append((role, follow)) or 0)
     root = str(layout.root)
     for words in (["-f", "trainer"], ["trainer", "-f"], ["-f"], []):
         assert main(["logs", root, *words]) == 0
@@ -175,7 +175,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
 
     looked: list[object] = []
     monkeypatch.setattr(
-        "launch.doctor.commands.doctor",
+        "launch.commands.doctor.command.doctor",
         lambda given: looked.append((given.run_file, given.overrides, given.quick)) or 0,
     )
     for words in (["--quick", "r.toml", "a=1"], ["r.toml", "--quick", "a=1"], ["r.toml", "a=1", "--quick"]):
@@ -377,7 +377,7 @@ def test_a_living_launcher_is_known_whatever_the_clock_says(config: Config, layo
 @pytest.fixture
 def brief_silence(monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds after which a run on another machine counts as dead."""
-    monkeypatch.setattr("launch.run_owner.SILENCE_S", 1.0)
+    monkeypatch.setattr("launch.run_directory.owner.SILENCE_S", 1.0)
     return 1.0
 
 
@@ -386,7 +386,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
-    monkeypatch.setattr("launch.local.subprocess.Popen", refuse)
+    monkeypatch.setattr("launch.commands.local_executor.subprocess.Popen", refuse)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.doctor import gpu_software, probe
+from launch.checks.nodes import gpu_software, probe
 from tests.unit.launch.site_kit import config_of, plan_of
 
 H100 = """\

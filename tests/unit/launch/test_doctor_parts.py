@@ -10,22 +10,24 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.batch import role_task
-from launch.doctor import login_checks, probe
-from launch.doctor.cluster_facts import parse_gpus
-from launch.doctor.commands import plan_of as made_up_plan
-from launch.doctor.component_check import Finding
-from launch.doctor.job_checks import Reports, probe_component, probe_script
-from launch.doctor.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
-from launch.doctor.table import exit_status, render
-from launch.doctor.verdicts import judge as judge_reports
-from launch.site.site_file import PrologueConfig, load_site
+from launch.checks.nodes import probe
+from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
+from launch.checks.nodes.verdicts import judge as judge_reports
+from launch.checks.site import login_checks
+from launch.checks.site.component_check import Finding
+from launch.checks.site.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
+from launch.commands.doctor.command import plan_of as made_up_plan
+from launch.commands.doctor.table import exit_status, render
+from launch.plan.site_file import PrologueConfig, load_site
+from launch.slurm.cluster_facts import parse_gpus
+from launch.supervisor import role_task
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
 from tests.unit.launch.test_slurm_check import FACTS
 
@@ -80,7 +82,7 @@ def test_clocks_are_compared_to_the_second() -> None:
 def test_releases_of_slurm_are_known_as_tried_or_not() -> None:
     plan = plan_of()
     for version, verdict in (((20, 2), "fail"), ((21, 8), "warn"), ((22, 5), "pass"), ((25, 11), "pass"), ((26, 5), "pass"), ((26, 11), "warn")):  # fmt: skip # noqa: E501
-        facts = type(FACTS)(**{name: getattr(FACTS, name) for name in FACTS.__slots__} | {"version": version})
+        facts = replace(FACTS, version=version)
         findings = list(login_checks.check_version(plan, facts))
         assert findings[0].verdict == verdict
         assert len(findings) == 1 + (version >= (25, 11))

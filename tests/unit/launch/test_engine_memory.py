@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.memory.engine import plan_engine, staging_bytes
-from launch.memory.model_shape import ModelShape
-from launch.memory.plan import GIB
-from launch.memory.verdict import judge_memory
-from launch.site.site_file import Site
+from launch.checks.memory.engine import plan_engine, staging_bytes
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.memory.plan import GIB
+from launch.checks.memory.verdict import judge_memory
+from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import EXIT_USER, main
-from launch.family.members import MOST_RUNS, Member, members_of
-from launch.family.submit import How, describe_family, submit_family
+from launch.commands.family.members import MOST_RUNS, Member, members_of
+from launch.commands.family.submit import How, describe_family, submit_family
 from rlhpc.errors import ConfigError
 from tests.ring.run_kit import Lab, make_lab
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch import gpus
+from launch.checks import gpus
+from launch.checks.gpus import Gpu, parse_listing, visible_gpus
 from launch.cli import main
-from launch.gpu_map import describe_gpus, map_gpus
-from launch.gpus import Gpu, VisibleGpus, parse_listing, visible_gpus
-from launch.plan import describe_plan, plan_run
+from launch.plan.gpu_map import VisibleGpus, describe_gpus, map_gpus
+from launch.plan.processes import describe_plan, plan_run
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -206,7 +206,7 @@ def test_check_and_run_refuse_alike_before_anything_is_made(
     monkeypatch.setattr(gpus, "_machine", lambda: parse_listing(TWO_WHOLE)[:1])
     monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("launch.preflight.preflight", lambda config, **_: None)
+    monkeypatch.setattr("launch.checks.preflight.preflight", lambda config, **_: None)
     monkeypatch.chdir(tmp_path)
     run_file = Path(__file__).parents[3] / "configs" / "gsm8k.toml"
     assert main([command, str(run_file), "trainer.num_ranks=1", "generation.num_replicas=1"]) == 2

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from launch.batch.slurm_commands import SlurmError
-from launch.het.executor import Component, HeterogeneousSlurmExecutor
-from launch.het.job import HeterogeneousSlurmJob, parse_states
-from launch.het.script import Part, check_parts, plan_text, script_text
+from launch.slurm.commands import SlurmError
+from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
+from launch.submitit_hetjob.job import HeterogeneousSlurmJob, parse_states
+from launch.submitit_hetjob.script import Part, check_parts, plan_text, script_text
 from rlhpc.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def test_the_script_has_the_directives_of_each_component_and_one_start() -> None
     assert tail == [
         "module load slurm",
         "export PYTHONPATH=/shared/code${PYTHONPATH:+:$PYTHONPATH}",
-        "exec /usr/bin/python3 -u -m launch.batch.callables --folder /shared/jobs",
+        "exec /usr/bin/python3 -u -m launch.submitit_hetjob.supervisor --folder /shared/jobs",
     ]
     assert subprocess.run(["bash", "-n"], input=script(), text=True, check=False).returncode == 0
 

@@ -12,8 +12,8 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, JobPaths, temporary_save_path
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.batch.callable_step import UNFINISHED
-from launch.het import submitit_seams as seams
+from launch.submitit_hetjob import submitit_seams as seams
+from launch.submitit_hetjob.step import UNFINISHED
 from rlhpc.errors import ConfigError
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission, pickle_load
 
-from launch.batch.callable_step import LEAVES_VARIABLE
-from launch.batch.callables import read_plan
-from launch.het.script import Component, Part, plan_text
+from launch.submitit_hetjob.script import Component, Part, plan_text
+from launch.submitit_hetjob.step import LEAVES_VARIABLE
+from launch.submitit_hetjob.supervisor import read_plan
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def begin(folder: Path, function: Callable[[], Any], **variables: str) -> subpro
     submission = DelayedSubmission(function)
     submission.set_timeout(60, 3)
     submission.dump(folder / "5_submitted.pkl")
-    words = [sys.executable, "-u", "-m", "launch.het.task", str(folder)]
+    words = [sys.executable, "-u", "-m", "launch.submitit_hetjob.task", str(folder)]
     out = (folder / "out").open("wb")
     process = subprocess.Popen(words, env={**ENVIRONMENT, **variables}, stdout=out, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
@@ -92,7 +92,7 @@ def supervise(
     text = plan_text([Part(component, {})], python=sys.executable, has_checkpoint=[False])
     (folder / "5" / "plan.json").write_text(text)
     before()
-    words = [sys.executable, "-m", "launch.batch.callables", "--folder", str(folder)]
+    words = [sys.executable, "-m", "launch.submitit_hetjob.supervisor", "--folder", str(folder)]
     done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr
 

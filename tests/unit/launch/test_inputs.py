@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import launch.inputs
+import launch.run_directory.inputs
 from launch.demo.task import write_dataset
-from launch.inputs import look_at_inputs, read_inputs
-from launch.jobs.begin_attempt import EXIT_USER, main
-from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_directory.begin_attempt import EXIT_USER, main
+from launch.run_directory.inputs import look_at_inputs, read_inputs
+from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import RunDirectoryError
@@ -92,8 +92,8 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
 def test_of_large_weights_samples_of_every_tensor_are_compared(
     config: Config, layout: RunLayout, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch.inputs, "FULL_BYTES", 1000)
-    monkeypatch.setattr(launch.inputs, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(launch.run_directory.inputs, "FULL_BYTES", 1000)
+    monkeypatch.setattr(launch.run_directory.inputs, "SAMPLE_BYTES", 16)
     sampled = look_at_inputs(config)
     write_model(tmp_path / "model", change)
     now = look_at_inputs(config)
@@ -131,8 +131,8 @@ def test_files_that_nobody_touched_are_not_read_again(
 ) -> None:
     noted = read_inputs(layout)
     read: list[Path] = []
-    blocks_of = launch.inputs._blocks_of
-    monkeypatch.setattr(launch.inputs, "_blocks_of", lambda path: read.append(path) or blocks_of(path))
+    blocks_of = launch.run_directory.inputs._blocks_of
+    monkeypatch.setattr(launch.run_directory.inputs, "_blocks_of", lambda path: read.append(path) or blocks_of(path))
     assert look_at_inputs(config, noted) == noted
     assert not read
     shard = tmp_path / "model" / "model-00001-of-00002.safetensors"
@@ -154,7 +154,7 @@ def test_a_node_without_weights_compares_the_rest(config: Config, layout: RunLay
 
 
 def test_what_is_no_safetensors_file_is_read_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.inputs, "FULL_BYTES", 1)
+    monkeypatch.setattr(launch.run_directory.inputs, "FULL_BYTES", 1)
     write_dataset(tmp_path / "train.jsonl", 5, seed=0)
     config = config_of(f"model.path={tmp_path}", f"data.path={tmp_path / 'train.jsonl'}")
     digests = set()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from launch.batch.plan_file import read_plan
 from launch.cli import EXIT_USER, main
-from launch.jobs.job_plan import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
-from launch.jobs.report import describe_jobs, plan_document, plan_report, shared_layout
-from launch.jobs.script import render_scripts
-from launch.plan import ROLE_ENVIRONMENT, plan_run
-from launch.site.site_file import load_site
+from launch.plan.jobs import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
+from launch.plan.processes import ROLE_ENVIRONMENT, plan_run
+from launch.plan.report import describe_jobs, plan_document, plan_report, shared_layout
+from launch.plan.script import render_scripts
+from launch.plan.site_file import load_site
+from launch.run_files.plan_file import read_plan
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.slurm_values import duration_s
-from launch.jobs.queue import job_rows, look_at_jobs, moment_unix_s
-from launch.jobs.states import Life
+from launch.slurm.queue import job_rows, look_at_jobs, moment_unix_s
+from launch.slurm.states import Life
+from launch.slurm.values import duration_s
 
 QUEUE = """\
 12+0      |RUNNING  |1  |None  |cpu  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |c0  |hetjob  |

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import (
+from launch.commands.submit import write_plan
+from launch.plan.jobs import Elastic, plan_elastic
+from launch.plan.report import plan_document
+from launch.run_files.job_records import (
     JobRecord,
     elastic_plans,
     generator_numbers,
@@ -17,9 +20,6 @@ from launch.batch.job_records import (
     read_records,
     write_record,
 )
-from launch.jobs.job_plan import Elastic, plan_elastic
-from launch.jobs.report import plan_document
-from launch.jobs.submit import write_plan
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import config_of, plan_of, site_of

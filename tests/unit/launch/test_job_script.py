@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.jobs.script import component_directives, render_script, render_scripts
-from launch.site.site_file import GpuRequest
+from launch.plan.script import component_directives, render_script, render_scripts
+from launch.plan.site_file import GpuRequest
 from tests.unit.launch.regenerate_scripts import GOLDEN, PAIRS, Pair
 from tests.unit.launch.site_kit import component_of, plan_of
 

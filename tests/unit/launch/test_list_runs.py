@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from launch.batch.exit_records import ExitRecord, write_record
 from launch.cli import EXIT_USER, main
-from launch.overview.find import find_runs
-from launch.overview.survey import survey
-from launch.run_owner import register_launcher
+from launch.commands.overview.find import find_runs
+from launch.commands.overview.survey import survey
+from launch.run_directory.owner import register_launcher
+from launch.run_files.exit_records import ExitRecord, write_record
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.runs_kit import Runs, age

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import local
-from launch.batch.exit_records import last_error_line, read_failures
-from launch.local import LocalExecutor
-from launch.plan import ProcessPlan, RunPlan
-from launch.run_owner import RunOwner
+from launch.commands import local_executor as local
+from launch.commands.local_executor import LocalExecutor
+from launch.plan.processes import ProcessPlan, RunPlan
+from launch.run_directory.owner import RunOwner
+from launch.run_files.exit_records import last_error_line, read_failures
 from rlhpc.run_layout import RunLayout
 
 PATIENT = "import time; time.sleep(60)"
@@ -43,7 +43,7 @@ def executor(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -
         assert command[:3] == [sys.executable, "-m", "rlhpc.roles"]
         return real([sys.executable, "-c", *command[3:]], cwd=tmp_path, **settings)
 
-    monkeypatch.setattr("launch.local.subprocess.Popen", popen)
+    monkeypatch.setattr("launch.commands.local_executor.subprocess.Popen", popen)
 
     def make(**programs: str) -> LocalExecutor:
         processes = tuple(

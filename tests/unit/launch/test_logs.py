@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.logs import LAST_LINES, roles_there, show_logs
-from launch.run_owner import register_launcher
+from launch.commands.logs import LAST_LINES, roles_there, show_logs
+from launch.run_directory.owner import register_launcher
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.memory.activations import ROUTING_IMBALANCE, RowMemory
-from launch.memory.model_shape import ModelShape
+from launch.checks.memory.activations import ROUTING_IMBALANCE, RowMemory
+from launch.checks.memory.model_shape import ModelShape
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.hf_model import cast_parameters, load_causal_lm
@@ -157,6 +157,7 @@ def _kept_bytes(chunk: Any, layout: ParallelLayout) -> int:
     return hooks.total
 
 
+@pytest.mark.long
 def test_megatrons_ranks_hold_and_keep_what_is_planned(tmp_path: Path) -> None:
     """Parameters to the last one (asserted by each rank); bytes within 7 %, and less where routing was even."""
     ranks = run_ranks(2, measure, tmp_path, timeout_s=180)

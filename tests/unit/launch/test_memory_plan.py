@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from launch.checks.memory.activations import rows_in_flight
+from launch.checks.memory.model_shape import ModelShape, layers_of_stage
+from launch.checks.memory.plan import GIB, fullest, plan_memory
+from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
 from launch.cli import EXIT_USER, main
-from launch.memory.activations import rows_in_flight
-from launch.memory.model_shape import ModelShape, layers_of_stage
-from launch.memory.plan import GIB, fullest, plan_memory
-from launch.memory.verdict import describe_memory, judge_memory, memory_report
-from launch.site.site_file import GPU_MEMORY_GIB, Site, load_site
+from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.exit_records import ExitRecord, write_record
-from launch.batch.outcome import Cause
-from launch.batch.outcome_classifier import OutcomeClassifier
-from launch.batch.plan_file import JobPart, Limits, Part, Share
-from launch.batch.run_state import Attempt
-from launch.batch.this_job import ThisJob
+from launch.run_files.exit_records import ExitRecord, write_record
+from launch.run_files.outcome import Cause
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.run_state import Attempt
+from launch.slurm.this_job import ThisJob
+from launch.supervisor.outcome_classifier import OutcomeClassifier
 from rlhpc.run_layout import RunLayout
 
 ATTEMPT = Attempt(2, 40, 12, 0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch.plan import describe_plan, plan_run
-from launch.preflight import preflight
+from launch.checks.preflight import preflight
+from launch.plan.processes import describe_plan, plan_run
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, command_environment

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.job_records import JobRecord, write_record
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.preflight import Findings
 from launch.cli import EXIT_USER, main
-from launch.jobs.begin_attempt import begin_attempt
-from launch.jobs.report import plan_document, plan_report, shared_layout
-from launch.jobs.resume import resume_run
-from launch.jobs.scale import Addition, scale_run
-from launch.jobs.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
-from launch.memory.model_shape import ModelShape
-from launch.preflight import Findings
-from launch.run_directory import prepare_run_dir, prepare_run_dir_for_jobs
-from launch.site.site_file import PrologueConfig
+from launch.commands.resume import resume_run
+from launch.commands.scale import Addition, scale_run
+from launch.commands.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
+from launch.plan.report import plan_document, plan_report, shared_layout
+from launch.plan.site_file import PrologueConfig
+from launch.run_directory.begin_attempt import begin_attempt
+from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
+from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
@@ -155,7 +155,7 @@ def test_a_launcher_of_another_host_that_has_ended_is_forgotten_with_the_next_cl
     config: Config, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the status that jobs write would make it live again."""
-    monkeypatch.setattr("launch.run_owner.SILENCE_S", 1.0)
+    monkeypatch.setattr("launch.run_directory.owner.SILENCE_S", 1.0)
     prepare_run_dir(config, layout, resume=False, fresh=False)
     launcher_elsewhere(layout)
     prepare_run_dir_for_jobs(config, layout, resume=True, fresh=False)

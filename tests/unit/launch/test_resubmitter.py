@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import other_jobs, resubmitter
-from launch.batch.event_log import EventLog
-from launch.batch.job_records import JobRecord, read_records, write_record
-from launch.batch.outcome import Cause, Outcome
-from launch.batch.plan_file import JobPart, Limits
-from launch.batch.resubmitter import Resubmitter
-from launch.batch.retry_budget import RetryBudget
-from launch.batch.run_state import Progress
-from launch.batch.slurm_commands import SlurmError
-from launch.batch.this_job import ThisJob
+from launch.run_files.event_log import EventLog
+from launch.run_files.job_records import JobRecord, read_records, write_record
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import JobPart, Limits
+from launch.run_files.run_state import Progress
+from launch.slurm.commands import SlurmError
+from launch.slurm.this_job import ThisJob
+from launch.supervisor import other_jobs, resubmitter
+from launch.supervisor.resubmitter import Resubmitter
+from launch.supervisor.retry_budget import RetryBudget
 from rlhpc.run_layout import RunLayout
 
 LONG_AGO, NOW = 100.0, 4e9

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.checks.run_check import Row, Verdict, check_run, chosen_step
 from launch.cli import EXIT_USER, main
 from launch.demo.task import write_dataset
-from launch.run_check import Row, Verdict, check_run, chosen_step
-from launch.run_directory import prepare_run_dir
+from launch.run_directory.prepare import prepare_run_dir
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.run_layout import RunLayout

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import sbatch
-from launch.batch.job_records import JobRecord, read_records, write_record
-from launch.batch.other_jobs import submit_again
-from launch.batch.sbatch import MayBeQueued, submit_script
-from launch.batch.slurm_commands import SlurmError
+from launch.run_files.job_records import JobRecord, read_records, write_record
+from launch.slurm import sbatch
+from launch.slurm.commands import SlurmError
+from launch.slurm.sbatch import MayBeQueued, submit_script
+from launch.supervisor.other_jobs import submit_again
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT
 
@@ -142,7 +142,7 @@ def test_a_job_that_is_submitted_again_is_recorded_though_the_answer_was_lost(fa
 
 
 SUBMITS = (
-    "import sys; from pathlib import Path; from launch.batch import sbatch; sbatch.LOOK_AGAIN_S = 0.05\n"
+    "import sys; from pathlib import Path; from launch.slurm import sbatch; sbatch.LOOK_AGAIN_S = 0.05\n"
     "try:\n    sbatch.submit_script(Path(sys.argv[1]), record=lambda job: print('recorded', job, flush=True))\n"
     "except KeyboardInterrupt as interrupt:\n    print('interrupted:', interrupt)\n"
 )

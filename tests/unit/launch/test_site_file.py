@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from launch.site.site_file import SECTIONS, CommonConfig, Site, load_site
-from launch.site.values import slurm_time, walltime_s
+from launch.plan.site_file import SECTIONS, CommonConfig, Site, load_site
+from launch.plan.site_values import slurm_time, walltime_s
 from rlhpc.errors import ConfigError
 from tests.unit.launch.regenerate_scripts import SITE_FILES
 

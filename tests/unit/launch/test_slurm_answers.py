@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch import slurm_commands, this_job
-from launch.batch.begin import BeginError, begin_attempt
-from launch.batch.outcome import Cause, Outcome
-from launch.batch.plan_file import JobPart, Limits, Part, Share
-from launch.batch.slurm_commands import SlurmError
-from launch.batch.this_job import ThisJob, TimeLimit
-from launch.doctor import cluster_facts, slurm_check
-from launch.doctor.cluster_facts import ask_cluster
-from launch.doctor.job_checks import last_error
-from launch.doctor.slurm_check import check_plan, try_components
-from launch.jobs import stop
+from launch.checks.nodes.probe_jobs import last_error
+from launch.checks.site import slurm_check
+from launch.checks.site.slurm_check import check_plan, try_components
+from launch.commands import stop
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.slurm import cluster_facts, this_job
+from launch.slurm import commands as slurm_commands
+from launch.slurm.cluster_facts import ask_cluster
+from launch.slurm.commands import SlurmError
+from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.supervisor.begin import BeginError, begin_attempt
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import plan_of
 from tests.unit.launch.test_slurm_check import CONFIG, NODES, PARTITIONS
@@ -165,7 +166,7 @@ def test_a_probe_that_failed_is_told_in_its_own_words_and_not_in_sruns() -> None
 def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launch.batch.job_records import JobRecord, write_record
+    from launch.run_files.job_records import JobRecord, write_record
 
     layout = RunLayout(tmp_path / "run")
     layout.jobs.mkdir(parents=True)

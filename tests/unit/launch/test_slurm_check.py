@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from launch.batch.slurm_values import duration_s
-from launch.doctor.cluster_facts import (
+from launch.checks.site.component_check import Finding, Verdict
+from launch.checks.site.node_features import fulfils
+from launch.checks.site.shared_directory import check_directory, filesystem_type
+from launch.checks.site.slurm_check import check_plan, settle
+from launch.slurm.cluster_facts import (
     Association,
     ClusterFacts,
     Qos,
@@ -19,10 +22,7 @@ from launch.doctor.cluster_facts import (
     parse_partitions,
     parse_qos,
 )
-from launch.doctor.component_check import Finding, Verdict
-from launch.doctor.node_features import fulfils
-from launch.doctor.shared_directory import check_directory, filesystem_type
-from launch.doctor.slurm_check import check_plan, settle
+from launch.slurm.values import duration_s
 from tests.unit.launch.site_kit import plan_of
 
 # As scontrol --oneliner prints them, shortened.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch.plan_file import JobPart, Limits, Part, Share
-from launch.batch.run_state import Attempt
-from launch.batch.slurm_commands import ask, clean_environment, slurm, srun_environment
-from launch.batch.slurm_values import task_numbers
-from launch.batch.steps import start_part
+from launch.run_files.plan_file import JobPart, Limits, Part, Share
+from launch.run_files.run_state import Attempt
+from launch.slurm.commands import ask, clean_environment, slurm, srun_environment
+from launch.slurm.values import task_numbers
+from launch.supervisor.steps import start_part
 from rlhpc.run_layout import RunLayout
 from tests.unsettling import UNSETTLING
 

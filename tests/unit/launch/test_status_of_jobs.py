@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from launch.batch.job_records import JobRecord, write_record
-from launch.run_owner import register_launcher
-from launch.status import render_status
+from launch.commands.status import render_status
+from launch.run_directory.owner import register_launcher
+from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.run_layout import RunLayout
 
 ROOT = Path(__file__).parents[3]
@@ -264,7 +264,7 @@ def test_a_run_that_was_resumed_on_this_machine_is_shown_as_such(separate: Run) 
 
 def test_status_takes_less_than_a_second_of_work_and_no_torch(separate: Run) -> None:
     program = (
-        "import sys; from pathlib import Path; from launch.status import render_status; "
+        "import sys; from pathlib import Path; from launch.commands.status import render_status; "
         "from rlhpc.run_layout import RunLayout; "
         f"print(render_status(RunLayout(Path({str(separate.layout.root)!r})))); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"

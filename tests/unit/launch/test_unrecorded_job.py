@@ -9,14 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from launch.batch.job_records import JobRecord, write_record
-from launch.jobs.submit import write_plan
+from launch.commands.submit import write_plan
+from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT
 from tests.unit.launch.site_kit import plan_of
 
 SUPERVISOR = (
-    "import sys; from launch import supervisor\n"
+    "import sys; from launch.supervisor import __main__ as supervisor\n"
     "supervisor.RECORDED_S = float(sys.argv.pop(1)); sys.exit(supervisor.main())\n"
 )
 

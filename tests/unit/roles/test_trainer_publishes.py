@@ -17,6 +17,8 @@ from tests.contracts.trainer_scenarios import train, weights_of
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, pack_row, tiny_config
 
+pytestmark = pytest.mark.long
+
 TENSOR_2 = {"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2}
 
 

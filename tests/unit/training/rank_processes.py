@@ -6,19 +6,20 @@ processes have ended when run_ranks returns or raises.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+
+from tests.rank_context import RANKS
 
 GRACE_S = 2  # for the others, once one rank has failed: they may hang in a collective, or have their own story
 
@@ -35,14 +36,13 @@ def run_ranks(
     store = scratch / "store"
     store.unlink(missing_ok=True)  # a group that finds the keys of an earlier one waits for ever
     task = pickle.dumps((function, arguments))
-    context = multiprocessing.get_context("spawn")
     pipes: dict[Connection, int] = {}
-    processes: list[SpawnProcess] = []
+    processes: list[ForkServerProcess] = []
     try:
         for rank in range(world_size):
-            here, there = context.Pipe(duplex=False)
+            here, there = RANKS.Pipe(duplex=False)
             settings = (there, rank, world_size, f"file://{store}", task, timeout_s)
-            process = context.Process(target=_run_rank, args=settings, daemon=True)
+            process = RANKS.Process(target=_run_rank, args=settings, daemon=True)
             process.start()
             there.close()  # else the death of the rank would not end its pipe
             pipes[here] = rank
@@ -79,7 +79,7 @@ def _collect(pipes: Mapping[Connection, int], timeout_s: float) -> tuple[dict[in
     return results, failures
 
 
-def _end(processes: list[SpawnProcess]) -> None:
+def _end(processes: list[ForkServerProcess]) -> None:
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))

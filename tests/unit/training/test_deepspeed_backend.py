@@ -323,6 +323,7 @@ def train_and_leave(rank: int, model: Path, scratch: Path) -> None:
     backend.close()
 
 
+@pytest.mark.long
 def test_ranks_that_have_closed_stage_3_exit_in_order(model, tmp_path):
     context = multiprocessing.get_context("spawn")  # whose processes leave through the interpreter's own shutdown
     ranks = [context.Process(target=train_and_leave, args=(rank, model, tmp_path)) for rank in range(2)]

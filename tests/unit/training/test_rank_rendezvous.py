@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import time
@@ -22,6 +21,7 @@ from rlhpc.training.process_group import RankContext, close_process_group, open_
 from rlhpc.training.rendezvous import Place, connect_ranks
 from tests.listening import listening_addresses
 from tests.patience import PATIENCE_S
+from tests.rank_context import RANKS
 
 
 def attend(file: Path, rank: int, world_size: int, timeout_s: float = PATIENCE_S) -> Any:
@@ -156,11 +156,10 @@ def join(pipe: Any, file: Path, rank: int, host: str) -> None:
 
 def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file: Path) -> None:
     host = host_address({})
-    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in (2, 1, 0):
-        here, there = context.Pipe()
-        processes.append(context.Process(target=join, args=(there, file, rank, host), daemon=True))
+        here, there = RANKS.Pipe()
+        processes.append(RANKS.Process(target=join, args=(there, file, rank, host), daemon=True))
         processes[-1].start()
         there.close()
         pipes.append(here)

@@ -195,6 +195,7 @@ def test_two_ranks_load_and_export_interleaved_stages_and_experts_bit_for_bit(tm
     assert all(of_rank[0].num_read < 0.51 * whole for of_rank in results)
 
 
+@pytest.mark.long
 def test_four_ranks_load_and_export_every_mixture_of_axes_bit_for_bit(tmp_path):
     cases = [
         make_case(tmp_path / "0", "llama", True, torch.bfloat16, tensor_parallel=2, pipeline_parallel=2),

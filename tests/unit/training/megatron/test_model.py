@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -106,6 +107,7 @@ def test_two_ranks_share_experts(tmp_path):
     assert_as_transformers(cases, run_cases(cases, 2, tmp_path))
 
 
+@pytest.mark.long
 def test_four_ranks_share_rows_and_matrices(tmp_path):
     cases = {
         "context, tensor and sequence": Case(checkpoint(tmp_path / "a", "qwen3"), {**SEQUENCE, "context_parallel": 2})

@@ -1,0 +1,95 @@
+"""Which GPUs of this machine a run may use, as entries of CUDA_VISIBLE_DEVICES.
+
+Input: the caller's CUDA_VISIBLE_DEVICES and the output of `nvidia-smi -L`.  Output: one entry per GPU, in CUDA's order.
+The caller's entries are passed on unchanged, so that they mean the same to the processes of a run: indices, UUIDs,
+prefixes of UUIDs, parts of a GPU (MIG).  Loads no torch and initialises no CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.checks.nodes.probe import torch_cuda
+from launch.plan.gpu_map import VARIABLE, VisibleGpus
+from rlhpc.errors import ConfigError
+
+_GPU = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
+_MIG = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_QUERY_S = 60.0  # nvidia-smi takes seconds on a node whose driver has gone to sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One of the machine, as nvidia-smi lists it."""
+
+    uuid: str  # "" where nobody says
+    parts: tuple[str, ...] = ()  # UUIDs of MIG instances
+
+
+def gpus_here(environment: Mapping[str, str]) -> VisibleGpus:
+    """The GPUs of this machine; none where the installed torch cannot use them.  Raises ConfigError (visible_gpus)."""
+    shown = environment.get(VARIABLE)
+    return VisibleGpus(visible_gpus(_machine(), shown) if torch_cuda() else (), shown)
+
+
+def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]:
+    """The words of CUDA_VISIBLE_DEVICES that CUDA heeds: those before the first that names no device here.
+
+    Not set: every GPU, by its index, or the parts of one that is cut up.  Raises ConfigError for a GPU named twice,
+    with which CUDA shows none.
+    """
+    if shown is None:
+        return tuple(word for index, gpu in enumerate(machine) for word in (gpu.parts or (str(index),)))
+    words: list[str] = []
+    for word in (word.strip() for word in shown.split(",")):
+        if not _is_here(word, machine):
+            break
+        if word in words:
+            raise ConfigError(f"{VARIABLE}={shown!r}: {word} is named twice, so that CUDA shows no GPU at all")
+        words.append(word)
+    return tuple(words)
+
+
+def parse_listing(listing: str) -> tuple[Gpu, ...]:
+    """Read the answer of `nvidia-smi -L`."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        if gpu := _GPU.match(line):
+            gpus.append(Gpu(gpu[2]))
+        elif (part := _MIG.match(line)) and gpus:
+            gpus[-1] = Gpu(gpus[-1].uuid, (*gpus[-1].parts, part[1]))
+    return tuple(gpus)
+
+
+def _is_here(word: str, machine: tuple[Gpu, ...]) -> bool:
+    if word.isdecimal():
+        return int(word) < len(machine)
+    names = [name for gpu in machine for name in (gpu.uuid, *gpu.parts)]
+    if machine and not any(names):
+        return word.startswith(("GPU-", "MIG-"))  # nobody says what they are called
+    old_part = word.startswith("MIG-GPU-") and word.removeprefix("MIG-").partition("/")[0] in names
+    return old_part or (len(word) > len("GPU-") and any(name.startswith(word) for name in names))
+
+
+def _machine() -> tuple[Gpu, ...]:
+    """All GPUs; where nvidia-smi is missing or fails, as many as there are device files: torch may see them still."""
+    return parse_listing(_nvidia_smi()) or _device_files()
+
+
+def _nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"nvidia-smi -L does not answer, so that GPUs cannot be counted: {error}") from error
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _device_files(directory: Path = Path("/dev")) -> tuple[Gpu, ...]:
+    return tuple(Gpu("") for file in directory.glob("nvidia*") if file.name.removeprefix("nvidia").isdecimal())

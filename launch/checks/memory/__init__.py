@@ -1,0 +1,1 @@
+"""What a run needs of a GPU, by formulas, and whether that fits."""

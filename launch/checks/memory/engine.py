@@ -1,0 +1,76 @@
+"""Memory of a generator's GPUs: the engine, and what a new version of the weights needs while it arrives.
+
+Input: a Config and a ModelShape.  Output: EngineMemory.  Pure, without torch.  Legend: Ψ parameters of the model, t
+engine ranks, b bytes of model.dtype, B the buckets of weights.bucket_bytes, larger where a single tensor is larger.
+
+    weights    b·Ψ / t
+    KV cache   given by generation.kv_cache_bytes; otherwise at least one sequence of the maximum length,
+               2·b·L·K·D·tokens / t
+    staging    shadow: two buckets (the version itself is in host memory).  paused: three buckets, one being filled, one
+               being loaded, one whose tensor a loader still references; and the largest module that is assembled from
+               several tensors, both as received and as this rank's shard.  auto may become either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.memory.plan import ELEMENT_BYTES, GIB, bucket_sizes
+from rlhpc.config import Config
+
+ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
+STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one GPU of a replica."""
+
+    weights: int
+    kv_cache: int  # given, or the least that is of use
+    staging: int  # while a version arrives
+    allowance: int
+
+    @property
+    def engine(self) -> int:
+        """What vLLM counts as its own."""
+        return self.weights + self.kv_cache + self.allowance
+
+    @property
+    def beside(self) -> int:
+        """What it does not know of."""
+        return self.staging + STAGING_ALLOWANCE
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.engine + self.beside
+
+
+def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
+    """What one GPU of a replica needs at least."""
+    generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
+    ranks = generation.tensor_parallel
+    tokens = generation.max_prompt_tokens + generation.max_completion_tokens
+    one_sequence = 2 * b * shape.num_layers * shape.num_key_heads * shape.head_size * tokens
+    return EngineMemory(
+        weights=b * shape.num_parameters // ranks,
+        kv_cache=generation.kv_cache_bytes or one_sequence // min(ranks, shape.num_key_heads),
+        staging=staging_bytes(config, shape),
+        allowance=ENGINE_ALLOWANCE,
+    )
+
+
+def staging_bytes(config: Config, shape: ModelShape) -> int:
+    """On each GPU of an engine, at the fullest moment of an update."""
+    buckets = bucket_sizes(config, shape)
+    module = ELEMENT_BYTES[config.model.dtype] * shape.largest_module
+    shadow = max(buckets[0::2], default=0) + max(buckets[1::2], default=0)
+    paused = _fullest_run(buckets, 3) + module + module // config.generation.tensor_parallel
+    return {"shadow": shadow, "paused": paused, "auto": max(shadow, paused)}[config.weights.staging]
+
+
+def _fullest_run(buckets: Sequence[int], length: int) -> int:
+    return max((sum(buckets[start : start + length]) for start in range(len(buckets))), default=0)

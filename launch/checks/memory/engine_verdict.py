@@ -1,0 +1,77 @@
+"""Whether an engine that has its GPUs to itself fits them, new weights included; if not, which change would help.
+
+Input: a Config, a ModelShape and the memory of a GPU.  Output: nothing, or a ConfigError.  An estimate (engine.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from launch.checks.memory.engine import plan_engine
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.memory.plan import GIB
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError
+
+BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
+SHARES = (0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+
+Change = dict[str, object]  # "section.key" → value
+
+
+def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str) -> None:
+    """Raises ConfigError with a change that fits.  gpu: words for which GPU that is and who says so."""
+    complaint = _complaint(config, shape, memory_gib)
+    if complaint:
+        raise ConfigError(f"{complaint} of {gpu}; {_advice(config, shape, memory_gib)}")
+
+
+def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
+    """What does not fit; "" if all does."""
+    generation, need = config.generation, plan_engine(config, shape)
+    engine, beside = need.engine / GIB, need.beside / GIB
+    parts = f"weights {need.weights / GIB:.1f}, KV cache {need.kv_cache / GIB:.1f}"
+    if generation.kv_cache_bytes is not None:
+        words = f"engine ({parts}) and new weights while they arrive ({beside:.1f}) need {engine + beside:.1f} GiB"
+        too_much, limit = engine + beside > memory_gib, memory_gib
+        key = f"generation.kv_cache_bytes={generation.kv_cache_bytes}"
+    elif engine > (limit := generation.gpu_memory_utilization * memory_gib):
+        words, too_much = f"an engine needs at least {engine:.1f} GiB ({parts})", True
+        key = f"generation.tensor_parallel={generation.tensor_parallel}"
+    else:
+        limit = memory_gib - limit
+        words, too_much = f"new weights need {beside:.1f} GiB beside the engine while they arrive", beside > limit
+        key = f"generation.gpu_memory_utilization={generation.gpu_memory_utilization:g}"
+    return f"{key}: {words} (estimate), more than the {limit:.1f} GiB they may use" if too_much else ""
+
+
+def _advice(config: Config, shape: ModelShape, memory_gib: float) -> str:
+    for change in _changes(config, shape):
+        if not _complaint(_with(config, change), shape, memory_gib):
+            return f"would fit: {' '.join(f'{key}={value}' for key, value in change.items())}"
+    return "no setting that was tried fits: take larger GPUs or a smaller model"
+
+
+def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
+    """Cheapest first: smaller buckets, then less KV cache, then more GPUs a replica."""
+    generation = config.generation
+    buckets: list[Change] = [{}]
+    buckets += [{"weights.bucket_bytes": size} for size in BUCKETS if size < config.weights.bucket_bytes]
+    shares: list[Change] = [{}]
+    if generation.kv_cache_bytes is None:
+        smaller = [share for share in SHARES if share < generation.gpu_memory_utilization]
+        shares += [{"generation.gpu_memory_utilization": share} for share in smaller]
+    ranks: list[Change] = [{}]
+    wider = [n for n in range(generation.tensor_parallel + 1, shape.num_heads + 1) if shape.num_heads % n == 0]
+    ranks += [{"generation.tensor_parallel": n} for n in wider if n <= 8 or n % 8 == 0]
+    for wide, share, bucket in itertools.product(ranks, shares, buckets):
+        yield {**wide, **share, **bucket}
+
+
+def _with(config: Config, change: Change) -> Config:
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config

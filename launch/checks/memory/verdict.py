@@ -1,0 +1,101 @@
+"""The memory report of `rlhpc check`: a table, and whether the layout fits the GPUs of a site.
+
+Input: a Config, a ModelShape and a site file.  Output: lines, or a ConfigError that names a change that would fit.
+Every number is an estimate (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.checks.memory.advice import advise
+from launch.checks.memory.engine import EngineMemory, plan_engine
+from launch.checks.memory.engine_verdict import refuse_engine
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.memory.plan import GIB, RankMemory, fullest, plan_memory
+from launch.plan.site_file import Site, load_site
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError
+
+_ROWS = (
+    ("parameters", "parameters"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimiser"),
+    ("buckets", "ZeRO buckets"),
+    ("activations", "in a step: activations"),
+    ("head", "in a step: logits, head"),
+    ("optimizer_scratch", "in the update: gradients again"),
+    ("export", "in an export: buckets"),
+    ("allowance", "CUDA, NCCL, fragments"),
+    ("peak", "fullest moment"),
+    ("host_optimizer", "host: offload"),
+    ("host_snapshot", "host: checkpoint"),
+)
+
+
+def memory_report(config: Config, model: Mapping[str, Any], shape: ModelShape | None, site_file: Path | None) -> str:
+    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, or GPUs that are too small."""
+    site = load_site(site_file) if site_file else None
+    if shape is None:
+        return f"memory      not known for model_type={model.get('model_type')!r}"
+    table = f"{describe_memory(plan_memory(config, shape))}\n{describe_engine(plan_engine(config, shape))}"
+    if site is None or site_file is None:
+        return f"{table}\nfits        not judged: no --site SITE.toml"
+    if config.trainer.device == "cpu":
+        return f"{table}\nfits        not judged: trainer.device='cpu'"
+    return f"{table}\n{judge_memory(config, model, shape, site, site_file)}"
+
+
+def describe_memory(plan: tuple[RankMemory, ...]) -> str:
+    """A table with a column for the first stage, the last, and the fullest where it is another."""
+    stages = sorted({0, fullest(plan).stage, len(plan) - 1})
+    lines = ["memory      estimate, GiB a rank    " + "".join(f"{f'stage {stage}':>10}" for stage in stages)]
+    for name, text in _ROWS:
+        values = [getattr(plan[stage], name) for stage in stages]
+        if any(values):
+            lines.append(f"  {text:<34}" + "".join(f"{value / GIB:>10.2f}" for value in values))
+    return "\n".join(lines)
+
+
+def describe_engine(need: EngineMemory) -> str:
+    """The same for one GPU of a generator."""
+    rows: tuple[tuple[str, int], ...] = (
+        ("weights", need.weights),
+        ("KV cache, at least", need.kv_cache),
+        ("new weights, arriving", need.beside),
+    )
+    rows += (("CUDA, activations", need.allowance), ("all, at least", need.total))
+    lines = [f"  {text:<34}{value / GIB:>10.2f}" for text, value in rows]
+    return "\n".join(["engine      estimate, GiB a GPU", *lines])
+
+
+def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, site: Site, source: Path) -> str:
+    """The line that says by how much it fits.  Raises ConfigError if trainer or engine cannot."""
+    if config.generation.engine == "vllm":
+        gpu = f"generation.gpu={site.generation.gpu!r} ({site.generation.memory_gib:g} GiB) in {source}"
+        refuse_engine(config, shape, site.generation.memory_gib, gpu)
+    limit = site.trainer.memory_gib
+    plan = plan_memory(config, shape)
+    need = fullest(plan).peak / GIB
+    gpu = f"{limit:g} GiB of trainer.gpu={site.trainer.gpu!r}"
+    if need <= limit:
+        return f"fits        {gpu}: {limit - need:.1f} GiB to spare (an estimate; nothing was measured)"
+    raise ConfigError(
+        f"{_layout_keys(config)}: a rank of stage {fullest(plan).stage} needs {need:.1f} GiB (estimate), "
+        f"{need - limit:.1f} GiB more than the {gpu} in {source}; {advise(config, model, shape, limit)}"
+    )
+
+
+def _layout_keys(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.backend == "deepspeed":
+        keys = ["num_ranks", "zero_stage"]
+    elif trainer.backend == "megatron":
+        keys = ["num_ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
+        keys = keys[:3] + [key for key in keys[3:] if getattr(trainer, key) > 1]
+    else:
+        keys = ["num_ranks"]
+    words = [f"{key}={getattr(trainer, key)}" for key in (*keys, "token_budget")]
+    return f"trainer.backend={trainer.backend!r} with {', '.join(words)}"

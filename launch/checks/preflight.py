@@ -1,0 +1,114 @@
+"""Check what can be known to be wrong before any process is started.
+
+Input: Config.  Output: what was found out; raises ConfigError that names the key.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launch.checks.memory.model_shape import FAMILIES, ModelShape
+from rlhpc.config import Config
+from rlhpc.data.prompts import DatasetSummary, validate_dataset
+from rlhpc.errors import ConfigError
+from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.rewards.registry import validate_task
+
+_NEEDED = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What preflight learnt about model and data."""
+
+    model: Mapping[str, Any]  # config.json
+    shape: ModelShape | None  # None: a family whose sizes are not known here
+    max_positions: int
+    dataset: DatasetSummary
+
+    @property
+    def model_type(self) -> str:
+        """The family, as config.json names it."""
+        return str(self.model.get("model_type", "?"))
+
+
+def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
+    """Check model directory, layout, task, dataset and installed parts, cheapest first.  Raises ConfigError.
+
+    roles_run_here: False where they run in another environment than this process, whose packages then say nothing.
+    """
+    model = _model_config(config)
+    shape = _shape_that_fits_the_layout(config, model)
+    if roles_run_here:
+        _parts_are_installed(config)
+    validate_task(config.data.task)
+    longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    positions = int(model.get("max_position_embeddings", longest))
+    if longest > positions:
+        raise ConfigError(
+            f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
+            f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
+        )
+    return Findings(model, shape, positions, validate_dataset(config))
+
+
+def _model_config(config: Config) -> dict[str, Any]:
+    path = config.model.path
+    if not path.is_dir():
+        raise ConfigError(f"model.path={str(path)!r}: no such directory; give an HF checkpoint directory")
+    missing = [name for name in _NEEDED if not (path / name).exists()]
+    if missing or not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={str(path)!r}: not a complete HF checkpoint: {', '.join(missing) or '*.safetensors'} missing"
+        )
+    try:
+        document: dict[str, Any] = json.loads((path / "config.json").read_bytes())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path / 'config.json'}: not JSON: {error}") from error
+    return document
+
+
+def _shape_that_fits_the_layout(config: Config, model: Mapping[str, Any]) -> ModelShape | None:
+    """Megatron's layers are written for these families only; the other backends run whatever transformers runs."""
+    family, place = model.get("model_type"), config.model.path / "config.json"
+    if config.trainer.backend == "megatron" and family not in FAMILIES:
+        raise ConfigError(
+            f"trainer.backend='megatron' does not know model_type={family!r} of {place}; legal: {', '.join(FAMILIES)}; "
+            "trainer.backend='deepspeed' trains other families"
+        )
+    try:
+        if config.trainer.backend == "megatron":
+            ParallelLayout.of(config.trainer).refuse_unfit(model)
+        return ModelShape.of(model)
+    except KeyError as error:
+        raise ConfigError(f"{place}: no {error}, which every {family} has") from error
+
+
+def _parts_are_installed(config: Config) -> None:
+    trainer = config.trainer
+    backend = f"trainer.backend={trainer.backend!r}"
+    needed = [("torch", backend, "extra 'trainer'"), ("transformers", backend, "extra 'trainer'")]
+    if trainer.backend == "megatron":
+        needed.append(("megatron.core", backend, "extra 'trainer'"))
+    if trainer.backend == "deepspeed":
+        needed.append(("deepspeed", backend, "extra 'deepspeed'"))
+    if trainer.transformer_engine:
+        needed.append(("transformer_engine", "trainer.transformer_engine=true", "NVIDIA's wheels, or set it to false"))
+    if config.generation.engine == "vllm":
+        needed.append(("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'"))
+    for module, key, source in needed:
+        if not _is_installed(module):
+            raise ConfigError(
+                f"{key} needs the package {module}, which is not installed here ({source}; README, Install)"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False

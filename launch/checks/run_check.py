@@ -1,0 +1,212 @@
+"""`rlhpc check RUN_DIR`: read everything that a run has written and report what is damaged.
+
+Input: the directory of a run, alive or not.  Output: one row per item checked.
+Guarantees: it changes nothing.  What a live run writes or deletes meanwhile is no damage: files count once they have
+their final names, and files deleted before they could be read are left out.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segment_reader import read_segment
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
+from rlhpc.roles.controller.saved_state import read_run_state
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import (
+    CheckpointState,
+    Fate,
+    KnownCheckpoints,
+    leftovers_of,
+    what_was_set_aside,
+)
+
+Progress = Callable[[str], None]
+
+
+class Verdict(enum.Enum):
+    """What a row comes to."""
+
+    SOUND = "sound"
+    NOTE = "note"  # nothing is wrong with what counts
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was looked at."""
+
+    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "leftovers"
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
+    """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
+    if not layout.config.exists():
+        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
+    rows = [row for part in parts for row in part(layout, progress)]
+    return [*rows, *_segments_that_are_needed(layout, chosen_step(rows)), *_leftovers(layout)]
+
+
+def chosen_step(rows: list[Row]) -> int | None:
+    """Step of the checkpoint that a resume takes; None if it begins at step 0 or is refused."""
+    steps = [int(row.name.removeprefix("step_")) for row in rows if row.part == "checkpoints" and _CHOSEN in row.text]
+    return steps[0] if steps else None
+
+
+_CHOSEN = "a resume starts from here"
+
+
+def _settings(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    try:
+        config, digest = read_resolved(layout)
+    except ConfigError as error:
+        yield Row("settings", layout.config.name, Verdict.DAMAGED, str(error))
+    else:
+        yield Row("settings", layout.config.name, Verdict.SOUND, f"{config.run.name}, hash {digest}")
+
+
+def _inputs(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    name = layout.inputs.name
+    try:
+        config, noted = read_resolved(layout)[0], read_inputs(layout)
+        if noted is None:
+            yield Row("inputs", name, Verdict.NOTE, "none recorded; the next resume records the current ones")
+            return
+        progress(f"model {config.model.path} and data {config.data.path}")
+        lines = differences(noted, look_at_inputs(config, noted))
+    except ConfigError:
+        return  # its row stands above
+    except RunDirectoryError as error:
+        yield Row("inputs", name, Verdict.DAMAGED, str(error))
+        return
+    for line in lines:
+        yield Row("inputs", name, Verdict.DAMAGED, f"a resume is refused: {line}")
+    if not lines:
+        text = f"{len(noted.model)} files of the model, {len(noted.data)} of the dataset: as at the first start"
+        yield Row("inputs", name, Verdict.SOUND, text)
+
+
+def _attempts(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    name = layout.attempts.name
+    try:
+        lines = layout.attempts.read_text(encoding="utf-8").splitlines()
+        indices = [json.loads(line)["index"] for line in lines]
+    except FileNotFoundError:
+        yield Row("attempts", name, Verdict.NOTE, "no attempt has begun")
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield Row("attempts", name, Verdict.DAMAGED, f"{layout.attempts}: cannot be read: {error!r}")
+        return
+    if indices != list(range(len(indices))):
+        text = f"{layout.attempts}: attempts are numbered {indices}, expected 0 to {len(indices) - 1} in order"
+        yield Row("attempts", name, Verdict.DAMAGED, text)
+        return
+    last = json.loads(lines[-1])["resume_step"] if lines else None
+    begun = f"; the last began {f'from step {last}' if last is not None else 'at step 0'}" if lines else ""
+    yield Row("attempts", name, Verdict.SOUND, f"{len(indices)}{begun}")
+
+
+def _checkpoints(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    known, newest = KnownCheckpoints(layout.checkpoints), True
+    for step, path in reversed(known.steps()):
+        progress(path.name)
+        for state in known.newest_first(step.__eq__):
+            if not path.exists():
+                continue  # pruned meanwhile
+            yield _checkpoint_row(state, is_chosen=newest and state.fate is Fate.SOUND)
+            newest = newest and state.fate is not Fate.SOUND
+
+
+def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
+    name = state.path.name
+    match state.fate:
+        case Fate.SOUND:
+            return Row("checkpoints", name, Verdict.SOUND, _CHOSEN if is_chosen else "older than the one resumed from")
+        case Fate.UNDONE:
+            return Row("checkpoints", name, Verdict.NOTE, f"a resume sets it aside: {state.problem}")
+        case Fate.UNREADABLE:
+            return Row("checkpoints", name, Verdict.DAMAGED, f"a resume is refused: {state.problem}")
+    return Row("checkpoints", name, Verdict.DAMAGED, f"a resume sets it aside: {state.problem}")
+
+
+def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    try:
+        paths = segment_paths(layout.rollouts)
+    except SegmentError as error:
+        yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, str(error))
+        paths = sorted(layout.rollouts.glob("segment_*.h5"))
+    groups: Counter[int] = Counter()
+    num_damaged = 0
+    for number, path in enumerate(paths, start=1):
+        progress(f"{path.name} ({number} of {len(paths)})")
+        try:
+            groups.update(resolved.group.group_id for resolved in read_segment(path))
+        except SegmentError as error:
+            if path.exists():  # else it was set aside meanwhile
+                num_damaged += 1
+                yield Row("segments", path.name, Verdict.DAMAGED, str(error))
+    twice = sorted(group for group, count in groups.items() if count > 1)
+    if twice:
+        text = f"groups that are in segments twice: {', '.join(map(str, twice[:10]))}{' …' if twice[10:] else ''}"
+        yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
+    if paths and not num_damaged:
+        text = f"{len(groups)} groups, all checksums right"
+        yield Row("segments", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+
+
+def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:
+    """The segments that the chosen checkpoint counts on, which a gap at their end would not show."""
+    try:
+        first_free = 0 if step is None else int(read_run_state(layout, step).buffer["next_segment_index"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return  # it was pruned meanwhile, or is not of this version: a resume will say so
+    missing = [index for index in range(first_free) if not layout.segment(index).exists()]
+    if missing:
+        text = f"{layout.segment(missing[0])} is missing: the checkpoint of step {step} was taken after {first_free}"
+        yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
+
+
+def _leftovers(layout: RunLayout) -> Iterator[Row]:
+    """What no resume looks at."""
+    for path in what_was_set_aside(layout.checkpoints):
+        yield Row("leftovers", path.name, Verdict.NOTE, f"set aside, {_size_of(path)}; no longer needed")
+    for path in leftovers_of(layout.checkpoints):
+        text = f"being written or deleted, or left behind, {_size_of(path)}; the next checkpoint deletes what is dead"
+        yield Row("leftovers", path.name, Verdict.NOTE, text)
+    for path in _being_prepared(layout):
+        text = "being written, or left behind; the next resume deletes what is dead"
+        yield Row("leftovers", str(path.relative_to(layout.root)), Verdict.NOTE, text)
+    for path in sorted(layout.rollouts.glob("lost_attempt_*")):
+        text = f"rollouts of undone steps, {_size_of(path)}; no longer needed"
+        yield Row("leftovers", path.name, Verdict.NOTE, text)
+
+
+def _being_prepared(layout: RunLayout) -> list[Path]:
+    """Files and checkpoints without their final name, most of them in an owner's staging directory (ownership.py)."""
+    found = [*layout.rollouts.glob("*.partial"), *layout.root.glob(".*.tmp")]
+    for directory in (layout.root, layout.rollouts, layout.checkpoints):
+        for pattern in (".owner_*/*", ".owner_*/.*", ".gone_*"):
+            found += directory.glob(pattern)
+    return sorted({*found})
+
+
+def _size_of(directory: Path) -> str:
+    num_bytes = 0
+    for file in directory.rglob("*"):
+        try:
+            num_bytes += file.stat().st_size if file.is_file() else 0
+        except OSError:  # deleted meanwhile
+            continue
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,1 @@
+"""The commands of `rlhpc`, one file or folder each.  launch/cli.py parses their arguments."""

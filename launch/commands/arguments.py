@@ -1,0 +1,76 @@
+"""Arguments shared by commands of `rlhpc`: what `rlhpc COMMAND --help` lists.
+
+Input: an argument parser.  Output: the same parser with arguments added.  Imports nothing heavy, because every command
+loads this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from launch.commands.family import command as family
+from launch.commands.resume_options import takes_resume_point
+
+
+def takes_submission(parser: argparse.ArgumentParser) -> None:
+    """Run file, site file, and how to submit."""
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("site_file", type=Path, metavar="SITE.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the jobs as `rlhpc plan` does; submit nothing")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
+    takes_resume_point(parser)
+    family.add_options(parser)
+    takes_waiting(parser)
+
+
+def takes_waiting(parser: argparse.ArgumentParser) -> None:
+    """Whether to watch the run, and which job to wait for."""
+    parser.add_argument("--wait", action="store_true", help="watch the run until it ends; Ctrl-C leaves jobs running")
+    parser.add_argument("--after", metavar="JOB", help="start after this job has succeeded; also afterany:JOB, …")
+
+
+def takes_scale(parser: argparse.ArgumentParser) -> None:
+    """A run, and how many generators to add or remove."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("words", nargs="*", metavar="SITE.toml", help="default: that of the last submit")
+    parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or remove the N added last")
+    parser.add_argument("--partition", metavar="P", help="instead of the site file's; it may be preemptible")
+    parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+
+
+def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
+    """The actions up, status and down of a private Slurm."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    for action, text in (
+        ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
+        ("status", "Show every daemon with its pid, and the nodes."),
+        ("down", "End every job and every daemon."),
+    ):
+        sub = actions.add_parser(action, help=text, description=text)
+        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one for each user in /tmp")
+        if action == "down":
+            sub.add_argument("--delete", action="store_true", help="delete the directory too")
+        if action == "up":
+            for name in ("train", "gen", "cpu"):
+                sub.add_argument(f"--{name}", type=int, metavar="N", help=f"number of {name} nodes")
+            sub.add_argument("--gpus", type=int, metavar="N", help="number of fake GPUs on each GPU node")
+            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
+            sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
+            sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
+            sub.add_argument(
+                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
+            )
+            sub.add_argument(
+                "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
+            )
+
+
+def takes_run_file(parser: argparse.ArgumentParser) -> None:
+    """Run file and overrides."""
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")

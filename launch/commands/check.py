@@ -1,0 +1,46 @@
+"""`rlhpc check`: find errors in a run file before a start, and damage in a run directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+from rlhpc.run_layout import RunLayout
+
+
+def check_run_file(options: argparse.Namespace) -> int:
+    """Print the plan, the model, the data and the memory of a run.  Raises ConfigError for what is illegal."""
+    from launch.checks.gpus import gpus_here
+    from launch.checks.memory.verdict import memory_report
+    from launch.checks.preflight import preflight
+    from launch.plan.gpu_map import GpuMap, map_gpus
+    from launch.plan.processes import describe_plan, plan_run
+
+    if options.json:
+        raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
+    config = load_config(options.run_file, options.overrides)
+    gpus = GpuMap() if options.site else map_gpus(config, gpus_here(os.environ))  # a site's GPUs are elsewhere
+    findings = preflight(config)
+    memory = memory_report(config, findings.model, findings.shape, options.site)
+    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
+    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
+    print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
+    data = findings.dataset
+    print(
+        f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
+        f"{data.longest_prompt_tokens} at most ({data.longest_source})"
+    )
+    print(memory)
+    return 0
+
+
+def check_run_directory(options: argparse.Namespace) -> int:
+    """Print the check of a run directory; returns 1 if anything is damaged.  Raises ConfigError."""
+    from launch.commands.run_check_report import report_run
+    from launch.common.paths import without_dots
+
+    if options.overrides or options.site:
+        raise ConfigError(f"{options.run_file}: a run directory takes neither overrides nor --site; legal: --json")
+    return report_run(RunLayout(without_dots(options.run_file)), as_json=options.json)

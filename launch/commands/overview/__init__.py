@@ -1,0 +1,1 @@
+"""`rlhpc list`: your runs, one line each."""

@@ -1,0 +1,76 @@
+"""`rlhpc list`: which runs are shown.
+
+Input: the command line.  Output: a table, or JSON.  Imports little until called, because every command builds this
+parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhpc.errors import ConfigError
+
+MOST_ROWS = 40
+
+
+def add_parser(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
+    """Add `list` to the commands."""
+    parser = command("list", list_runs, "Show your runs below a directory and in the queue, one line each.")
+    text = "default: runs/ if it exists, else the current directory"
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
+    parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
+    parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    """Print the list; returns exit status 0.  Raises ConfigError: no such directory, no such state."""
+    from launch.commands.overview.find import DEPTH
+    from launch.commands.overview.standing import is_mine
+    from launch.commands.overview.survey import survey
+    from launch.commands.overview.table import document_of, lines_of
+    from launch.common.text_table import printable
+
+    wanted, tops = _states(options.state), _tops(options.directories)
+    depth = DEPTH if options.depth is None else options.depth
+    if depth < 0:
+        raise ConfigError(f"--depth {depth}: legal: 0, which is DIR alone, or more")
+    found = survey(tops, depth)
+    mine = [run for run in found.runs if options.all or is_mine(run.files)]
+    shown = [run for run in mine if run.state in wanted]
+    notes = list(found.remarks)
+    if others := len(found.runs) - len(mine):
+        notes.append(f"{others} {'runs' if others > 1 else 'run'} of other users: --all shows them")
+    if options.json:
+        print(json.dumps({"runs": [document_of(run) for run in shown], "notes": notes}, indent=1))
+        return 0
+    lines = lines_of(shown, found.now, None if options.all else MOST_ROWS)
+    nothing = f"no run {'of that state ' if mine else ''}below {', '.join(map(str, tops))}, nor in the queue"
+    print("\n".join([*(lines or [nothing]), *(f"note: {printable(note)}" for note in notes)]))
+    return 0
+
+
+def _tops(given: list[Path]) -> list[Path]:
+    """Absolute, so that the queue's names of a directory are the same."""
+    from launch.common.paths import without_dots
+
+    for directory in given:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory")
+    default = Path("runs") if Path("runs").is_dir() else Path()
+    return [without_dots(directory) for directory in given or [default]]
+
+
+def _states(text: str | None) -> set[str]:
+    from launch.commands.overview.standing import State
+
+    legal = [state.value for state in State]
+    words = legal if text is None else [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in legal:
+            raise ConfigError(f"--state {word!r}: legal: {', '.join(legal)}")
+    return set(words)

@@ -1,0 +1,116 @@
+"""Runs as a table for people and as JSON for programs.
+
+Input: Standing.  Output: lines, dictionaries.  Pure except for the current directory, to which paths are relative.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.commands.overview.standing import Standing, State
+from launch.common.text_table import aligned, printable, span
+from launch.slurm.queue import JobRow
+
+_HEAD = ("RUN", "STATE", "STEP", "REWARD", "SEEN", "AGE", "JOBS", "WHERE", "REMARK")
+_LONGEST_REMARK, _MOST_JOBS = 160, 4
+
+
+def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str]:
+    """Head, a line a run, and how many there are of each state; no line where there is no run.
+
+    most: so many lines; those that live come before those that do not, if not all have room.  None: all.
+    """
+    if not runs:
+        return []
+    shown = list(runs)
+    if most is not None and len(runs) > most:
+        first = sorted(runs, key=lambda run: not run.state.is_alive)[:most]  # stable: the newest of each kind
+        shown = [run for run in runs if run in first]
+    counts = Counter(run.state for run in runs)
+    summary = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    more = f"; {len(runs) - len(shown)} older ones are not shown: --all" if len(shown) < len(runs) else ""
+    return [*aligned([_HEAD, *(_cells(run, now) for run in shown)]), f"{summary}{more}"]
+
+
+def document_of(run: Standing) -> dict[str, Any]:
+    """The same for programs; times are Unix seconds, what is not known is null."""
+    figures = run.figures
+    return {
+        "directory": str(run.files.root),
+        "name": figures.name,
+        "state": run.state.value,
+        "step": figures.step,
+        "num_steps": figures.num_steps,
+        "reward": figures.reward,
+        "last_sign_unix_s": figures.last_sign_unix_s,
+        "began_unix_s": figures.began_unix_s,
+        "jobs": [
+            {"id": row.label, "job_id": row.job_id, "name": row.name, "state": row.state.name,
+             "is_alive": row.state.is_alive, "partition": row.partition, "nodes": row.nodes, "reason": row.reason}
+            for row in run.rows
+        ],
+        "where": run.where,
+        "remark": run.remark,
+        "owner": run.files.owner,
+    }  # fmt: skip
+
+
+def _cells(run: Standing, now: float) -> tuple[str, ...]:
+    figures = run.figures
+    name = _path(run.files.root) + ("" if figures.name == run.files.root.name else f" ({figures.name})")
+    remark = printable(run.remark)
+    return (
+        printable(name),
+        run.state.value,
+        f"{_or_dash(figures.step)}/{_or_dash(figures.num_steps)}",
+        _or_dash(None if figures.reward is None else f"{figures.reward:.3f}"),
+        _since(figures.last_sign_unix_s, now),
+        _since(figures.began_unix_s, now),
+        _jobs(run.rows) or "-",
+        printable(run.where) or "-",
+        remark if len(remark) <= _LONGEST_REMARK else remark[: _LONGEST_REMARK - 1] + "…",
+    )
+
+
+def _jobs(rows: Iterable[JobRow]) -> str:
+    """Of those that live, "12 running, 13 3 pending 1 running": an id, and its tasks or components by state."""
+    by_id: dict[int, Counter[str]] = {}
+    for row in rows:
+        if row.state.is_alive:
+            by_id.setdefault(row.job_id, Counter())[row.state.name.lower()] += _num_tasks(row)
+    said = [f"{job_id} {_states(counts)}" for job_id, counts in by_id.items()]
+    more = [f"and {len(said) - _MOST_JOBS} more"] if len(said) > _MOST_JOBS else []
+    return ", ".join([*said[:_MOST_JOBS], *more])
+
+
+def _states(counts: Counter[str]) -> str:
+    if len(counts) == 1 and counts.total() == 1:
+        return next(iter(counts))
+    return " ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+
+
+def _num_tasks(row: JobRow) -> int:
+    """Of "2-5,7": 5."""
+    pieces = [piece.partition("-") for piece in row.waiting_tasks.split(",")] if row.waiting_tasks else []
+    sizes = [
+        int(end or start) - int(start) + 1 for start, _, end in pieces if start.isdigit() and (end or "0").isdigit()
+    ]
+    return sum(sizes) or 1
+
+
+def _since(moment: float | None, now: float) -> str:
+    return span(max(0, round(now - moment))) if moment else "-"
+
+
+def _path(root: Path) -> str:
+    """As it is typed from here."""
+    here = Path.cwd()
+    return os.path.relpath(root, here) if root.is_relative_to(here) and root != here else str(root)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

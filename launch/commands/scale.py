@@ -1,0 +1,184 @@
+"""Add generators to a running run, and retire them again.
+
+Input: a run directory and +N or -N.  Output: one array job for each addition, with scripts/generation-K.json as its
+plan.  Guarantees: replica numbers are never reused within a run; only generators that were added are retired, the
+newest first, pending ones before running ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.commands.stop import cancel
+from launch.commands.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
+from launch.plan.jobs import Elastic, plan_elastic
+from launch.plan.report import describe_with_scripts
+from launch.plan.site_file import load_site
+from launch.plan.site_values import walltime_s
+from launch.run_directory.submission_lock import submits_alone
+from launch.run_files.job_records import JobRecord, next_elastic_name, next_replica, read_records
+from launch.slurm.commands import SlurmError
+from launch.slurm.queue import JobRow, look_at_jobs
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.run_layout import RunLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Options for added generators; None: as in the site file."""
+
+    site_file: Path | None = None  # None: that of the run
+    partition: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """An added generator that is running, or a pending task that will continue it."""
+
+    replica: int
+    slurm_id: str  # JOB_TASK
+    has_begun: bool
+    state: str
+
+
+def scale_run(layout: RunLayout, generators: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    """Add (+N) or retire (-N) generators.
+
+    Raises ConfigError: not of that form, or more generators than the site can hold; RunDirectoryError: the run was
+    never submitted, is complete or not running, has less than N to retire, or is being scaled by another process;
+    SlurmError.
+    """
+    if not re.fullmatch(r"[+-]0*[1-9]\d{0,3}", generators):
+        raise ConfigError(f"--generators {generators!r}: legal: +N to add, -N to retire, such as +2 or -1")
+    layout, placement = _submitted(layout)
+    if dry_run:
+        _scale(layout, int(generators), placement, how, dry_run=True, tell=tell)
+        return
+    with submits_alone(layout.jobs / ".scaling", tell):  # otherwise two callers could use the same numbers
+        _refuse_lifeless(layout, read_records(layout))
+        _scale(layout, int(generators), placement, how, dry_run=False, tell=tell)
+
+
+def _scale(layout: RunLayout, change: int, placement: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    if change > 0:
+        _add(layout, change, placement, how, dry_run=dry_run, tell=tell)
+    else:
+        _retire(layout, -change, read_records(layout), dry_run=dry_run, tell=tell)
+
+
+def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
+    """The directory by the path that compute nodes use, and the placement of the run."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    if layout.summary.exists():
+        raise RunDirectoryError(f"{layout.root}: the run is complete")
+    try:
+        document = json.loads(layout.job_plan.read_bytes())
+    except FileNotFoundError:
+        raise RunDirectoryError(f"{layout.root}: not submitted to Slurm; submit it with `rlhpc submit`") from None
+    return RunLayout(Path(document["run_directory"])), document["placement"]
+
+
+def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
+    look = look_at_jobs(record.job_id for record in records if record.hosts_controller)
+    if look.trouble:
+        raise SlurmError(look.trouble)
+    if not any(row.state.is_alive for row in look.rows):
+        raise RunDirectoryError(
+            f"{layout.root}: the controller's job is not in the queue; `rlhpc resume {layout.root}` continues the run"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- adding
+
+
+def _add(layout: RunLayout, count: int, placement: str, how: Addition, *, dry_run: bool, tell: Tell) -> None:
+    config, _ = read_resolved(layout)
+    site = load_site(how.site_file or layout.site)
+    first = next_replica(layout)
+    wanted = Elastic(
+        name=next_elastic_name(layout),
+        num_generators=count,
+        first_replica=first,
+        placement="hetjob" if placement == "hetjob" else "jobs",
+        partition=_word(how.partition),
+        time_s=_time_s(how.time),
+    )
+    plan = plan_elastic(config, site, layout, wanted)
+    if dry_run:
+        tell(describe_with_scripts(plan))
+        return
+    refuse_unfit_for_slurm(plan)
+    from rlhpc.transport.keys import mint_run_keys
+
+    write_plan(plan)  # before the keys: an attempt that begins now makes keys for every planned generator
+    mint_run_keys(layout.secrets, [f"generator-{replica}" for replica in range(first, first + count)])
+    try:
+        (record,) = submit_jobs(plan, (), tell)
+    except BaseException:  # survived: nothing; a plan without a job must not stay
+        for path in (plan.plan_file, layout.scripts / f"{wanted.name}.sbatch"):
+            path.unlink(missing_ok=True)
+        raise
+    names = f"generator-{first}" + (f" to generator-{first + count - 1}" if count > 1 else "")
+    tell(f"submitted   {describe_record(record)}: {names}; `rlhpc scale {layout.root} --generators -{count}` retires")
+
+
+def _word(partition: str | None) -> str | None:
+    if partition is not None and not re.fullmatch(r"[^\s\"'\\#-][^\s\"'\\#]*", partition):
+        raise ConfigError(f"--partition {partition!r}: legal: the name of a partition, or several with commas")
+    return partition
+
+
+def _time_s(time: str | None) -> int | None:
+    try:
+        return walltime_s(time) if time is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--time {time!r}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ retiring
+
+
+def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run: bool, tell: Tell) -> None:
+    elastic = {record.job_id: record for record in records if record.is_elastic}
+    look = look_at_jobs(elastic)
+    if look.trouble:
+        raise SlurmError(look.trouble)
+    rows = [row for row in look.rows if row.state.is_alive]
+    added: dict[int, list[_Added]] = {}  # a running one may already have a pending successor
+    for each in [each for row in rows for each in _generators_of(elastic[row.job_id], row)]:
+        added.setdefault(each.replica, []).append(each)
+    if count > len(added):
+        raise RunDirectoryError(
+            f"{layout.root}: --generators -{count}: only added generators can be retired, and there are "
+            f"{len(added) or 'none'}; those of the run's own plan stay"
+        )
+    order = sorted(added, key=lambda replica: (any(each.has_begun for each in added[replica]), -replica))
+    retired = [each for replica in order[:count] for each in added[replica]]
+    for each in retired:
+        tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
+    if not dry_run:  # pending ones first: none may start in place of one that ends
+        cancel(each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun))
+
+
+def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:
+    """One for a running task, several for a row of pending tasks."""
+    tasks = [row.array_task] if row.array_task is not None else _tasks(row.waiting_tasks)
+    has_begun = row.array_task is not None and row.state.name != "PENDING"
+    return [
+        _Added(record.first_replica + task, f"{row.job_id}_{task}", has_begun, row.state.name.lower()) for task in tasks
+    ]
+
+
+def _tasks(text: str) -> list[int]:
+    """ "0,2-4" as numbers."""
+    tasks: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        tasks += range(int(first), int(last or first) + 1)
+    return tasks

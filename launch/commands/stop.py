@@ -1,0 +1,128 @@
+"""Stop a run: gracefully with a checkpoint, or at once.
+
+Input: a run directory.  Ends the launcher on this machine or the jobs in Slurm.  Guarantees: only the recorded launcher
+and recorded job ids are signalled or cancelled, nothing by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from launch.run_directory.owner import find_launcher
+from launch.run_files.job_records import read_records
+from launch.run_files.run_state import read_progress, saved_step
+from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.queue import JobRow, look_at_jobs
+from launch.slurm.states import Life
+from rlhpc.errors import RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+Tell = Callable[[str], None]
+
+ASK_S = 3.0
+SAY_S = 60.0  # longest time without a line of progress
+FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
+PATIENCE_S = 60.0  # for a slurmctld that is away
+INTERRUPTED = 130
+_IS_OVER = ("Invalid job id specified", "already completing or completed")
+
+
+def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
+    """Finish the step, save, and end every process of a run; returns the exit status when all have ended.
+
+    now: do not finish the step.  A local run gets seven seconds, as after Ctrl-C; jobs are cancelled.
+    Returns 1 for a run that ended without saving its last steps.  Several callers at once are allowed.
+    Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
+    """
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory")
+    launcher = find_launcher(layout, tell)
+    if launcher is not None:
+        write_atomically(layout.abort_request if now else layout.stop_request, b"")
+        how = "to end at once" if now else "to finish its step and save"
+        tell(f"asked        launcher pid {launcher.record.pid} on {launcher.record.host} {how}")
+        launcher.await_end()
+        return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
+    if not _living(layout):
+        tell(f"{layout.root}: this run is not running")
+        return 0
+    request = layout.abort_request if now else layout.stop_request
+    write_atomically(request, b"")
+    try:
+        _see_to_the_end(layout, now, tell)
+    except SlurmError as error:
+        raise SlurmError(
+            f"{error}; the request {request.name} is in {layout.root}: running jobs see it and end by themselves, "
+            f"pending ones when they start; repeat the command, or `scancel {_ids(layout)}`, to end the rest"
+        ) from error
+    except KeyboardInterrupt:
+        tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
+        return INTERRUPTED
+    return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
+
+
+def cancel(ids: Iterable[str], *options: str) -> None:
+    """Run scancel; jobs that have ended by themselves are no error.  Raises SlurmError."""
+    listed = list(dict.fromkeys(ids))
+    if not listed:
+        return
+    try:
+        slurm("scancel", *options, *listed, patience_s=PATIENCE_S)
+    except SlurmError as error:
+        if not any(words in str(error) for words in _IS_OVER):
+            raise
+
+
+def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
+    said, said_at = "", 0.0
+    led_at, pause_s = time.monotonic(), 0.2
+    while rows := _living(layout):
+        controller_jobs = {record.job_id for record in read_records(layout) if record.hosts_controller}
+        waiting = [row for row in rows if row.state.life in (Life.WAITING, Life.HELD)]
+        if any(row.job_id in controller_jobs for row in rows):
+            led_at = time.monotonic()
+        if now or time.monotonic() - led_at > FOLLOWERS_S:
+            cancel(str(row.job_id) for row in rows if row.state.life is not Life.ENDING)
+        elif waiting:  # only those that have not started meanwhile
+            cancel((str(row.job_id) for row in waiting), "--state=PENDING")
+        words = ", ".join(dict.fromkeys(f"{row.name} {row.label} {row.state.name.lower()}" for row in rows))
+        if words != said or time.monotonic() - said_at > SAY_S:
+            tell(f"waiting for  {words}")
+            said, said_at = words, time.monotonic()
+        pause_s = min(2 * pause_s, ASK_S)
+        time.sleep(pause_s)
+
+
+def _ids(layout: RunLayout) -> str:
+    return " ".join(str(record.job_id) for record in read_records(layout))
+
+
+def _living(layout: RunLayout) -> list[JobRow]:
+    deadline = time.monotonic() + PATIENCE_S
+    ids = [record.job_id for record in read_records(layout)]
+    while (look := look_at_jobs(ids)).trouble:
+        if time.monotonic() > deadline or "no such command" in look.trouble:
+            raise SlurmError(look.trouble)
+        time.sleep(ASK_S)
+    return [row for row in look.rows if row.state.is_alive]
+
+
+def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> int:
+    """Report what was saved, and how to continue; returns 1 if steps were lost although `now` was not requested."""
+    progress = read_progress(layout)
+    trained, saved = progress.step if progress is not None else 0, saved_step(layout)
+    if layout.summary.exists():
+        tell(f"{layout.root}: complete")
+        return 0
+    if saved >= trained:
+        steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
+        tell(f"{layout.root}: {steps}; {command} continues it")
+        return 0
+    begins = f"continues from step {saved}" if saved else "starts over, because there is no checkpoint"
+    tell(
+        f"{layout.root}: ended at step {trained} without saving; the last saved step is {saved}, so "
+        f"{trained - saved} steps are lost; {command} {begins}"
+    )
+    return 0 if now else 1

@@ -1,0 +1,279 @@
+"""Submit the jobs of a run: everything that can be refused is refused before the first submission.
+
+Input: Config and a site file.  Output: the run directory with plan, scripts and site file, and jobs in the queue.
+Guarantees: all jobs of a run are submitted, or none; a job that is alive is never submitted a second time.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.checks.preflight import Findings, preflight
+from launch.commands.stop import cancel
+from launch.plan.jobs import Job, JobPlan, plan_jobs
+from launch.plan.report import component_documents, plan_document, shared_layout
+from launch.plan.script import render_scripts
+from launch.plan.site_file import GpuConfig, PrologueConfig, Site, load_site
+from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
+from launch.run_directory.prepare import prepare_run_dir_for_jobs
+from launch.run_directory.submission_lock import submits_alone
+from launch.run_files.job_records import JobRecord, generators_of, read_records, write_record
+from launch.slurm.commands import SlurmError
+from launch.slurm.sbatch import MayBeQueued
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+Tell = Callable[[str], None]
+_ON_JOBS = r"after(?:any|corr|notok|ok)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+_DEPENDENCY = re.compile(rf"{_ON_JOBS}(?:,{_ON_JOBS})*|{_ON_JOBS}(?:\?{_ON_JOBS})*")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run that is about to be submitted."""
+
+    config: Config
+    site_file: Path
+    site: Site
+    plan: JobPlan
+
+    @property
+    def layout(self) -> RunLayout:
+        """The run directory, by the path that compute nodes use."""
+        return self.plan.layout
+
+
+def submit_run(
+    config: Config,
+    site_file: Path,
+    *,
+    resume: bool,
+    fresh: bool,
+    after: str | None,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
+) -> RunLayout:
+    """Check everything, prepare the run directory, submit every job, print the next commands.
+
+    after: a job id, or a dependency in sbatch's syntax.  Raises ConfigError, RunDirectoryError: refused, nothing was
+    written.  Raises SlurmError: sbatch failed; no job is left in the queue, or the message names those that may be.
+    """
+    options, run = dependency(after), prepare(config, site_file)
+    check(run)
+    submit_checked(run, options, resume=resume, fresh=fresh, tell=tell, resume_from=resume_from)
+    layout = run.layout
+    tell(f"next        rlhpc status {layout.root}\n            rlhpc logs {layout.root} -f")
+    tell(f"            rlhpc stop {layout.root}")
+    return layout
+
+
+def prepare(config: Config, site_file: Path) -> Submission:
+    """Plan the jobs of a run; writes nothing.  Raises ConfigError as load_site and plan_jobs do."""
+    site = load_site(site_file)
+    layout = shared_layout(config, site)
+    config = _for_jobs(config, layout)
+    return Submission(config, site_file, site, plan_jobs(config, site, layout))
+
+
+def check(run: Submission) -> None:
+    """Check model, data, memory, and the cluster's limits.  Raises ConfigError; SlurmError: Slurm does not answer."""
+    findings = preflight(run.config, roles_run_here=roles_run_here(run.site.prologue))
+    refuse_small_gpus(run.config, findings, run.site, run.site_file)
+    refuse_unfit_for_slurm(run.plan)
+
+
+def submit_checked(
+    run: Submission,
+    options: Sequence[str],
+    *,
+    resume: bool,
+    fresh: bool,
+    tell: Tell,
+    resume_from: ResumePoint = NEWEST,
+) -> list[JobRecord]:
+    """x the run directory and submit every job.  options: of sbatch.  Raises as submit_run does."""
+    layout = run.layout
+    site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
+    site_text = run.site_file.read_bytes()
+    with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
+        is_new = not layout.root.exists()
+        changed = prepare_run_dir_for_jobs(
+            run.config,
+            layout,
+            resume=resume,
+            fresh=fresh,
+            resume_from=resume_from,
+            tell=lambda line: tell(f"checkpoint  {line}"),
+        )
+        for change in changed:
+            tell(f"changed     {change}")
+        write_atomically(layout.site, site_text, mode=site_mode)
+        write_plan(run.plan)
+        try:
+            records = submit_jobs(run.plan, options, tell)
+        except MayBeQueued:
+            raise
+        except SlurmError:  # nothing was submitted: leave no directory behind
+            if is_new and not read_records(layout):
+                shutil.rmtree(layout.root, ignore_errors=True)
+            raise
+    tell(f"submitted   {', '.join(map(describe_record, records))}: {run.plan.run_name} in {layout.root}")
+    return records
+
+
+def _for_jobs(config: Config, layout: RunLayout) -> Config:
+    """The settings as they apply to jobs: the directory's path on compute nodes, and the kind of sockets."""
+    run = config.run.model_copy(update={"directory": layout.root})
+    kind = "tcp" if config.transport.kind == "auto" else config.transport.kind
+    return config.model_copy(update={"run": run, "transport": config.transport.model_copy(update={"kind": kind})})
+
+
+def dependency(after: str | None) -> list[str]:
+    """Options of sbatch for --after.  Raises ConfigError: neither a job id nor a dependency."""
+    if after is None:
+        return []
+    if after.isdecimal():
+        return [f"--dependency=afterok:{after}"]
+    if after == "singleton":
+        raise ConfigError("--after singleton: every run has its own job names; legal: afterany:JOB")
+    if not _DEPENDENCY.fullmatch(after):
+        raise ConfigError(f"--after {after!r}: legal: a job id, or a dependency of sbatch such as afterany:123")
+    return [f"--dependency={after}"]
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def roles_run_here(prologue: PrologueConfig) -> bool:
+    """True if the roles run in the environment of this process, as far as the site file shows."""
+    if prologue.image is not None:
+        return False
+    if prologue.conda is not None:
+        name = prologue.conda_environment or "base"
+        own = prologue.conda if name == "base" else prologue.conda / "envs" / name  # an absolute name wins in a join
+        return own.resolve() == Path(sys.prefix).resolve()
+    return prologue.venv is None or prologue.venv.resolve() == Path(sys.prefix).resolve()
+
+
+def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
+    """As `rlhpc check --site`, if the site file describes its GPUs.  Raises ConfigError."""
+    from launch.checks.memory.verdict import judge_memory
+
+    known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
+    if findings.shape is not None and known and config.trainer.device != "cpu":
+        judge_memory(config, findings.model, findings.shape, site, site_file)
+
+
+def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
+    return site.trainer, site.generation
+
+
+def refuse_unfit_for_slurm(plan: JobPlan) -> None:
+    """Refuse what Slurm would refuse.  Raises ConfigError with key, value and what is legal."""
+    from launch.checks.site.slurm_check import refuse_unfit
+
+    refuse_unfit(plan)
+
+
+# ---------------------------------------------------------------------------------------------------------- submission
+
+
+def write_plan(plan: JobPlan) -> None:
+    """Write what jobs need before they are submitted: scripts, the plan, and the directory for their logs."""
+    for directory in (plan.layout.scripts, plan.log_directory, plan.layout.jobs):
+        directory.mkdir(parents=True, exist_ok=True)
+    for name, text in render_scripts(plan).items():
+        write_atomically(plan.layout.scripts / name, text.encode(), mode=0o700)  # [prologue.environment] may be private
+    write_atomically(plan.plan_file, plan_document(plan).encode())
+
+
+def submit_jobs(plan: JobPlan, options: Sequence[str] = (), tell: Tell = lambda remarks: None) -> list[JobRecord]:
+    """Submit the scripts of a plan, the controller's first, and record them.  tell: called with sbatch's messages.
+
+    Raises SlurmError with sbatch's error; jobs submitted before it are cancelled, or named if even that failed.
+    """
+    records: list[JobRecord] = []
+    try:
+        for job in plan.jobs:
+            _submit(plan, job, options, records, tell)
+    except MayBeQueued as error:
+        lost = f"{error}; if so, it ends by itself a minute after it has started"
+        raise MayBeQueued("; ".join(filter(None, (lost, _withdraw(plan.layout, records))))) from error
+    except RlhpcError as error:
+        raise SlurmError(f"{error}; {_withdraw(plan.layout, records) or 'nothing was submitted'}") from error
+    except KeyboardInterrupt as interrupt:
+        told = filter(None, (str(interrupt) or "interrupted", _withdraw(plan.layout, records)))
+        raise KeyboardInterrupt("; ".join(told)) from None
+    except BaseException:  # survived: nothing; whatever it was (a full disk), no part of a run stays queued
+        _withdraw(plan.layout, records)
+        raise
+    return records
+
+
+def describe_record(record: JobRecord) -> str:
+    """ "generation 12 (4 tasks)"."""
+    plural = "" if record.array_size == 1 else "s"
+    tasks = f" ({record.array_size} task{plural})" if record.array_size is not None else ""
+    return f"{record.name} {record.job_id}{tasks}"
+
+
+def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
+    """Submit one job; its record is on disk, and the last of `records`, before anything else happens."""
+    script = plan.layout.scripts / f"{job.name}.sbatch"
+    from launch.submitit_hetjob.executor import (
+        HeterogeneousSlurmExecutor,  # imports submitit, which is not needed before
+    )
+
+    def record(job_id: int) -> None:
+        records.append(_record(plan, job, job_id, script))
+        write_record(plan.layout, records[-1])
+
+    # The executor cleans the environment: SBATCH_PARTITION and the like would override the script.
+    executor = HeterogeneousSlurmExecutor(plan.log_directory)
+    executor.submit_script(
+        script,
+        name=job.name,
+        options=options,
+        record=record,
+        hear=lambda remarks: tell(f"sbatch      {job.name}: {remarks.removeprefix('sbatch: ')}"),
+    )
+
+
+def _record(plan: JobPlan, job: Job, job_id: int, script: Path) -> JobRecord:
+    first, count = generators_of(component_documents(plan, job))
+    component = next((each for each in job.components if each.name == "generation"), job.components[0])
+    return JobRecord(
+        job_id=job_id,
+        name=job.name,
+        placement=plan.placement,
+        array_size=job.array_size,
+        plan=str(plan.plan_file),
+        script=str(script),
+        is_elastic=plan.is_elastic,
+        first_replica=first,
+        replicas_per_task=count,
+        partition=component.allocation.partition,
+        submitted_unix_s=time.time(),
+    )
+
+
+def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
+    """Cancel jobs and delete their records; returns a message about it, "" if there are none."""
+    if not records:
+        return ""
+    names = ", ".join(map(describe_record, records))
+    try:
+        cancel(str(record.job_id) for record in records)
+    except SlurmError as error:
+        return f"CANCEL BY HAND {names}: {error}"
+    for record in records:
+        layout.job_record(record.job_id).unlink(missing_ok=True)
+    return f"cancelled again: {names}"

@@ -1,0 +1,56 @@
+"""Follow a submitted run until its jobs have ended: the progress line, and a line whenever a job changes its state.
+
+Input: status.json and the queue.  Output: printed lines.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from launch.commands.watch import Watch
+from launch.run_files.job_records import read_records
+from launch.slurm.queue import JobRow, look_at_jobs
+from rlhpc.run_layout import RunLayout
+
+ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
+NEARLY_OVER_S = 2.0  # once the result exists
+INTERRUPTED = 130
+
+
+def wait_for_run(layout: RunLayout) -> int:
+    """Return 0 when all jobs have ended and the run is complete, 1 if it is not, 130 after Ctrl-C."""
+    watch = Watch(layout, sys.stderr)
+    said = ""
+    try:
+        while True:
+            look = look_at_jobs(record.job_id for record in read_records(layout))
+            living = [row for row in look.rows if row.state.is_alive]
+            words = look.trouble or ", ".join(dict.fromkeys(map(_describe, living)))
+            if words and words != said:
+                watch.tell(words)
+            said = words
+            if not living and not look.trouble:
+                break
+            _look_on(layout, watch)
+    except KeyboardInterrupt:
+        watch.tell(f"no longer watched; the jobs continue: `rlhpc status {layout.root}`, `rlhpc stop {layout.root}`")
+        return INTERRUPTED
+    watch.close()
+    if layout.summary.exists():
+        watch.tell(f"{layout.root}: complete")
+        return 0
+    watch.tell(f"{layout.root}: all jobs have ended, the run is not complete; `rlhpc status {layout.root}` says why")
+    return 1
+
+
+def _look_on(layout: RunLayout, watch: Watch) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < (NEARLY_OVER_S if layout.summary.exists() else ASK_SLURM_EVERY_S):
+        watch.look()
+        time.sleep(0.5)
+
+
+def _describe(row: JobRow) -> str:
+    reason = f" ({row.reason})" if row.reason else ""
+    return f"{row.name} {row.label} {row.state.name.lower()}{reason}"

@@ -1,0 +1,1 @@
+"""What every room of the launcher may use; knows nothing of runs or of Slurm.  Python 3.9 and the standard library."""

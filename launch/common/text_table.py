@@ -1,0 +1,30 @@
+"""Text columns for people, each as wide as its widest cell; and durations in words.
+
+Input: rows of cells, seconds.  Output: lines, words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line a row, two blanks between columns, none at the end.  All rows have as many cells as the first."""
+    if not rows:
+        return []
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def span(seconds: int) -> str:
+    """1 min 05 s, 3 h 05 min, 2 d 04 h."""
+    for unit, lower, size in (("d", "h", 86400), ("h", "min", 3600), ("min", "s", 60)):
+        if seconds >= size:
+            rest = seconds % size // {"h": 3600, "min": 60, "s": 1}[lower]
+            return f"{seconds // size} {unit} {rest:02d} {lower}"
+    return f"{seconds} s"
+
+
+def printable(text: str) -> str:
+    """In one line, and without what would move the cursor or cannot be encoded: names of files and logs may hold it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

@@ -1,1 +1,0 @@
-"""Heterogeneous Slurm jobs for submitit; usable without the rest of this project."""

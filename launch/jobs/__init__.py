@@ -1,1 +1,0 @@
-"""Runs as Slurm jobs: plan, write scripts, submit, watch, stop, resume."""

@@ -1,1 +1,0 @@
-"""How much memory a run will need on each rank, and whether it fits."""

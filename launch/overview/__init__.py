@@ -1,1 +1,0 @@
-"""`rlhpc list`: every run below a directory and in the queue, a line each."""

@@ -1,0 +1,183 @@
+"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines.
+
+Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
+GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
+module is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rlhpc.config import RULES, Config
+from rlhpc.errors import ConfigError
+from rlhpc.weights.choice import CPU, MIG, choose_transport
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpus:
+    """What a run may use."""
+
+    words: tuple[str, ...] = ()
+    shown: str | None = None  # the caller's CUDA_VISIBLE_DEVICES
+
+    def describe(self) -> str:
+        """For messages: how many, and why not more."""
+        variable = f"{VARIABLE} is not set" if self.shown is None else f"{VARIABLE}={self.shown!r}"
+        return f"{len(self.words)} visible ({variable})"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMap:
+    """Who gets what.  Empty: there is no GPU, and nobody is told anything."""
+
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # process → words, of those that use GPUs
+    spare: tuple[str, ...] = ()  # what is left over
+    transport: str = ""  # how weights travel; "": not decided here
+
+    def variable(self, name: str) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a process, None: as the caller's.
+
+        A reward service has what is left over, as a reward may be a model; the controller has none.
+        """
+        if not self.devices:
+            return None
+        words = self.spare if name.startswith("reward-") else self.devices.get(name, ())
+        return ",".join(words)
+
+
+def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
+    """Give GPUs to trainer ranks and engines.  Raises ConfigError: too few of them, or what cannot work with these."""
+    ranks, engines = _wanted(config)
+    words = gpus.words
+    if not words:
+        _refuse_gpu_settings_without_gpu(config, gpus)
+        return GpuMap()
+    _refuse_parts_that_cannot_meet(ranks, engines, words)
+    if _can_share(config, len(words)):
+        _refuse_shared_without_bound(config, gpus)
+        words = gpus.words * 2
+    if ranks + sum(engines) > len(words):
+        raise ConfigError(_shortage(config, gpus))
+    trainer = {f"trainer-{rank}": (words[rank],) for rank in range(ranks)}
+    workers: dict[str, tuple[str, ...]] = {}
+    place = ranks
+    for replica, each in enumerate(engines):
+        workers[f"generator-{replica}"] = words[place : place + each]
+        place += each
+    source = words[0] if ranks else CPU
+    transport = choose_transport(config.weights.transport, source, workers or {"generator-0": (CPU,)})
+    return GpuMap(trainer | workers, words[place:], transport)
+
+
+def describe_gpus(gpu_map: GpuMap) -> str:
+    """One line: who has which."""
+    who = [f"{name}: {','.join(words)}" for name, words in gpu_map.devices.items()]
+    spare = [f"left over: {','.join(gpu_map.spare)}"] if gpu_map.spare else []
+    return "; ".join((*who, *spare))
+
+
+def _wanted(config: Config) -> tuple[int, list[int]]:
+    """GPUs of the trainer, and of each engine that uses one."""
+    ranks = config.trainer.num_ranks if config.trainer.device != "cpu" else 0
+    generation = config.generation
+    return ranks, [generation.tensor_parallel] * generation.num_replicas if generation.engine == "vllm" else []
+
+
+def _refuse_gpu_settings_without_gpu(config: Config, gpus: VisibleGpus) -> None:
+    if config.trainer.device == "cuda":
+        raise ConfigError(
+            f"trainer.device='cuda' needs {config.trainer.num_ranks} GPU(s), {gpus.describe()}; legal: 'auto', 'cpu', "
+            "or a torch for CUDA on a machine with GPUs"
+        )
+    choose_transport(config.weights.transport, CPU, {"generator-0": (CPU,)})
+
+
+def _refuse_parts_that_cannot_meet(ranks: int, engines: list[int], words: tuple[str, ...]) -> None:
+    if any(word.startswith(MIG) for word in words) and (ranks > 1 or any(each > 1 for each in engines)):
+        raise ConfigError(
+            f"trainer.num_ranks={ranks} and generation.tensor_parallel={max(engines, default=1)} on parts of a GPU "
+            f"({words[0]}, …): NCCL does not connect parts; legal: 1 of each, or whole GPUs"
+        )
+
+
+def _can_share(config: Config, num_gpus: int) -> bool:
+    """The only shortage that can work: one trainer rank beside one engine."""
+    ranks, engines = _wanted(config)
+    return num_gpus == ranks == sum(engines) == 1
+
+
+def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
+    if config.generation.kv_cache_bytes is None:
+        raise ConfigError(
+            f"generation.kv_cache_bytes is not given, and trainer and engine share the one GPU, {gpus.describe()}: "
+            "neither can measure what the other will take; set it to what is left beside the weights of both, the "
+            "optimiser and activations (`rlhpc check` adds up the trainer's), such as "
+            "generation.kv_cache_bytes=4_294_967_296"
+        )
+
+
+def _shortage(config: Config, gpus: VisibleGpus) -> str:
+    ranks, engines = _wanted(config)
+    generation = config.generation
+    wants = [f"trainer.num_ranks={ranks}"] if ranks else []
+    if engines:
+        wants += [f"generation.num_replicas={len(engines)} × generation.tensor_parallel={generation.tensor_parallel}"]
+    return (
+        f"{' + '.join(wants)} need {ranks + sum(engines)} GPUs, {gpus.describe()}; "
+        f"{_what_fits(config, len(gpus.words))}; for a run on Slurm: rlhpc check --site SITE.toml, rlhpc submit"
+    )
+
+
+def _what_fits(config: Config, num_gpus: int) -> str:
+    """The change that leaves most as it is and fits."""
+    for change in _changes(config, num_gpus):
+        changed = _changed(config, change)
+        ranks, engines = _wanted(changed)
+        shares = _can_share(changed, num_gpus) and changed.generation.kv_cache_bytes is not None
+        if (ranks + sum(engines) <= num_gpus or shares) and _is_legal(changed):
+            return "would fit: " + " ".join(f"{key}={_toml(value)}" for key, value in change.items())
+    if num_gpus == 1:
+        return (
+            "would fit: trainer.num_ranks=1 generation.num_replicas=1 generation.tensor_parallel=1, which share it, "
+            "with generation.kv_cache_bytes"
+        )
+    return "no smaller layout fits"
+
+
+def _changes(config: Config, num_gpus: int) -> Iterator[dict[str, object]]:
+    """Fewer engines, fewer ranks, both; the trainer on CPU where only the engine fits."""
+    replicas, ranks = config.generation.num_replicas, config.trainer.num_ranks
+    for fewer in range(replicas - 1, 0, -1):
+        yield {"generation.num_replicas": fewer}
+    for fewer_ranks in range(ranks - 1, 0, -1):
+        for fewer in range(replicas, 0, -1):
+            change: dict[str, object] = {"trainer.num_ranks": fewer_ranks}
+            yield change | ({"generation.num_replicas": fewer} if fewer < replicas else {})
+    yield {"trainer.device": "cpu"}
+
+
+def _changed(config: Config, change: Mapping[str, object]) -> Config:
+    updates: dict[str, dict[str, object]] = {}
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        updates.setdefault(section, {})[name] = value
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=values) for section, values in updates.items()}
+    )
+
+
+def _is_legal(config: Config) -> bool:
+    try:
+        for rule in RULES:
+            rule(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _toml(value: object) -> str:
+    return str(value)

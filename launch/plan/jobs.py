@@ -1,0 +1,304 @@
+"""Which Slurm jobs a run consists of, and what each requests.  Pure.
+
+Input: Config, Site, RunLayout.  Output: JobPlan.  Component 0 is the controller, which runs in the batch step without
+srun; then trainer, generators, reward services.  A task is one process: a trainer rank, an engine replica, a service.
+Submits nothing and touches no file; script.py writes the scripts, report.py what people and programs read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.plan.shape import Shape, generation_shape, rewards_shape, trainer_shape
+from launch.plan.site_file import (
+    ClusterConfig,
+    CommonConfig,
+    GpuConfig,
+    GpuRequest,
+    Placement,
+    PrologueConfig,
+    RewardsConfig,
+    Site,
+)
+from launch.plan.site_values import slurm_time
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError
+from rlhpc.run_layout import RunLayout
+
+CONTROLLER_CPUS = 2  # its loop, and one more for segments and TensorBoard
+CPUS_PER_GPU = 4  # a trainer rank has its writer of checkpoints, an engine its scheduler and tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Where and for how long a component runs; None: the site's default."""
+
+    time_s: int
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleShare:
+    """Processes of one role in one component: all of them, or those of one array task."""
+
+    role: str  # as `python -m rlhpc.roles` calls it
+    num_processes: int
+    first_replica: int = 0  # of the whole job; numbers go on over array tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A part of a job with nodes of its own.  Sizes are those of one array task where the job is an array."""
+
+    name: str  # a section of the site file
+    roles: tuple[RoleShare, ...]
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_task: int
+    memory_gib_per_task: int | None  # None: what the partition gives; 0: all of the node
+    allocation: Allocation
+    gpu_request: GpuRequest = "gres"
+    gres_type: str | None = None
+    runs_in_batch_step: bool = False  # no srun: the supervisor starts its processes itself
+    hides_gpus: bool = False  # its processes are on CPU, also where the node has GPUs
+
+    @property
+    def num_tasks(self) -> int:
+        """As Slurm counts them."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Asked for, not there."""
+        return self.tasks_per_node * self.gpus_per_task
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one sbatch submits: several components are a heterogeneous job."""
+
+    name: str  # also of its script
+    components: tuple[Component, ...]
+    array_size: int | None = None  # None: no array
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """All jobs of a run, or those that are added to it."""
+
+    run_name: str
+    layout: RunLayout
+    placement: Placement
+    cluster: ClusterConfig
+    prologue: PrologueConfig
+    jobs: tuple[Job, ...]
+    is_elastic: bool = False  # added to a run whose plan is another
+
+    @property
+    def plan_file(self) -> Path:
+        """This plan as JSON, for the supervisor."""
+        return self.layout.scripts / f"{self.jobs[0].name}.json" if self.is_elastic else self.layout.job_plan
+
+    @property
+    def log_directory(self) -> Path:
+        """Logs of batch steps; whoever submits makes it."""
+        return self.layout.logs / "slurm"
+
+
+def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
+    """Lay out the jobs of a run.
+
+    Raises ConfigError naming key, value and what is legal: sizes that do not divide, a time limit that is missing,
+    components of one job that end at different times, a run directory outside cluster.shared_directory or with
+    characters that Slurm replaces, sockets or weights that reach one machine only.
+    """
+    cluster = _cluster_of(site)
+    _refuse_one_machine(config)
+    _refuse_directory(layout, cluster)
+    if cluster.placement == "hetjob":
+        components = _components(config, site)
+        _refuse_different_times(components)
+        jobs: tuple[Job, ...] = (Job("hetjob", components),)
+    else:
+        jobs = tuple(_single_job(component, site) for component in _components(config, site))
+    return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """Generators to add: an array of tasks with one replica each."""
+
+    name: str  # of the job
+    num_generators: int
+    first_replica: int
+    placement: Placement  # of the run that they join
+    partition: str | None = None  # instead of the site file's
+    time_s: int | None = None  # likewise
+
+
+def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic) -> JobPlan:
+    """Lay out generators that join a run, each of the size of the planned ones.
+
+    Raises ConfigError: as plan_jobs does of its generators.
+    """
+    cluster = _cluster_of(site)
+    _refuse_one_machine(config)
+    _refuse_directory(layout, cluster)
+    one = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 1})})
+    section = site.generation.model_copy(update={"nodes": None})
+    share = RoleShare("generator", 1, wanted.first_replica)
+    component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)
+    allocation = component.allocation
+    allocation = replace(
+        allocation, partition=wanted.partition or allocation.partition, time_s=wanted.time_s or allocation.time_s
+    )
+    job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
+    return JobPlan(config.run.name, layout, wanted.placement, cluster, site.prologue, (job,), is_elastic=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- components
+
+
+def _components(config: Config, site: Site) -> tuple[Component, ...]:
+    trainer, generator = trainer_shape(config, site.trainer), generation_shape(config, site.generation)
+    components = (
+        _controller(config, site),
+        replace(
+            _gpu_component("trainer", RoleShare("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
+            hides_gpus=config.trainer.device == "cpu",
+        ),
+        _gpu_component(
+            "generation", RoleShare("generator", generator.num_tasks), generator, site.generation, site.common
+        ),
+    )
+    return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
+
+
+def _controller(config: Config, site: Site) -> Component:
+    """One task: the batch step, with the reward services in it where they have no nodes of their own."""
+    beside = config.rewards.num_replicas if site.rewards is None else 0
+    derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
+    return Component(
+        name="controller",
+        roles=(RoleShare("controller", 1), *((RoleShare("reward", beside),) if beside else ())),
+        nodes=1,
+        tasks_per_node=1,
+        cpus_per_task=site.controller.cpus_per_task or derived,
+        gpus_per_task=0,
+        memory_gib_per_task=site.controller.memory_gib_per_task,
+        allocation=_allocation("controller", site.controller, site.common),
+        runs_in_batch_step=True,
+    )
+
+
+def _gpu_component(name: str, share: RoleShare, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:
+    each, memory = max(shape.gpus_per_task, 1), section.memory_gib_per_gpu
+    return Component(
+        name=name,
+        roles=(share,),
+        nodes=shape.nodes,
+        tasks_per_node=shape.tasks_per_node,
+        cpus_per_task=each * (section.cpus_per_gpu or CPUS_PER_GPU),
+        gpus_per_task=shape.gpus_per_task,
+        memory_gib_per_task=None if memory is None else each * memory,
+        allocation=_allocation(name, section, common),
+        gpu_request=section.gpu_request,
+        gres_type=section.gres_type,
+    )
+
+
+def _rewards(config: Config, section: RewardsConfig, common: CommonConfig) -> Component:
+    shape = rewards_shape(config, section)
+    return Component(
+        name="rewards",
+        roles=(RoleShare("reward", shape.num_tasks),),
+        nodes=shape.nodes,
+        tasks_per_node=shape.tasks_per_node,
+        cpus_per_task=section.cpus_per_task or _reward_cpus(config),
+        gpus_per_task=0,
+        memory_gib_per_task=section.memory_gib_per_task,
+        allocation=_allocation("rewards", section, common),
+    )
+
+
+def _reward_cpus(config: Config) -> int:
+    return config.rewards.workers_per_replica + 1  # the service itself does little but wait
+
+
+def _allocation(name: str, section: CommonConfig, common: CommonConfig) -> Allocation:
+    """A key that the section does not have is taken from [common]."""
+    keys = CommonConfig.model_fields
+    values = {key: getattr(section if key in section.model_fields_set else common, key) for key in keys}
+    time_s = values.pop("time")
+    if time_s is None:
+        raise ConfigError(f"{name}.time: missing in the site file, and common.time too; a job needs a time limit")
+    return Allocation(time_s=time_s, **values)
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+
+def _single_job(component: Component, site: Site) -> Job:
+    """One job of one component.  Generators are an array: a replica each, or a node each where nodes are whole."""
+    if component.name != "generation":
+        return Job(component.name, (component,))
+    is_whole = component.allocation.exclusive or site.generation.nodes is not None
+    tasks = component.tasks_per_node if is_whole else 1
+    part = replace(component, roles=(RoleShare("generator", tasks),), nodes=1, tasks_per_node=tasks)
+    return Job(component.name, (part,), array_size=component.num_tasks // tasks)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _cluster_of(site: Site) -> ClusterConfig:
+    if site.cluster is None:
+        raise ConfigError("cluster: missing in the site file; jobs need at least cluster.shared_directory")
+    return site.cluster
+
+
+def _refuse_one_machine(config: Config) -> None:
+    """Components have nodes of their own, so nothing may count on a common machine."""
+    if config.transport.kind == "ipc":
+        raise ConfigError("transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'")
+    if config.weights.transport == "ipc":
+        raise ConfigError(
+            "weights.transport='ipc' needs trainer and generators on the same GPUs, and a job has them on different "
+            "nodes; legal: 'auto', 'gloo', 'nccl', 'disk'"
+        )
+
+
+def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
+    root, shared = layout.root, cluster.shared_directory
+    if not root.is_relative_to(shared):
+        raise ConfigError(
+            f"run.directory={str(root)!r} does not lie in cluster.shared_directory={str(shared)!r}: other nodes would "
+            f"not see it; legal: a path such as {str(shared / 'runs' / layout.root.name)!r}"
+        )
+    strange = re.search(r"[^\w./+@,:=-]", str(root))
+    if strange:
+        raise ConfigError(
+            f"run.directory={str(root)!r}: {strange[0]!r} is not taken by sbatch as it stands; legal: letters, digits "
+            "and ./+@,:=_-"
+        )
+
+
+def _refuse_different_times(components: tuple[Component, ...]) -> None:
+    """A component whose time is over dies alone, and the others would wait for it without end."""
+    first = components[0].allocation.time_s
+    for component in components[1:]:
+        if component.allocation.time_s != first:
+            raise ConfigError(
+                f"{component.name}.time={slurm_time(component.allocation.time_s)!r} differs from "
+                f"controller.time={slurm_time(first)!r}: components of a heterogeneous job end together; legal: one "
+                "time for all (common.time), or cluster.placement='jobs'"
+            )

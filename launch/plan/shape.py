@@ -1,0 +1,97 @@
+"""How the processes of a run are distributed over nodes.
+
+Input: Config and a section of the site file.  Output: Shape: the same number of tasks on every node.  A number of tasks
+that cannot be divided evenly is refused; `nodes` in the site file spreads tasks over more nodes than necessary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.plan.site_file import GpuConfig, RewardsConfig
+from rlhpc.config import Config
+from rlhpc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tasks of a component: nodes × tasks_per_node, gpus_per_task each."""
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_task: int
+
+    @property
+    def num_tasks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.tasks_per_node
+
+
+def trainer_shape(config: Config, section: GpuConfig) -> Shape:
+    """A rank a task, a GPU a rank.  Raises ConfigError: ranks do not fill nodes, or a tensor group crosses them."""
+    trainer = config.trainer
+    if trainer.device == "cuda" and section.gpus_per_node is None:
+        raise ConfigError("trainer.gpus_per_node: missing in the site file; trainer.device='cuda' needs GPUs")
+    on_gpu = trainer.device != "cpu" and section.gpus_per_node is not None
+    most = section.gpus_per_node if on_gpu else None
+    nodes = _nodes("trainer.num_ranks", trainer.num_ranks, most, section.nodes, "trainer")
+    ranks = trainer.num_ranks // nodes
+    tensor = trainer.tensor_parallel
+    if ranks % tensor and tensor % ranks:
+        raise ConfigError(
+            f"trainer.tensor_parallel={tensor} with {ranks} ranks on each of {nodes} nodes: groups that share every "
+            "matrix would lie across nodes unevenly; legal: a divisor or a multiple of the ranks of a node"
+        )
+    return Shape(nodes, ranks, 1 if on_gpu else 0)
+
+
+def generation_shape(config: Config, section: GpuConfig) -> Shape:
+    """A replica a task, tensor_parallel GPUs each, on one node.  Raises ConfigError: they do not fill nodes."""
+    generation, gpus = config.generation, section.gpus_per_node
+    each = generation.tensor_parallel
+    if generation.engine != "vllm" or gpus is None:
+        if each > 1:
+            raise ConfigError(
+                f"generation.gpus_per_node: missing in the site file; generation.tensor_parallel={each} needs GPUs"
+            )
+        nodes = _nodes("generation.num_replicas", generation.num_replicas, None, section.nodes, "generation")
+        return Shape(nodes, generation.num_replicas // nodes, 0)
+    if each > gpus:
+        raise ConfigError(
+            f"generation.tensor_parallel={each} is more than generation.gpus_per_node={gpus} of the site file: a "
+            f"replica lies on one node; legal: up to {gpus}"
+        )
+    nodes = _nodes("generation.num_replicas", generation.num_replicas, gpus // each, section.nodes, "generation")
+    return Shape(nodes, generation.num_replicas // nodes, each)
+
+
+def rewards_shape(config: Config, section: RewardsConfig) -> Shape:
+    """A service a task.  Raises ConfigError: they do not fill the nodes that the site file gives."""
+    replicas = config.rewards.num_replicas
+    nodes = _nodes("rewards.num_replicas", replicas, None, section.nodes, "rewards")
+    return Shape(nodes, replicas // nodes, 0)
+
+
+def _nodes(key: str, tasks: int, most: int | None, given: int | None, section: str) -> int:
+    """Nodes for this number of tasks, at most `most` on one (None: no bound)."""
+    if given is not None:
+        if tasks % given:
+            legal = ", ".join(
+                str(n) for n in range(1, tasks + 1) if tasks % n == 0 and (not most or tasks // n <= most)
+            )
+            raise ConfigError(f"{section}.nodes={given} of the site file does not divide {key}={tasks}; legal: {legal}")
+        if most is not None and tasks // given > most:
+            raise ConfigError(
+                f"{key}={tasks} on {section}.nodes={given} of the site file are {tasks // given} a node, where "
+                f"{section}.gpus_per_node leaves room for {most}; legal: {-(-tasks // most)} nodes or more"
+            )
+        return given
+    if most is None or tasks <= most:
+        return 1
+    if tasks % most:
+        spread = next(n for n in range(-(-tasks // most), tasks + 1) if tasks % n == 0)
+        raise ConfigError(
+            f"{key}={tasks} does not fill nodes of {most} ({section}.gpus_per_node of the site file); legal: a "
+            f"multiple of {most}, up to {most}, or {section}.nodes={spread} in the site file ({tasks // spread} a node)"
+        )
+    return tasks // most

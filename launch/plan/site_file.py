@@ -1,0 +1,266 @@
+"""The site file: where runs run.  Partitions, GPUs, time limits, accounts, and what has to be loaded on a node.
+
+Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists
+all.  Keys have the same meaning as in Slurm; what a run needs of them is derived from its run file (jobs/job_plan.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
+from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
+from rlhpc.errors import ConfigError
+
+# GiB that CUDA reports as the whole of a GPU, rounded down: less than the name says, which counts in GB.
+GPU_MEMORY_GIB = {
+    "a100-40": 39.3,
+    "a100-80": 79.1,
+    "h100": 79.1,
+    "h100-94": 93.0,
+    "h200": 139.7,
+    "b200": 178.0,
+    "gh200": 94.5,
+    "l4": 22.0,
+    "l40s": 44.3,
+    "a40": 44.3,
+    "a6000": 47.4,
+    "rtx4090": 23.5,
+    "v100-16": 15.7,
+    "v100-32": 31.7,
+}
+
+GpuRequest = Literal["gres", "gpus-per-node", "gpus-per-task"]
+Placement = Literal["hetjob", "jobs"]
+Continuation = Literal["requeue", "successor"]
+MailEvent = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT_90", "ALL"]
+
+
+class ClusterConfig(Section):
+    """[cluster]: what holds for the whole run."""
+
+    name: Word = "cluster"
+    """Name of the cluster; appears in plans and scripts."""
+    shared_directory: LoosePath
+    """Absolute path shared by login and compute nodes; run directories must lie in it."""
+    placement: Placement = "hetjob"
+    """hetjob: one heterogeneous job, all or nothing.  jobs: one job per role, generators an array, in any order."""
+    mail: Word | None = None
+    """Address that Slurm writes to."""
+    mail_events: Several[MailEvent] = ("END", "FAIL")
+    """Events that Slurm reports by mail; none without `mail`."""
+    warn_s: Positive = 600
+    """Seconds before the time limit at which Slurm signals the batch step; at most a quarter of the limit, and no
+    signal in a job shorter than five minutes."""
+    continuation: Continuation = "requeue"
+    """requeue: a job is requeued before its time limit.  successor: the next job is submitted ahead, to begin when this
+    one ends, for sites that forbid requeue."""
+    max_retries: NonNegative = 5
+    """Consecutive failed attempts before the run is given up; a new checkpoint resets the count."""
+    meet_s: Positive = 1800
+    """Seconds that a role waits for the other roles, before it reports which are missing and exits."""
+    stall_s: Positive = 3600
+    """Seconds without an optimiser step after which a run reports the cause and frees its nodes."""
+
+    @model_validator(mode="after")
+    def _path_is_absolute(self) -> Self:
+        if not self.shared_directory.is_absolute():
+            raise ValueError(f"shared_directory={str(self.shared_directory)!r}: legal: an absolute path")
+        return self
+
+
+class CommonConfig(Section):
+    """[common]: keys that hold for every component whose own section does not say otherwise."""
+
+    partition: Word | None = None
+    """Partition, or several with commas; none: the cluster's default."""
+    time: Walltime | None = None
+    """Time limit: minutes, or text such as "4:00:00" or "2-12:00:00".  A plan needs it."""
+    account: Word | None = None
+    """Account that is charged."""
+    qos: Word | None = None
+    """Quality of service."""
+    constraint: Word | None = None
+    """Features that nodes must have, in Slurm's syntax: "ib&nvme"."""
+    reservation: Word | None = None
+    """Reservation to run in."""
+    exclusive: bool = False
+    """Whole nodes for this component alone."""
+    extra: Several[Directive] = ()
+    """More directives, verbatim: "--licenses=x:1".  Directives that a key or the plan sets are refused."""
+
+
+class ControllerConfig(CommonConfig):
+    """[controller]: one task without a GPU, on the node where the batch step runs."""
+
+    cpus_per_task: Positive | None = None
+    """CPU cores of one task; none: from the run file."""
+    memory_gib_per_task: NonNegative | None = None
+    """GiB (2^30 bytes) of host memory of one task; 0: all of the node; none: what the partition gives."""
+
+
+class RewardsConfig(ControllerConfig):
+    """[rewards]: reward services, without GPUs.  Without this section they run beside the controller."""
+
+    nodes: Positive | None = None
+    """Nodes; none: one."""
+
+
+class GpuConfig(CommonConfig):
+    """[trainer], [generation]: the processes that compute.  A task is a trainer rank, or a replica of the engine."""
+
+    gpu: str | None = None
+    """Name of the GPU; GPU_MEMORY_GIB lists those whose memory is known."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of one GPU in GiB (2^30 bytes), as torch.cuda.get_device_properties reports it; none: from the name."""
+    gpus_per_node: Positive | None = None
+    """GPUs of one node; none: no GPU is asked for."""
+    gpu_request: GpuRequest = "gres"
+    """How GPUs are requested at this site: --gres=gpu:TYPE:N, --gpus-per-node or --gpus-per-task."""
+    gres_type: Word | None = None
+    """TYPE in that request, as `sinfo -o %G` shows it; none: any GPU of the partition."""
+    nodes: Positive | None = None
+    """Nodes; none: as few as the tasks need."""
+    cpus_per_gpu: Positive | None = None
+    """CPU cores for each GPU of a task, at least for one; none: 4."""
+    memory_gib_per_gpu: NonNegative | None = None
+    """GiB of host memory for each GPU, at least for one; 0: all of the node; none: the partition's default."""
+
+    @property
+    def memory_gib(self) -> float:
+        """Of one GPU, as given or of the named GPU.  Raises ConfigError: the site file says neither."""
+        if self.gpu_memory_gib is None and self.gpu is None:
+            raise ConfigError("gpu: missing in a section of the site file; without it no memory is known")
+        return self.gpu_memory_gib or GPU_MEMORY_GIB[str(self.gpu)]
+
+    @model_validator(mode="after")
+    def _memory_is_known(self) -> Self:
+        if self.gpu_memory_gib is None and self.gpu is not None and self.gpu not in GPU_MEMORY_GIB:
+            raise ValueError(
+                f"gpu={self.gpu!r}: its memory is not known here; give gpu_memory_gib, or one of "
+                f"{', '.join(sorted(GPU_MEMORY_GIB))}"
+            )
+        return self
+
+
+class PrologueConfig(Section):
+    """[prologue]: what a node needs before a process of the run starts.  One of venv, conda and image, or none."""
+
+    modules: Several[Word] = ()
+    """Loaded in this order."""
+    module_purge: bool = False
+    """Unload what the submitting shell had loaded; not where Slurm itself is a module."""
+    venv: LoosePath | None = None
+    """Virtual environment to activate; on the shared directory."""
+    conda: LoosePath | None = None
+    """Prefix of the conda installation, the directory with etc/profile.d/conda.sh."""
+    conda_environment: str | None = None
+    """Environment of it: a name, or a path."""
+    image: LoosePath | None = None
+    """Apptainer image in which the roles run; the supervisor of the job runs outside."""
+    binds: Several[Bind] = ()
+    """More directories for the image, in Apptainer's syntax; the shared directory is always there."""
+    code: LoosePath | None = None
+    """Checkout whose packages go on PYTHONPATH; none: they are installed in venv or conda.  An image needs it."""
+    python: Word = "python3"
+    """Interpreter of the supervisor, 3.9 or newer; of the roles too, unless they run in an image."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """Variables to set; $NAME in a value is expanded on the node of the batch step."""
+    nccl_interface: Interface | None = None
+    """Network interface for NCCL, gloo and our own sockets, such as "ib0"; none: they choose."""
+    commands: Several[ShellLine] = ()
+    """Lines of bash, verbatim, after everything else; one whose status is not 0 ends the job."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        chosen = [key for key in ("venv", "conda", "image") if getattr(self, key) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{chosen[1]}={str(getattr(self, chosen[1]))!r}: together with {chosen[0]}; legal: one")
+        if self.conda_environment is not None and self.conda is None:
+            raise ValueError(f"conda_environment={self.conda_environment!r}: needs conda")
+        if self.image is not None and self.code is None:
+            raise ValueError("code: missing; with an image, the supervisor runs outside and needs the checkout's path")
+        for key in ("venv", "conda", "image", "code"):
+            path = getattr(self, key)
+            if path is not None and not path.is_absolute():
+                raise ValueError(f"{key}={str(path)!r}: legal: an absolute path")
+        return self
+
+
+class Site(Section):
+    """A whole site file.  `rlhpc check --site` needs trainer and generation, a plan needs cluster too."""
+
+    cluster: ClusterConfig | None = None
+    common: CommonConfig = CommonConfig()
+    controller: ControllerConfig = ControllerConfig()
+    trainer: GpuConfig
+    generation: GpuConfig
+    rewards: RewardsConfig | None = None
+    prologue: PrologueConfig = PrologueConfig()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "cluster": ClusterConfig,
+    "common": CommonConfig,
+    "controller": ControllerConfig,
+    "trainer": GpuConfig,
+    "generation": GpuConfig,
+    "rewards": RewardsConfig,
+    "prologue": PrologueConfig,
+}
+
+
+def load_site(path: Path) -> Site:
+    """Read a site file.  Raises ConfigError: missing, not TOML, unknown key, wrong type, a GPU of unknown memory."""
+    try:
+        return Site.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such site file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory, not a site file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    except ValidationError as error:
+        lines = [f"{path}: {_explain(detail)}" for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def legal_keys(section: str) -> list[str]:
+    """Keys of a section, its own first, then those that it shares with others."""
+    if not section:
+        return list(Site.model_fields)
+    fields = list(SECTIONS[section].model_fields)
+    shared = list(CommonConfig.model_fields) if section != "common" else []
+    return [name for name in fields if name not in shared] + [name for name in fields if name in shared]
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One line for one fault, in the words of the site file."""
+    place = tuple(str(part) for part in detail["loc"] if part != "[key]")
+    key, value, kind = ".".join(place), detail["input"], detail["type"]
+    if kind == "extra_forbidden":
+        names = legal_keys(place[0] if len(place) > 1 else "")
+        close = difflib.get_close_matches(place[-1], names, n=1)
+        return f"{key}={value!r}: unknown key; legal: {', '.join(names)}" + (
+            f" (did you mean {close[0]}?)" if close else ""
+        )
+    if kind == "missing":
+        return f"{key}: missing; it has no default"
+    if kind == "value_error":
+        # A rule over several keys of a section names its key itself.
+        return f"{key}.{_cause(detail)}" if len(place) == 1 else f"{key}={value!r}: {_cause(detail)}"
+    if kind == "literal_error":
+        return f"{key}={value!r}: illegal; legal: {detail['ctx']['expected']}"
+    if kind == "string_pattern_mismatch":
+        return f"{key}={value!r}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
+    return f"{key}={value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _cause(detail: ErrorDetails) -> Any:
+    return detail["ctx"]["error"]

@@ -1,0 +1,106 @@
+"""Begin an attempt of a run whose jobs are running: `python -m launch.run_directory.begin_attempt`.
+
+Runs in the roles' Python environment, called by the supervisor of the controller's job while no role of an earlier
+attempt is alive.  Clears the rendezvous directories, makes new keys, finds the checkpoint to resume from, and writes
+attempt.json last: whoever reads that file finds everything else.  Prints its content as its last line.
+A damaged checkpoint is set aside and the previous one is used, because nobody can be asked; the run ends if none is
+sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.plan.processes import plan_run
+from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
+from launch.run_directory.inputs import refuse_other_inputs
+from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
+from launch.run_files.job_records import generator_numbers
+from launch.run_files.run_state import read_attempt
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.files import write_atomically
+from rlhpc.ownership import take_over
+from rlhpc.run_layout import RunLayout
+
+EXIT_USER, EXIT_FAULT, EXIT_FENCED = 2, 3, 4
+
+
+class FencedError(RlhpcError):
+    """A later supervisor has taken the run over: the caller is stale."""
+
+
+def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
+    """Begin the next attempt; returns attempt.json.
+
+    Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset differ
+    from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
+    FencedError: a later job, or a later life of this one, owns the run.
+    """
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    if layout.summary.exists():
+        raise RunDirectoryError(f"{layout.root}: the run is complete")
+    known = read_attempt(layout)
+    if known is not None and known.owner > (job_id, restart):
+        raise FencedError(
+            f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
+            "later than this one"
+        )
+    config, _ = read_resolved(layout)
+    refuse_other_inputs(config, layout, may_lack_weights=True)
+    index = num_attempts(layout)
+    owner = take_over(layout, index, job_id=job_id, restart=restart).owner
+    choice = choose(layout, NEWEST, _unheard)
+    aside = put_aside(choice, _unheard)
+    attempt = Attempt(index, choice.step, owner)
+    clear_rendezvous(layout)
+    mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
+    note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
+    document = {
+        "attempt": attempt.index,
+        "resume_step": attempt.resume_step,
+        "fence": attempt.owner,
+        "job_id": job_id,
+        "restart": restart,
+        "host": socket.gethostname(),
+        "unix_time_s": time.time(),
+        "set_aside": aside,
+    }
+    write_atomically(layout.attempt, json.dumps(document).encode())
+    return document
+
+
+def _unheard(line: str) -> None:
+    """Ignore the message: attempt.json lists what was set aside, and the supervisor reports it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 2: a retry would not help.  3: it might.  4: a later supervisor has taken the run over."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.run_directory.begin_attempt", description="Begin an attempt of a run."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--job-id", type=int, required=True, help="Slurm's id of this job")
+    parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
+    options = parser.parse_args(arguments)
+    try:
+        document = begin_attempt(RunLayout(options.run_dir), job_id=options.job_id, restart=options.restart)
+    except (RlhpcError, OSError) as error:
+        sys.stderr.write(f"rlhpc: {error}\n")
+        if isinstance(error, OSError | UnreadableCheckpoint):
+            return EXIT_FAULT
+        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_USER
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

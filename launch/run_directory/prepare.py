@@ -1,0 +1,319 @@
+"""The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
+
+Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
+machine, whose launcher counts attempts, or Slurm jobs, the first of which does (jobs/begin_attempt.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.plan.processes import RunPlan
+from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
+from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
+from launch.run_directory.owner import OWN_FILES, own_run, refuse_launcher
+from launch.run_files.job_records import read_records
+from launch.run_files.run_state import saved_step
+from launch.slurm.queue import look_at_jobs
+from rlhpc.config import Config
+from rlhpc.config_file import config_hash, read_resolved, write_resolved
+from rlhpc.errors import RunDirectoryError
+from rlhpc.ownership import take_over
+from rlhpc.run_layout import RunLayout
+
+log = logging.getLogger("rlhpc.run_directory")
+
+# A checkpoint depends on these: prompt order, weights, and a ledger whose groups were admitted under these bounds.
+FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
+    "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
+MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content recorded at the first start
+
+LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a run."""
+
+    index: int
+    resume_step: int | None  # None: from the beginning
+    owner: str = ""  # who may write to the run directory from now on (rlhpc/ownership.py)
+    changed: tuple[str, ...] = ()  # settings that differ from the previous attempt: "key: old → new"
+
+
+def prepare_run_dir(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> Attempt:
+    """Create the directory of a new run, or prepare an existing one for a resume; called by the launcher.
+
+    A resume may change settings except FIXED_BY_THE_FIRST_START; the changes are recorded with old and new value.
+    Raises RunDirectoryError: it exists and neither --resume nor --fresh was given; it does not exist and --resume was;
+    the run is alive; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
+    """
+    exists = _look(layout, resume=resume, fresh=fresh)
+    if resume:
+        renewal = _renewal(config, layout)
+        index = num_attempts(layout)
+        owner = take_over(layout, index).owner  # from here on no earlier attempt can change what is read next
+        choice = choose(layout, resume_from, tell)
+        _refuse_shorter(config, layout, choice.step or 0)
+        _take_up(config, layout, renewal)
+        aside = put_aside(choice, tell)
+        return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
+    if exists and fresh:
+        _delete_contents(layout)
+    _found(config, layout)
+    return note_attempt(layout, Attempt(0, None, take_over(layout, 0).owner))
+
+
+def prepare_run_dir_for_jobs(
+    config: Config,
+    layout: RunLayout,
+    *,
+    resume: bool,
+    fresh: bool,
+    resume_from: ResumePoint = NEWEST,
+    tell: Tell = log.info,
+) -> tuple[str, ...]:
+    """The same for a run whose jobs are about to be submitted; returns the settings that differ from before.
+
+    No attempt begins: the controller's job does that.  A directory in which no attempt ever began may be reused without
+    options.  Raises RunDirectoryError as prepare_run_dir does, and on resume of a run that is complete.
+    """
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
+        exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
+        if renewal is not None:
+            choice = choose(layout, resume_from, tell, read_up_to_bytes=LOGIN_NODE_BYTES)
+            _refuse_shorter(config, layout, choice.step or 0)
+            _take_up(config, layout, renewal)
+            put_aside(choice, tell)
+            return renewal.changed
+        if exists and fresh:
+            _delete_contents(layout)
+        if exists and not fresh:
+            _clear(layout)
+        _found(config, layout)
+        return ()
+
+
+def refuse_run_dir_for_jobs(
+    config: Config, layout: RunLayout, *, resume: bool, fresh: bool, resume_from: ResumePoint = NEWEST
+) -> tuple[bool, _Renewal | None]:
+    """Raise what prepare_run_dir_for_jobs would raise, except for damaged checkpoints, and change nothing.
+
+    Returns whether the directory has content, and what a resume records.
+    """
+    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
+    if not resume:
+        return exists, None
+    renewal = _renewal(config, layout)
+    if resume_from == NEWEST:
+        _refuse_complete(config, layout)
+        _refuse_shorter(config, layout, saved_step(layout))
+    return exists, renewal
+
+
+def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
+    """Make new keys for every process of this attempt; those of earlier attempts are no longer accepted.
+
+    others: names of generators that were added to the run's plan.
+    """
+    from rlhpc.transport.keys import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
+
+    shutil.rmtree(plan.layout.secrets, ignore_errors=True)
+    mint_run_keys(plan.layout.secrets, [*(process.name for process in plan.processes), *others])
+
+
+def num_attempts(layout: RunLayout) -> int:
+    """Number of attempts that have begun."""
+    return len(layout.attempts.read_text().splitlines()) if layout.attempts.exists() else 0
+
+
+def note_attempt(layout: RunLayout, attempt: Attempt, **more: Any) -> Attempt:
+    """Append the line of an attempt that begins; `more`: further keys."""
+    line = json.dumps(asdict(attempt) | more | {"host": socket.gethostname(), "unix_time_s": time.time()})
+    with layout.attempts.open("a") as file:
+        file.write(line + "\n")
+    return attempt
+
+
+def clear_rendezvous(layout: RunLayout) -> None:
+    """Delete the rendezvous files of earlier attempts and create missing directories."""
+    for directory in (layout.rendezvous, layout.weights):
+        shutil.rmtree(directory, ignore_errors=True)
+    layout.status.unlink(missing_ok=True)
+    _make(layout)
+
+
+def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = False) -> bool:
+    """Return whether the directory has content; refuse one that must not be taken over."""
+    if layout.root.is_symlink() and not layout.root.exists():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}, which does not exist: create it first"
+        )
+    entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
+    if not entries - OWN_FILES:
+        return False
+    refuse_launcher(layout)
+    _refuse_living_jobs(layout, must_know=for_jobs)
+    if not layout.config.exists() and not resume:
+        raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
+    if not resume and not fresh:
+        raise RunDirectoryError(
+            f"{layout.root} exists already; use --resume to continue it, --fresh to delete it and start over, "
+            "or choose another run.name"
+        )
+    if fresh and layout.root.is_symlink():
+        raise RunDirectoryError(
+            f"{layout.root} is a link to {layout.root.resolve()}: --fresh deletes nothing through a link; delete that "
+            "directory's content by hand, or choose another run.name"
+        )
+    owner = layout.root.stat().st_uid
+    if fresh and owner != os.geteuid():  # group write permission suffices to delete, and root may delete everything
+        raise RunDirectoryError(
+            f"{layout.root} belongs to the user with uid {owner}: --fresh deletes only your own runs; choose another "
+            "run.name"
+        )
+    return True
+
+
+def _found(config: Config, layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    write_resolved(config, layout, _commit())  # first: config.json is what makes this a run directory
+    write_inputs(layout, look_at_inputs(config))
+    _make(layout)
+
+
+def _refuse_living_jobs(layout: RunLayout, *, must_know: bool) -> None:
+    """must_know: False where Slurm may be missing; then a run without recent status counts as ended."""
+    look = look_at_jobs(record.job_id for record in read_records(layout))
+    living = sorted({row.job_id for row in look.rows if row.state.is_alive})
+    if living:
+        raise RunDirectoryError(
+            f"{layout.root}: jobs of this run are queued or running: {', '.join(map(str, living))}; "
+            f"`rlhpc stop {layout.root}` stops them"
+        )
+    silent_s = _age_s(layout.status)
+    if look.trouble and (must_know or silent_s < LIVES_ELSEWHERE_S):
+        raise RunDirectoryError(f"{layout.root}: jobs of this run may be queued or running: {look.trouble}")
+
+
+def _refuse_complete(config: Config, layout: RunLayout) -> None:
+    if layout.summary.exists() and config.run.num_steps <= read_resolved(layout)[0].run.num_steps:
+        raise RunDirectoryError(
+            f"{layout.root}: complete, {config.run.num_steps} steps; to continue, set run.num_steps=M with a larger M"
+        )
+
+
+def _refuse_shorter(config: Config, layout: RunLayout, step: int) -> None:
+    if step > config.run.num_steps:
+        raise RunDirectoryError(f"run.num_steps={config.run.num_steps}: {layout.root} is at step {step} already")
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since it was written; infinite if it does not exist."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _say_nothing(_: str) -> None:
+    """Ignore the progress message: the submission reports the result."""
+
+
+def _delete_contents(layout: RunLayout) -> None:
+    """Delete a run, except the files that show that its launcher is alive."""
+    for path in layout.root.iterdir():
+        if path.name in OWN_FILES:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    """What a resume records again."""
+
+    changed: tuple[str, ...]
+    inputs: Inputs
+
+
+def _renewal(config: Config, layout: RunLayout) -> _Renewal:
+    """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
+    if not layout.config.exists():
+        raise RunDirectoryError(f"{layout.root}: no run to resume; start it without --resume")
+    old, old_hash = read_resolved(layout)
+    changed = _difference(old, config) if config_hash(config) != old_hash else ()
+    may_move = MAY_MOVE if layout.inputs.exists() else ()
+    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
+    if fixed:
+        raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
+    return _Renewal(changed, refuse_other_inputs(config, layout))
+
+
+def _take_up(config: Config, layout: RunLayout, renewal: _Renewal) -> None:
+    """Record it, and delete what belongs to earlier attempts."""
+    write_inputs(layout, renewal.inputs)
+    if renewal.changed:
+        write_resolved(config, layout, _commit())
+    _clear(layout)
+
+
+def _clear(layout: RunLayout) -> None:
+    """Delete files of earlier attempts, none of which is alive."""
+    clear_rendezvous(layout)
+    for stale in (layout.summary, layout.attempt, layout.stop_request, layout.abort_request):
+        stale.unlink(missing_ok=True)
+    for request in layout.jobs.glob("*.yield"):
+        request.unlink(missing_ok=True)
+    layout.failures.unlink(missing_ok=True)  # the user has decided to try again
+
+
+def _make(layout: RunLayout) -> None:
+    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    for directory in (layout.rollouts, layout.checkpoints, layout.tensorboard, layout.logs):
+        directory.mkdir(exist_ok=True)
+    for directory in (layout.rendezvous, layout.weights):
+        directory.mkdir(exist_ok=True, mode=0o700)
+
+
+def _difference(old: Config, new: Config) -> tuple[str, ...]:
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return tuple(f"{key}: {before.get(key)!r} → {value!r}" for key, value in after.items() if before.get(key) != value)
+
+
+def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _commit() -> str:
+    """Commit of the running code, if it runs from a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

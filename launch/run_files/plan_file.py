@@ -1,0 +1,121 @@
+"""Read job_plan.json: which processes one job of a run starts.
+
+Input: the file written by launch/plan/report.py (docs/slurm.md, "Interface of the supervisor").  Output: JobPart.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import RlhpcError
+from rlhpc.run_layout import RunLayout
+
+SCHEMA = 2
+
+
+class PlanFileError(RlhpcError):
+    """A plan file is missing, has another schema, or does not contain the job."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Processes of one role in one component (per array task, if the job is an array)."""
+
+    role: str
+    num_processes: int
+    first_replica: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of a job."""
+
+    name: str
+    shares: tuple[Share, ...]
+    runs_in_batch_step: bool
+    srun: tuple[str, ...]  # size options
+    gpus_per_task: int
+    sees_own_gpus_alone: bool
+    python: tuple[str, ...]  # words before `-m rlhpc.roles`
+    environment: dict[str, str]  # set for its processes
+    defaults: dict[str, str]  # set unless already set
+
+    def share_of(self, role: str) -> Share:
+        """The processes of a role.  Raises PlanFileError if it has none here."""
+        for share in self.shares:
+            if share.role == role:
+                return share
+        raise PlanFileError(f"component {self.name} has no {role}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts in seconds, and the number of retries."""
+
+    meet_s: float  # for another role
+    stall_s: float  # without an optimiser step
+    max_retries: int  # consecutive failed attempts without a new checkpoint
+
+
+@dataclass(frozen=True)
+class JobPart:
+    """What one job starts, and the run that it belongs to."""
+
+    layout: RunLayout
+    path: Path  # of the plan file
+    placement: str
+    name: str
+    is_array: bool
+    parts: tuple[Part, ...]
+    limits: Limits
+    continuation: str  # "requeue" or "successor"
+    other_jobs: tuple[str, ...]  # names of the run's other planned jobs
+
+    @property
+    def hosts_controller(self) -> bool:
+        """True if the controller runs in this job."""
+        return any(share.role == "controller" for part in self.parts for share in part.shares)
+
+
+def read_plan(path: Path, job: str) -> JobPart:
+    """Read one job of a plan.  Raises PlanFileError with the file and the problem."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"{path}: {error}") from error
+    if document.get("schema") != SCHEMA:
+        raise PlanFileError(f"{path}: schema {document.get('schema')!r}; this supervisor reads {SCHEMA}")
+    jobs = {each["name"]: each for each in document["jobs"]}
+    if job not in jobs:
+        raise PlanFileError(f"{path}: no job {job!r}; legal: {', '.join(jobs)}")
+    try:
+        return JobPart(
+            layout=RunLayout(Path(document["run_directory"])),
+            path=path,
+            placement=document["placement"],
+            name=job,
+            is_array=jobs[job]["array_size"] is not None,
+            parts=tuple(_part(each) for each in jobs[job]["components"]),
+            limits=Limits(**document["limits"]),
+            continuation=document["continuation"],
+            other_jobs=tuple(name for name in jobs if name != job),
+        )
+    except (KeyError, TypeError) as error:
+        raise PlanFileError(f"{path}: {error!r} missing or unknown") from error
+
+
+def _part(document: dict[str, Any]) -> Part:
+    return Part(
+        name=document["name"],
+        shares=tuple(Share(**share) for share in document["roles"]),
+        runs_in_batch_step=document["runs_in_batch_step"],
+        srun=tuple(document["srun"]),
+        gpus_per_task=document["gpus_per_task"],
+        sees_own_gpus_alone=document["sees_own_gpus_alone"],
+        python=tuple(document["python"]),
+        environment=dict(document["environment"]),
+        defaults=dict(document["defaults"]),
+    )

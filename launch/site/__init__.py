@@ -1,1 +1,0 @@
-"""The site file: where runs run."""

@@ -1,0 +1,302 @@
+"""Properties of a cluster: partitions, nodes, accounts, reservations, settings.  Slurm is queried once.
+
+Input: the output of scontrol and sacctmgr.  Output: ClusterFacts.  Only `ask_cluster` runs commands; the rest is pure.
+Guarantees: what a site hides (PrivateData, no accounting) is empty or None here and listed in `hidden`, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from launch.slurm.commands import SlurmError, is_away, slurm
+from launch.slurm.values import duration_s
+
+_KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
+_DENIED = "Access/permission denied"  # PrivateData in slurm.conf
+_NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
+PATIENCE_S = 20.0  # with a slurmctld that is away for a moment
+_AWAY = ("UNKNOWN", "DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVAL", "FUTURE")
+
+
+@dataclass(frozen=True)
+class PartitionFacts:
+    """One partition; None means no limit, or no restriction of users."""
+
+    name: str
+    state: str  # UP, DOWN, DRAIN, INACTIVE
+    is_default: bool
+    max_time_s: int | None
+    max_nodes: int | None
+    min_nodes: int
+    max_cpus_per_node: int | None
+    allowed_accounts: tuple[str, ...] | None
+    denied_accounts: tuple[str, ...]
+    allowed_qos: tuple[str, ...] | None
+    denied_qos: tuple[str, ...]
+    preempt_mode: str  # OFF, REQUEUE, CANCEL, SUSPEND, …
+    needs_reservation: bool
+    is_root_only: bool
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node."""
+
+    name: str
+    partitions: frozenset[str]
+    cpus: int
+    memory_mib: int
+    gpus: Mapping[str, int]  # by type; "" where the site names none
+    features: frozenset[str]
+    state: str
+
+    @property
+    def is_up(self) -> bool:
+        """True if jobs start there, now or when others have ended."""
+        return not any(word in self.state for word in _AWAY)
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all types."""
+        return sum(self.gpus.values())
+
+
+@dataclass(frozen=True)
+class Association:
+    """An account that the user may charge."""
+
+    account: str
+    partition: str  # "": any
+    qos: tuple[str, ...]
+    max_submit: int | None
+
+
+@dataclass(frozen=True)
+class Qos:
+    """A quality of service."""
+
+    name: str
+    max_wall_s: int | None
+    max_submit: int | None
+    flags: str
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """All facts about a cluster, at one moment."""
+
+    version: tuple[int, int]
+    release: str
+    user: str
+    config: Mapping[str, str]  # of `scontrol show config`
+    clock_text: str  # slurmctld's local time when it was asked, "2026-01-31T12:00:00"
+    partitions: tuple[PartitionFacts, ...]
+    nodes: tuple[NodeFacts, ...]
+    reservations: tuple[str, ...]
+    associations: tuple[Association, ...] | None  # None: no accounting, or it does not answer
+    default_account: str
+    qos: tuple[Qos, ...]
+    hidden: frozenset[str] = frozenset()  # "partition", "node", "reservation": what the site shows to its staff alone
+
+    @property
+    def default_partition(self) -> str | None:
+        """The partition of a job that names none."""
+        return next((partition.name for partition in self.partitions if partition.is_default), None)
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """What accounting enforces: associations, limits, qos."""
+        words = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
+        words |= {"limits", "qos"} & words and {"associations"}
+        return frozenset(words)
+
+    def partition(self, name: str) -> PartitionFacts | None:
+        """By name; None: there is none."""
+        return next((partition for partition in self.partitions if partition.name == name), None)
+
+    def nodes_of(self, partition: str) -> tuple[NodeFacts, ...]:
+        """Those that the site shows."""
+        return tuple(node for node in self.nodes if partition in node.partitions)
+
+
+def ask_cluster(timeout_s: float = 30.0) -> ClusterFacts:
+    """Ask slurmctld, and the accounting where there is one.  Raises SlurmError: not installed, or no answer."""
+    hidden: set[str] = set()
+
+    def ask(*words: str, patience_s: float = PATIENCE_S) -> str:
+        return slurm(*words, timeout_s=timeout_s, patience_s=patience_s)
+
+    def show(kind: str, *options: str) -> str:
+        try:
+            return ask("scontrol", "show", kind, "--oneliner", *options)
+        except SlurmError as error:
+            if _DENIED not in str(error):
+                raise
+            hidden.add(kind)
+            return ""
+
+    try:
+        partitions = show("partition", "--all")
+        config = ask("scontrol", "show", "config")
+        nodes = show("node", "--all")
+        reservations = show("reservation")
+        release = ask("scontrol", "--version")
+    except SlurmError as error:
+        if "no such command" in str(error):
+            raise
+        why = "slurmctld does not answer" if is_away(error) else "Slurm cannot be queried"
+        raise SlurmError(f"{why}, so nothing could be checked ({error}); try again later") from None
+    settings = parse_config(config)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    accounts = _ask_accounts(partial(ask, patience_s=0.0), settings, user)
+    found = re.search(r"(\d+)\.(\d+)", release)
+    return ClusterFacts(
+        version=(int(found[1]), int(found[2])) if found else (0, 0),
+        release=release.split()[-1] if release.split() else "?",
+        user=user,
+        config=settings,
+        clock_text=config.partition("as of ")[2].split("\n", 1)[0].strip(),
+        partitions=parse_partitions(partitions),
+        nodes=parse_nodes(nodes),
+        reservations=tuple(record["ReservationName"] for record in records(reservations, "ReservationName")),
+        associations=None if accounts is None else parse_associations(accounts[0]),
+        default_account="" if accounts is None else accounts[1].strip().split("\n")[0],
+        qos=() if accounts is None else parse_qos(accounts[2]),
+        hidden=frozenset(hidden),
+    )
+
+
+def _ask_accounts(ask: Callable[..., str], settings: Mapping[str, str], user: str) -> tuple[str, str, str] | None:
+    """Three answers of sacctmgr; None without accounting, or if it is away: jobs are accepted nevertheless."""
+    if "slurmdbd" not in settings.get("AccountingStorageType", ""):
+        return None
+    show = ("sacctmgr", "--noheader", "--parsable2", "show")
+    try:
+        return (
+            ask(*show, "assoc", f"user={user}", f"cluster={settings.get('ClusterName', '')}",
+                "format=account,partition,qos,maxsubmitjobs"),
+            ask(*show, "user", user, "format=defaultaccount"),
+            ask(*show, "qos", "format=name,maxwall,maxsubmitjobsperuser,flags"),
+        )  # fmt: skip
+    except SlurmError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def records(text: str, first: str) -> list[dict[str, str]]:
+    """Lines of `scontrol --oneliner` as mappings; values may hold spaces.  Lines without the key `first` are left out.
+
+    A key that comes twice keeps its first value: later ones are words of a reason or of the system's name.
+    """
+    found = []
+    for line in text.splitlines():
+        marks = list(_KEY.finditer(line))
+        ends = [*(mark.start() for mark in marks[1:]), len(line)]
+        record: dict[str, str] = {}
+        for mark, end in zip(marks, ends):  # a line without a key has an end all the same
+            record.setdefault(mark[1], line[mark.end() : end].strip())
+        if first in record:
+            found.append(record)
+    return found
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """`scontrol show config`."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def parse_partitions(text: str) -> tuple[PartitionFacts, ...]:
+    """`scontrol show partition --oneliner`."""
+    return tuple(
+        PartitionFacts(
+            name=record["PartitionName"],
+            state=record.get("State", "UP"),
+            is_default=record.get("Default") == "YES",
+            max_time_s=duration_s(record.get("MaxTime", "")),
+            max_nodes=_number(record.get("MaxNodes", "")),
+            min_nodes=_number(record.get("MinNodes", "")) or 0,
+            max_cpus_per_node=_number(record.get("MaxCPUsPerNode", "")),
+            allowed_accounts=_everybody(record.get("AllowAccounts", "ALL")),
+            denied_accounts=_names(record.get("DenyAccounts", "")),
+            allowed_qos=_everybody(record.get("AllowQos", "ALL")),
+            denied_qos=_names(record.get("DenyQos", "")),
+            preempt_mode=record.get("PreemptMode", "OFF"),
+            needs_reservation=record.get("ReqResv") == "YES",
+            is_root_only=record.get("RootOnly") == "YES",
+        )
+        for record in records(text, "PartitionName")
+    )
+
+
+def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
+    """`scontrol show node --oneliner`."""
+    return tuple(
+        NodeFacts(
+            name=record["NodeName"],
+            partitions=frozenset(_names(record.get("Partitions", ""))),
+            cpus=_number(record.get("CPUEfctv", "")) or _number(record.get("CPUTot", "")) or 0,
+            memory_mib=(_number(record.get("RealMemory", "")) or 0) - (_number(record.get("MemSpecLimit", "")) or 0),
+            gpus=parse_gpus(record.get("Gres", "")),
+            features=frozenset(_names(record.get("AvailableFeatures", ""))),
+            state=record.get("State", "UNKNOWN"),
+        )
+        for record in records(text, "NodeName")
+    )
+
+
+def parse_gpus(text: str) -> dict[str, int]:
+    """GPUs of "gpu:h100:8(S:0-1),shard:32" by type: {"h100": 8}.  A number at the end is the count, as to Slurm."""
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):  # which sockets, and (null)
+        name, *words = item.strip().split(":")
+        words = [word for word in words if word != "no_consume"]
+        if name == "gpu":
+            count = int(words.pop()) if words and words[-1].isdecimal() else 1
+            kind = ":".join(words)
+            found[kind] = found.get(kind, 0) + count
+    return found
+
+
+def parse_associations(text: str) -> tuple[Association, ...]:
+    """`sacctmgr show assoc` with account, partition, qos, maxsubmitjobs."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") >= 3)
+    return tuple(Association(row[0], row[1], _names(row[2]), _number(row[3])) for row in rows)
+
+
+def parse_qos(text: str) -> tuple[Qos, ...]:
+    """`sacctmgr show qos` with name, maxwall, maxsubmitjobsperuser, flags."""
+    rows = (line.split("|") for line in text.splitlines() if line.count("|") >= 3)
+    return tuple(Qos(row[0], duration_s(row[1]), _number(row[2]), row[3]) for row in rows)
+
+
+def _number(text: str) -> int | None:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return () if text in _NOTHING else tuple(word for word in text.split(",") if word)
+
+
+def _everybody(text: str) -> tuple[str, ...] | None:
+    return None if text.upper() == "ALL" else _names(text)
+
+
+def slurm_versions() -> list[tuple[str, str]]:
+    """The releases of Slurm's programs: (command, output or error)."""
+    return [(f"{program} --version", _version_said(program)) for program in ("scontrol", "sinfo")]
+
+
+def _version_said(program: str) -> str:
+    try:
+        return slurm(program, "--version", timeout_s=30.0)
+    except SlurmError as error:
+        return str(error)

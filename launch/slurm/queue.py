@@ -1,0 +1,245 @@
+"""Ask Slurm about given jobs: one call of squeue, and one of sacct for those that squeue no longer lists.
+
+Input: job ids.  Output: JobRow.  Nothing here raises if Slurm is missing or does not answer: the result then contains
+a sentence that says so.  Bounded: squeue gives up after 9 s when slurmctld is away, and this module after ANSWER_S.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.states import JobState, state_of
+from launch.slurm.values import duration_s
+
+ANSWER_S = 12.0
+BLINK_S = 2.0  # squeue is repeated after an immediate failure, not after a slow one
+
+# Fields of squeue with their widths: -O has the number of restarts, which -o lacks.  The name comes last because only
+# it may contain the separator.
+_FIELDS = (
+    ("JobArrayID", 80), ("State", 20), ("RestartCnt", 9), ("Reason", 200), ("Partition", 100), ("TimeUsed", 20),
+    ("TimeLeft", 20), ("TimeLimit", 20), ("StartTime", 24), ("NodeList", 400), ("Name", 100),
+)  # fmt: skip
+_SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
+_LOG_FIELD = "StdOut:1024|"
+# As written by script.py.  The job's name is part of the pattern, because other programs may use logs/slurm, too.
+_LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
+_SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
+_START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
+_ID = re.compile(r"(?P<job>\d+)(?:\+(?P<component>\d+)|_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]))?")
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One line of the queue: a job, a component of a heterogeneous job, an array task, or several pending tasks."""
+
+    job_id: int  # as submitted: of the array, of the first component
+    name: str
+    state: JobState
+    reason: str  # as in squeue; "" if there is none
+    partition: str
+    nodes: str  # as Slurm writes them, "g[0-1]"; "" if none
+    component: int | None = None  # offset in the heterogeneous job
+    array_task: int | None = None
+    waiting_tasks: str = ""  # "2-5", of an array
+    used_s: int | None = None
+    left_s: int | None = None
+    limit_s: int | None = None  # None: no limit, or not known
+    start_unix_s: float | None = None  # of a pending job: Slurm's estimate
+    restarts: int | None = None  # None: not known, from sacct
+
+    @property
+    def label(self) -> str:
+        """The id as squeue writes it: 12, 12+1, 12_3, 12_[2-5]."""
+        if self.component is not None:
+            return f"{self.job_id}+{self.component}"
+        if self.array_task is not None:
+            return f"{self.job_id}_{self.array_task}"
+        return f"{self.job_id}_[{self.waiting_tasks}]" if self.waiting_tasks else str(self.job_id)
+
+
+@dataclass(frozen=True)
+class QueueLook:
+    """An answer about the jobs asked for."""
+
+    rows: tuple[JobRow, ...]
+    unknown: tuple[int, ...] = ()  # Slurm answered, and does not know these jobs (any more)
+    trouble: str = ""  # why there is no answer; "" if there is one
+    drained: tuple[str, ...] = ()  # nodes drained because a job could not be started: "g0: Prolog error"
+
+
+@dataclass(frozen=True)
+class MyJob:
+    """A line of the queue, and the run that it was submitted for."""
+
+    row: JobRow
+    run_directory: Path | None  # None: not a job of rlhpc
+
+
+@dataclass(frozen=True)
+class MyQueue:
+    """Every job of this user, in the order of ids."""
+
+    jobs: tuple[MyJob, ...]
+    trouble: str = ""  # why there is no answer; "" if there is one
+
+    @property
+    def is_there(self) -> bool:
+        """False on a machine without Slurm's commands."""
+        return "no such command" not in self.trouble
+
+
+def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
+    """Ask squeue once for all jobs of this user, including those that ended in the last minutes.  Raises nothing.
+
+    The run is identified by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be set by
+    the site and its script may be a link, but this directive is always ours (script.py).
+    """
+    words = ("squeue", "--me", "--all", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
+    try:
+        answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
+    except SlurmError as error:
+        return MyQueue((), f"Slurm did not answer: {error}")
+    jobs = []
+    for line in answer.splitlines():
+        log, _, rest = line.partition("|")
+        row = _squeue_row(rest)
+        if row is not None:
+            jobs.append(MyJob(row, _run_directory(log.strip())))
+    jobs.sort(key=lambda job: (job.row.job_id, job.row.component or 0, job.row.array_task is None))
+    return MyQueue(tuple(jobs))
+
+
+def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
+    """Rows of these jobs, in the order of the ids; none if Slurm is absent or does not answer."""
+    return list(look_at_jobs(job_ids, timeout_s).rows)
+
+
+def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLook:
+    """Ask Slurm about jobs.  timeout_s: of each command.  Raises nothing."""
+    wanted = list(dict.fromkeys(job_ids))
+    if not wanted:
+        return QueueLook(())
+    try:
+        rows = _of_squeue(wanted, timeout_s)
+    except SlurmError as error:
+        return QueueLook((), trouble=f"Slurm did not answer: {error}")
+    missing = [job for job in wanted if job not in {row.job_id for row in rows}]
+    if missing:
+        rows += _of_sacct(missing, timeout_s)
+    known = {row.job_id for row in rows}
+    place = {job: index for index, job in enumerate(wanted)}
+    rows.sort(key=lambda row: (place[row.job_id], row.component or 0, row.array_task is None, row.array_task or 0))
+    could_not_start = any("launch failed" in row.reason or row.reason == "JobLaunchFailure" for row in rows)
+    drained = _drained(timeout_s) if could_not_start else ()
+    return QueueLook(tuple(rows), tuple(job for job in wanted if job not in known), drained=drained)
+
+
+def _drained(timeout_s: float) -> tuple[str, ...]:
+    """Nodes that were drained because a job could not be started on them; none if the site hides them."""
+    try:
+        answer = slurm("sinfo", "--all", "--noheader", "--list-reasons", "--format=%N|%E|%H", timeout_s=timeout_s)
+    except SlurmError:
+        return ()
+    rows = [cells for line in answer.splitlines() if len(cells := line.strip().rsplit("|", 2)) == 3]
+    return tuple(f"{nodes}: {why}, since {since}" for nodes, why, since in rows if _START.search(why))
+
+
+# -------------------------------------------------------------------------------------------------------------- squeue
+
+
+def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
+    # For a single unknown id squeue fails with "Invalid job id specified"; for two ids it prints nothing.
+    listed = ",".join(map(str, [*jobs, jobs[0]]))
+    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
+    answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
+    rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if row is not None and row.job_id in jobs]
+
+
+def _squeue_row(line: str) -> JobRow | None:
+    cells = [cell.strip() for cell in line.split("|", len(_FIELDS) - 1)]
+    if len(cells) != len(_FIELDS):
+        return None  # not the requested format: better no row than a wrong one
+    found = _ID.match(cells[0])
+    if found is None:
+        return None
+    _, state, restarts, reason, partition, used, left, limit, start, nodes, name = cells
+    return JobRow(
+        job_id=int(found["job"]),
+        name=name.rstrip("| "),
+        state=state_of(state),
+        reason="" if reason in ("None", "(null)") else reason,
+        partition=partition,
+        nodes="" if nodes in ("(null)", "N/A") else nodes,
+        component=_number(found["component"]),
+        array_task=_number(found["task"]),
+        waiting_tasks=(found["tasks"] or "").partition("%")[0],
+        used_s=duration_s(used),
+        left_s=duration_s(left),
+        limit_s=duration_s(limit),
+        start_unix_s=moment_unix_s(start),
+        restarts=_number(restarts),
+    )
+
+
+def _run_directory(log: str) -> Path | None:
+    found = _LOG_OF_A_RUN.fullmatch(log)
+    return Path(found[1]) if found else None
+
+
+# --------------------------------------------------------------------------------------------------------------- sacct
+
+
+def _of_sacct(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
+    """Rows of jobs that have left the queue; none if the site has no accounting."""
+    listed = ",".join(map(str, jobs))
+    words = ("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={listed}", f"--format={_SACCT_FIELDS}")
+    try:
+        answer = slurm(*words, timeout_s=timeout_s)
+    except SlurmError:
+        return []
+    rows = [_sacct_row(line) for line in answer.splitlines() if line.strip()]
+    return [row for row in rows if row is not None and row.job_id in jobs]
+
+
+def _sacct_row(line: str) -> JobRow | None:
+    cells = line.split("|", _SACCT_FIELDS.count(","))
+    found = _ID.match(cells[0])
+    if len(cells) != _SACCT_FIELDS.count(",") + 1 or found is None:
+        return None
+    _, state, partition, used, limit, start, nodes, name = cells
+    return JobRow(
+        job_id=int(found["job"]),
+        name=name,
+        state=state_of(state),
+        reason="",
+        partition=partition,
+        nodes="" if nodes.startswith("None") else nodes,
+        component=_number(found["component"]),
+        array_task=_number(found["task"]),
+        waiting_tasks=(found["tasks"] or "").partition("%")[0],
+        used_s=duration_s(used),
+        limit_s=duration_s(limit),
+        start_unix_s=moment_unix_s(start),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def moment_unix_s(text: str) -> float | None:
+    """Unix time of Slurm's 2026-03-01T14:05:00, which is this machine's local time; None for N/A and Unknown."""
+    try:
+        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None

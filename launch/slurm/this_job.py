@@ -1,0 +1,132 @@
+"""The Slurm job whose batch step this process is: its identity, its end time, and how to requeue it.
+
+Input: the environment variables that Slurm sets.  Knows nothing about other jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.values import duration_s, is_unlimited
+
+PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
+ASK_AGAIN_S = 60.0  # while the end time is not known
+
+
+@dataclass(frozen=True)
+class ThisJob:
+    """Identity of one life of a job: from its start to its end or requeue."""
+
+    job_id: int  # of the leader in a heterogeneous job, of the task itself in an array
+    array_id: int | None  # of the whole array
+    array_task: int | None
+    restart: int  # how often Slurm has requeued it
+    is_heterogeneous: bool
+    began: float  # unix time at which this life began, s
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ThisJob:
+        """Read the identity from the environment.  Raises SlurmError outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise SlurmError("SLURM_JOB_ID is not set: not in a Slurm job; start runs with `rlhpc submit`")
+        task = environment.get("SLURM_ARRAY_TASK_ID")
+        return cls(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            array_id=int(environment["SLURM_ARRAY_JOB_ID"]) if task is not None else None,
+            array_task=int(task) if task is not None else None,
+            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            is_heterogeneous="SLURM_HET_SIZE" in environment,
+            began=time.time(),
+        )
+
+    @property
+    def submitted_id(self) -> int:
+        """The id that sbatch returned: the array's, or the job's."""
+        return self.job_id if self.array_id is None else self.array_id
+
+    @property
+    def name(self) -> str:
+        """As squeue writes it: JOB, or JOB_TASK."""
+        return str(self.job_id) if self.array_task is None else f"{self.array_id}_{self.array_task}"
+
+    def incarnation(self, start: int) -> str:
+        """Incarnation of a process started now; increases with every life of this job."""
+        return f"{self.job_id}.{self.restart}.{start}"
+
+    def requeue(self) -> None:
+        """Put this job back into the queue; Slurm ends its batch step in a moment.
+
+        Call it only when no srun is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
+        component has a live step.  Raises SlurmError if the site forbids it.
+        """
+        # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
+        slurm("scontrol", "requeue", self.name, patience_s=PATIENCE_S)
+
+    def component_states(self) -> dict[int, str]:
+        """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
+
+        Raises SlurmError.
+        """
+        out = slurm(
+            "squeue", "--all", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%i %T", patience_s=30.0
+        )
+        rows = [line.split() for line in out.splitlines() if line.strip()]
+        return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
+
+
+class TimeLimit:
+    """When the time limit ends this life.
+
+    Slurm is asked at the beginning, every minute until it has answered, and again before anyone acts on it, because
+    limits can be changed.
+    """
+
+    def __init__(self, job: ThisJob, environment: Mapping[str, str]) -> None:
+        self._job = job
+        said = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
+        self._end: float | None = float(said) if said.isdigit() else None
+        self.is_known = self._end is not None
+        self._asked_at = time.monotonic()
+        if not self.is_known:
+            self.ask()
+
+    @property
+    def end(self) -> float | None:
+        """Unix time of the end, s; None: no limit, or not known yet."""
+        if not self.is_known and time.monotonic() - self._asked_at >= ASK_AGAIN_S:
+            self.ask()
+        return self._end
+
+    def ask(self) -> None:
+        """Ask Slurm for the current end time.  If it does not answer, the last known time stays."""
+        try:
+            out = slurm("squeue", "--all", "--noheader", f"--jobs={self._job.name}", "--format=%L", timeout_s=30.0)
+        except SlurmError:
+            out = ""
+        self._asked_at = time.monotonic()
+        said = [line.strip() for line in out.splitlines() if line.strip()]
+        left = [seconds for seconds in map(duration_s, said) if seconds is not None]
+        if left:
+            self._end, self.is_known = time.time() + min(left), True
+        elif any(map(is_unlimited, said)):
+            self._end, self.is_known = None, True
+
+    def left_s(self) -> float:
+        """Seconds from now; infinite without a limit, and while it is not known."""
+        end = self.end
+        return float("inf") if end is None else end - time.time()
+
+    @property
+    def life_s(self) -> float:
+        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
+        end = self.end
+        return float("inf") if end is None else end - self._job.began
+
+    def in_words(self) -> str:
+        """How long this job may run."""
+        if not self.is_known:
+            return "until a time limit that is not known yet"
+        return "without a time limit" if self._end is None else f"for {self.left_s():.0f} s"

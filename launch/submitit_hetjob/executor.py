@@ -1,0 +1,180 @@
+"""HeterogeneousSlurmExecutor: submitit for jobs whose components need different nodes and run different callables.
+
+Input: components.  Output: one sbatch, and one submitit job per component.  Guarantees: everything that a job needs is
+on disk in FOLDER/JOBID before the job begins; nothing in FOLDER is overwritten; a failed submission leaves nothing
+behind.  docs/executor.md explains it; launch/submitit_hetjob/supervisor.py is what runs in the job.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor
+
+from launch.slurm import sbatch
+from launch.slurm.commands import SlurmError
+from launch.submitit_hetjob.job import HeterogeneousSlurmJob
+from launch.submitit_hetjob.script import DEFAULT_MINUTES, Component, Part, check_parts, plan_text, script_text
+from launch.submitit_hetjob.submitit_seams import has_checkpoint, legal_parameters
+from rlhpc.errors import ConfigError, RunDirectoryError
+
+__all__ = ["Component", "HeterogeneousSlurmExecutor"]
+
+
+class HeterogeneousSlurmExecutor(SlurmExecutor):
+    """Submits heterogeneous jobs.  Parameters that hold for all components: update_parameters, as of SlurmExecutor.
+
+    folder: on a filesystem that all nodes share.  max_num_timeout: so often a job whose time is up begins again.
+    python: command for the tasks, for example `apptainer exec image.sif python`.  batch_python: for the supervisor,
+    which needs Slurm's commands, Python 3.9 and nothing else.  Raises ConfigError; SlurmError: there is no Slurm here.
+    """
+
+    job_class = HeterogeneousSlurmJob
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        batch_python: str | None = None,
+    ) -> None:
+        if self.affinity() <= 0:
+            raise SlurmError("srun: no such command here; is this a login node, is Slurm's module loaded?")
+        super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
+        self.batch_python = batch_python or shlex.quote(sys.executable)
+        if "%" in str(self.folder):
+            raise ConfigError(f"folder {self.folder}: Slurm and submitit read a '%' as a pattern")
+
+    # ------------------------------------------------------------------------------------------------------- submission
+
+    def submit_components(self, components: Sequence[Component]) -> dict[str, Job[Any]]:
+        """Submit one job; returns a submitit job per component, by name.
+
+        Raises ConfigError: the components contradict themselves; SlurmError: sbatch refuses, in its own words.
+        """
+        return self._submit(components, [DelayedSubmission(component.function) for component in components])
+
+    def submit_script(
+        self,
+        script: Path,
+        *,
+        name: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        record: Callable[[int], object] = lambda job_id: None,
+        hear: Callable[[str], object] = lambda remarks: None,
+    ) -> Job[Any]:
+        """Submit a script that is ready; `options` go before it, for example --dependency=afterok:12.
+
+        Whoever runs in it may leave ("success", value) or ("error", text) as a pickle in FOLDER/JOBID_0_result.pkl,
+        which becomes the job's result.  environment: None is this process's without what belongs to another job.
+        record: called with the id before Ctrl-C is heard; if it raises, the job is cancelled.  hear: called with what
+        sbatch remarks of a job that it takes.  Raises SlurmError, with `name` in front.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        job_id = _sbatch(script, name, record, options, environment, hear)
+        return self.job_class(folder=self.folder, job_id=job_id)
+
+    def _submit(self, components: Sequence[Component], calls: Sequence[DelayedSubmission]) -> dict[str, Job[Any]]:
+        parts = [Part(component, self._all_parameters(component)) for component in components]
+        check_parts(parts)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        staging = self.folder / f".staging-{uuid.uuid4().hex}"
+        try:
+            self._write(staging, parts, calls)
+            names = ", ".join(part.component.name for part in parts)
+            job_id = _sbatch(staging / "submission.sh", names, partial(self._publish, staging, parts))
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        is_one = len(parts) == 1
+        return {
+            part.component.name: self.job_class(
+                folder=self.folder / "%j" / part.component.name,
+                job_id=job_id,
+                tasks=range(part.num_tasks),
+                component=None if is_one else index,
+            )
+            for index, part in enumerate(parts)
+        }
+
+    def _write(self, staging: Path, parts: Sequence[Part], calls: Sequence[DelayedSubmission]) -> None:
+        """All that the job will need, under a name that nobody reads."""
+        for part, call in zip(parts, calls, strict=True):
+            directory = staging / part.component.name
+            directory.mkdir(parents=True)
+            call.set_timeout(part.parameters.get("time", DEFAULT_MINUTES), self.max_num_timeout)
+            call.dump(directory / "submitted.pkl")
+        size_gb = sum(path.stat().st_size for path in staging.rglob("*.pkl")) / 1024**3
+        if size_gb > self.max_pickle_size_gb:
+            raise ConfigError(
+                f"max_pickle_size_gb={self.max_pickle_size_gb}: the callables take {size_gb:.2f} GiB as pickles"
+            )
+        checkpoints = [has_checkpoint(call) for call in calls]
+        plan = plan_text(parts, python=self.python, has_checkpoint=checkpoints)
+        (staging / "plan.json").write_text(plan, encoding="utf-8")
+        text = script_text(parts, self.folder, batch_python=self.batch_python, code=_code())
+        (staging / "submission.sh").write_text(text, encoding="utf-8")
+
+    def _publish(self, staging: Path, parts: Sequence[Part], job_id: int) -> None:
+        """Give the files their names, now that the job has its number; the job waits for the directory."""
+        try:
+            for part in parts:
+                directory = staging / part.component.name
+                (directory / "submitted.pkl").rename(directory / f"{job_id}_submitted.pkl")
+                (directory / f"{job_id}_submission.sh").symlink_to("../submission.sh")
+            staging.rename(self.folder / str(job_id))
+        except OSError as error:  # Slurm counts anew after its state was lost: those would be another job's results
+            taken = self.folder / str(job_id)
+            raise RunDirectoryError(f"{taken}: cannot be taken ({error}); use a new folder") from error
+
+    # ------------------------------------------------------------------------------------------- submitit's own entries
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        """Behind submit and map_array: a job of one component each, for Slurm has no arrays of heterogeneous jobs."""
+        return [self._submit([Component("task", call.function)], [call])["task"] for call in delayed_submissions]
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        super()._internal_update_parameters(**self._convert_parameters(kwargs))
+
+    def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Either of submitit's vocabularies: mem_gb=64 or mem="64GB"."""
+        native = {"mem": params["mem"]} if isinstance(params.get("mem"), str) else {}
+        return {**super()._convert_parameters({k: v for k, v in params.items() if k not in native}), **native}
+
+    def _all_parameters(self, component: Component) -> dict[str, Any]:
+        own = self._convert_parameters(dict(component.parameters))
+        unknown = sorted(set(own) - legal_parameters())
+        if unknown:
+            legal = ", ".join(sorted(legal_parameters()))
+            raise ConfigError(f"component {component.name}: {', '.join(unknown)}: legal: {legal}")
+        return {**self.parameters, **own}
+
+
+def _sbatch(
+    script: Path,
+    name: str,
+    record: Callable[[int], object],
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    hear: Callable[[str], object] = lambda remarks: None,
+) -> str:
+    try:
+        return str(sbatch.submit_script(script, options, record=record, environment=environment, hear=hear))
+    except SlurmError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _code() -> Path | None:
+    """The directory that holds `launch`, if Python would not find it by itself: a checkout."""
+    root = Path(__file__).parents[2]
+    return root if (root / "pyproject.toml").exists() else None

@@ -1,0 +1,152 @@
+"""Job objects of the heterogeneous executor, and how they find out their state.
+
+submitit's SlurmJob asks only sacct: without accounting a cancelled job never ends, and it does not know components.
+Here squeue is asked first, then sacct for jobs that squeue no longer lists; a job that neither knows has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from submitit.slurm.slurm import SlurmJob
+
+from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.values import OVER
+from launch.submitit_hetjob.submitit_seams import Watcher, base_id, sub_jobs
+
+R = TypeVar("R", covariant=True)
+GONE = "GONE"  # neither squeue nor sacct knows the job
+FINAL = OVER | {"LAUNCH_FAILED", GONE}
+
+
+class StateWatcher(Watcher):
+    """States of jobs J, components J+1 and array tasks J_1.  One for all jobs, asked in good measure."""
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """As Slurm writes it, GONE, or UNKNOWN as long as Slurm does not answer."""
+        if mode != "cache":
+            self.get_info(base_id(job_id), mode=mode)
+        info = self.known(job_id) or self.known(base_id(job_id))
+        return info.get("State", "UNKNOWN")
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """True if nothing more will come: also not after a requeue, in which case squeue says PENDING."""
+        return self.get_state(job_id, mode=mode) in FINAL
+
+    def ask(self, bases: set[str]) -> dict[str, dict[str, str]] | None:
+        """Two calls at most, however many jobs."""
+        try:
+            found = parse_states(_squeue(bases))
+        except SlurmError:
+            return None
+        missing = {each for each in bases if each not in found}
+        if missing:
+            found.update({key: {"State": GONE} for key in missing})
+            found.update(parse_states(_sacct(missing)))
+        return found
+
+
+def parse_states(lines: str) -> dict[str, dict[str, str]]:
+    """Lines `own id|shown id|state|nodes` to a state per shown id, and per job."""
+    found: dict[str, dict[str, str]] = {}
+    states_of: dict[str, list[str]] = {}
+    for line in lines.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != 4 or "." in fields[1]:
+            continue
+        own, shown, state, nodes = fields
+        state = state.split()[0] if state else "UNKNOWN"  # sacct: CANCELLED by 1000
+        found[shown] = {"JobID": own, "State": state, "NodeList": nodes}
+        states_of.setdefault(base_id(shown), []).append(state)
+    for base, states in states_of.items():
+        found[base] = {**found.get(f"{base}+0", found.get(base, {"JobID": base, "NodeList": ""}))}
+        found[base]["State"] = found[base].get("State") or _of_all(states)
+    return found
+
+
+def _of_all(states: list[str]) -> str:
+    """Of an array: what still happens, else what went wrong, else COMPLETED."""
+    going_on = sorted(set(states) - FINAL, key=lambda state: state != "RUNNING")
+    return next(iter([*going_on, *(state for state in states if state != "COMPLETED")]), "COMPLETED")
+
+
+def _squeue(bases: set[str]) -> str:
+    words = (
+        "squeue",
+        "--all",
+        "--noheader",
+        "--states=all",
+        "--format=%A|%i|%T|%N",
+        f"--jobs={','.join(sorted(bases))}",
+    )
+    try:
+        return slurm(*words)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # it was asked for one job, and that one is forgotten
+            return ""
+        raise
+
+
+def _sacct(bases: set[str]) -> str:
+    words = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobIDRaw,JobID,State,NodeList")
+    try:
+        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
+    except SlurmError:  # no accounting here
+        return ""
+
+
+class HeterogeneousSlurmJob(SlurmJob[R]):
+    """A component of a job, or a whole job.  `results()`, `task(i)`, `stdout()`, … as of any submitit job."""
+
+    watcher = StateWatcher(delay_s=60)
+
+    def __init__(
+        self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), component: int | None = None
+    ) -> None:
+        """component: its number in a heterogeneous job; None: the whole job."""
+        super().__init__(folder, job_id, tasks)
+        self.component = component
+        for task in sub_jobs(self):
+            assert isinstance(task, HeterogeneousSlurmJob)  # submitit makes them of our own class
+            task.component = component
+
+    @property
+    def slurm_id(self) -> str:
+        """What Slurm calls it: 12, or 12+1."""
+        return self.job_id if self.component is None else f"{self.job_id}+{self.component}"
+
+    @property
+    def state(self) -> str:
+        """Of this component, as of the last look at Slurm."""
+        return self.watcher.get_state(self.slurm_id)
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """State and nodes of this component."""
+        self.watcher.get_info(self.job_id, mode=mode)
+        return self.watcher.known(self.slurm_id) or self.watcher.known(self.job_id)
+
+    def done(self, force_check: bool = False) -> bool:
+        """True if every task has a result, or the component has ended without."""
+        if self.num_tasks > 1:
+            return all(task.done(force_check) for task in sub_jobs(self))
+        if self._has_result():
+            return True
+        return self.watcher.is_done(self.slurm_id, mode="force" if force_check else "standard")
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel the whole job: its components live and die together.  check: raise SlurmError if that fails."""
+        try:
+            slurm("scancel", self.job_id)
+        except SlurmError:
+            if check:
+                raise
+        self.watcher.look_soon(self.job_id)
+
+    def _has_result(self) -> bool:
+        path = self.paths.result_pickle
+        try:
+            return any(entry.name == path.name for entry in path.parent.iterdir())  # not from NFS's memory
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,122 @@
+"""The program that a batch script starts: ``python3 -m launch.supervisor --run-dir R --plan FILE --job NAME``.
+
+Supervises one job from its start to an outcome, and then requeues, ends or gives up accordingly.  Python 3.9 and the
+standard library; the parts are the other files of this room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from launch.run_files.event_log import EventLog
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import JobPart, read_plan
+from launch.run_files.run_state import is_complete
+from launch.slurm.commands import slurm
+from launch.slurm.this_job import ThisJob, TimeLimit
+from launch.supervisor.controller_job import ControllerJobSupervisor
+from launch.supervisor.ending import go_back_into_queue, submit_successor, write_result
+from launch.supervisor.other_jobs import PATIENCE_S, end_other_jobs
+from launch.supervisor.outcome_classifier import asked_to_end
+from launch.supervisor.signals import SlurmSignals
+from launch.supervisor.worker_job import WorkerJobSupervisor
+from rlhpc.errors import RlhpcError
+
+RECORDED_S, RECORD_POLL_S = 60.0, 0.5
+LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
+
+
+def main() -> int:
+    """Supervise one life of this job.  Returns the exit status of the batch step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    options = parser.parse_args()
+    try:
+        plan, job = read_plan(options.plan, options.job), ThisJob.of(os.environ)
+    except RlhpcError as error:
+        sys.stderr.write(f"rlhpc supervisor: {error}\n")
+        return 2
+    log = EventLog(plan.layout.job_events(job.name), job.restart)
+    signals, limit = SlurmSignals(), TimeLimit(job, os.environ)
+    log.say("life", _opening(plan, job, limit))
+    if not _is_recorded(plan, job, signals):
+        text = f"job {job.submitted_id} has no record in {plan.layout.jobs}: its submission was abandoned"
+        return _follow_up(plan, job, log, Outcome(Cause.UNRECORDED, text))
+    over = _over_before_it_began(plan)
+    if over is not None:
+        return _follow_up(plan, job, log, over)
+    successor = submit_successor(plan, job, log) if plan.continuation == "successor" else None
+    return _follow_up(plan, job, log, _one_life(plan, job, limit, log, signals), successor)
+
+
+def _one_life(plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> Outcome:
+    kind = ControllerJobSupervisor if plan.hosts_controller else WorkerJobSupervisor
+    supervisor: ControllerJobSupervisor | WorkerJobSupervisor = kind(plan, job, limit, log, signals)
+    try:
+        outcome = supervisor.run()
+    except RlhpcError as error:
+        outcome = Outcome(Cause.SETTINGS, str(error))
+    except OSError as error:
+        outcome = Outcome(Cause.GIVEN_UP, f"the run directory cannot be used: {error}")
+    if outcome.cause is Cause.SIGNAL and limit.left_s() < LIMIT_S:
+        outcome.cause = Cause.TIME  # saving took longer than ever before
+    elif outcome.cause is Cause.TIME and signals.end_requested and limit.left_s() > LIMIT_S:
+        outcome.cause = Cause.SIGNAL  # it was cancelled meanwhile, or Slurm requeues it itself
+    return outcome
+
+
+def _over_before_it_began(plan: JobPart) -> Outcome | None:
+    """The outcome if the run is already complete or stopped, in which case this job does nothing."""
+    if is_complete(plan.layout):
+        return Outcome(Cause.COMPLETE, "the run is complete")
+    return asked_to_end(plan.layout)
+
+
+def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
+    """Wait for the record of this job: the submitting process may not have written it yet.
+
+    A job whose submission was not confirmed must not join a run that may have been submitted a second time.
+    """
+    name, deadline = plan.layout.job_record(job.submitted_id).name, time.monotonic() + RECORDED_S
+    while True:
+        # The directory is listed, because NFS may cache for half a minute that a name is missing.
+        if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
+            return True
+        if time.monotonic() > deadline or signals.end_requested:
+            return False
+        signals.sleep(RECORD_POLL_S)
+
+
+def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, successor: int | None = None) -> int:
+    """Do what follows from the outcome; successor: the job that begins when this one ends."""
+    log.say("verdict", f"{outcome.cause.name.lower()}: {outcome.text}")
+    if outcome.cause.follows == "requeue":
+        return go_back_into_queue(plan, job, log)
+    if outcome.cause.follows == "end":
+        try:
+            if plan.hosts_controller:
+                end_other_jobs(plan.layout, job, log)
+            elif successor is not None:  # it would end in the same way
+                slurm("scancel", str(successor), patience_s=PATIENCE_S)
+        except (RlhpcError, OSError) as error:
+            log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
+    with suppress(OSError):  # a full disk
+        write_result(plan, job, outcome)
+    return outcome.cause.status
+
+
+def _opening(plan: JobPart, job: ThisJob, limit: TimeLimit) -> str:
+    where = os.environ.get("SLURM_JOB_NODELIST", "this host")
+    life = f", requeued {job.restart} times" if job.restart else ""
+    return f"job {job.name} ({plan.name}){life} runs {limit.in_words()} on {where}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What a job does at its end: requeue itself, submit a successor, or write its result."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import time
+from typing import Any
+
+from launch.run_files.event_log import EventLog
+from launch.run_files.outcome import Outcome
+from launch.run_files.plan_file import JobPart
+from launch.slurm.commands import SlurmError
+from launch.slurm.this_job import ThisJob
+from launch.supervisor.other_jobs import submit_again
+from rlhpc.errors import RlhpcError
+from rlhpc.files import write_atomically
+
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
+
+
+def go_back_into_queue(plan: JobPart, job: ThisJob, log: EventLog) -> int:
+    """Continue in another life of this job, or in its successor.  Returns the exit status of the batch step."""
+    if plan.continuation == "successor":
+        log.say("successor", "this job ends; its successor continues the run")
+        return 0
+    log.say("requeue", "requeueing this job")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now, and need not wait for its KillWait
+    try:
+        job.requeue()
+    except SlurmError as error:
+        log.say("requeue_refused", f"{error}; submitting a successor instead")
+        return 1 if submit_successor(plan, job, log) is None else 0
+    time.sleep(REQUEUED_S)
+    return 0
+
+
+def submit_successor(plan: JobPart, job: ThisJob, log: EventLog) -> int | None:
+    """Submit the same script again, to start when this job has ended.  Returns its id; None: it was not possible."""
+    tasks = None if job.array_task is None else [job.array_task]
+    options = (f"--dependency=afterany:{job.name}",)
+    try:
+        successor = submit_again(
+            plan.layout,
+            job.submitted_id,
+            *options,
+            tasks=tasks,
+            hear=lambda said: log.say("sbatch", f"sbatch says: {said}"),
+        )
+    except RlhpcError as error:
+        log.say("successor_refused", f"no successor: {error}")
+        return None
+    log.say("successor", f"job {successor} continues the run when this one has ended")
+    return successor
+
+
+def write_result(plan: JobPart, job: ThisJob, outcome: Outcome) -> None:
+    """Write what `job.result()` of submitit returns: the summary of a finished run, or why there is none."""
+    try:
+        summary: dict[str, Any] = json.loads(plan.layout.summary.read_bytes())
+    except (OSError, ValueError):
+        summary = {}
+    has_succeeded = outcome.cause.status == 0 and bool(summary)
+    result = ("success", summary) if has_succeeded else ("error", outcome.text)
+    directory = plan.layout.logs / "slurm"
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / f"{job.name}_0_result.pkl", pickle.dumps(result))

@@ -1,0 +1,103 @@
+"""Determine the outcome of an attempt from exit statuses, exit records and the states of Slurm components.
+
+Input: how the controller exited and why it was asked to.  Output: Outcome.  Starts and ends no process.
+"""
+
+from __future__ import annotations
+
+from launch.run_files.exit_records import ExitRecord, read_records
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import JobPart
+from launch.run_files.run_state import Attempt, is_complete, wants_abort, wants_stop
+from launch.slurm.commands import SlurmError
+from launch.slurm.this_job import ThisJob
+from launch.supervisor.role_task import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.run_layout import RunLayout
+
+_FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status
+_ROLES = {"generation": "generator", "rewards": "reward"}  # of components that are not named after their role
+
+
+def asked_to_end(layout: RunLayout) -> Outcome | None:
+    """The outcome that users have requested with `rlhpc stop`, with or without --now; None: nothing requested."""
+    if wants_abort(layout):
+        return Outcome(Cause.ABORT, f"{layout.abort_request} exists")
+    if wants_stop(layout):
+        return Outcome(Cause.STOP, f"{layout.stop_request} exists")
+    return None
+
+
+class OutcomeClassifier:
+    """Classifies the attempts of one job."""
+
+    def __init__(self, plan: JobPart, job: ThisJob) -> None:
+        self._plan, self._job, self._layout = plan, job, plan.layout
+
+    def classify(self, status: int, attempt: Attempt, asked: Cause | None, why: str, end_requested: bool) -> Outcome:
+        """Classify an attempt whose controller exited with `status`.
+
+        asked, why: the reason why it had been asked to exit.  end_requested: Slurm has ended this job.
+        """
+        if is_complete(self._layout):
+            unclean = self._unclean_ranks(attempt)
+            return (
+                Outcome(Cause.UNCLEAN, f"complete, but {unclean}") if unclean else Outcome(Cause.COMPLETE, "complete")
+            )
+        if asked in _FINAL:
+            return Outcome(asked, why)
+        records = self._records(attempt)
+        settings = [record for record in records if record.status == EXIT_CONFIG]
+        if settings or status == EXIT_CONFIG:
+            return Outcome(Cause.SETTINGS, settings[0].cause if settings else "the controller refused the settings")
+        if status == EXIT_ALONE:
+            text = "; ".join(r.cause for r in records if r.status == EXIT_ALONE)
+            return Outcome(Cause.ALONE, text or Cause.ALONE.words)
+        if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
+            return Outcome(asked, why)
+        return self._failure(status, records, asked, why, end_requested)
+
+    def exit_summary(self, part: str, attempt: Attempt, status: int | None) -> str:
+        """How a component ended: the error of the first of its processes that failed."""
+        role = _ROLES.get(part, part.partition("-")[0])
+        records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
+        return records[0].cause if records else f"exit status {status}, no error recorded"
+
+    def _failure(
+        self, status: int, records: list[ExitRecord], asked: Cause | None, why: str, end_requested: bool
+    ) -> Outcome:
+        failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
+        # The trainer first: when it fails, the controller does, too.
+        failed.sort(key=lambda record: not record.name.startswith("trainer"))
+        text = failed[0].cause if failed else why or f"the controller ended with status {status}"
+        if end_requested:  # before components are checked: Slurm may be requeueing all of them
+            return Outcome(Cause.SIGNAL, f"ended by Slurm: {text}")
+        if self._component_is_gone("trainer"):
+            return Outcome(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
+        if asked is Cause.FAILED and self._component_is_gone("generation"):
+            return Outcome(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
+        return Outcome(Cause.FAILED, text)
+
+    def _unclean_ranks(self, attempt: Attempt) -> str:
+        """Trainer ranks of this job that have not exited cleanly: srun's exit status is not enough."""
+        for part in self._plan.parts:
+            if part.name == "trainer":
+                records = read_records(self._layout, "trainer", attempt.index)
+                ranks = range(part.share_of("trainer").num_processes)
+                missing = [str(rank) for rank in ranks if rank not in records or records[rank].status != 0]
+                return f"trainer ranks {', '.join(missing)} did not exit cleanly" if missing else ""
+        return ""
+
+    def _records(self, attempt: Attempt) -> list[ExitRecord]:
+        roles = ("controller", "trainer")
+        return [r for role in roles for _, r in sorted(read_records(self._layout, role, attempt.index).items())]
+
+    def _component_is_gone(self, name: str) -> bool:
+        """True if this component of the job has ended for good: it was cancelled, or reached its own time limit."""
+        names = [part.name for part in self._plan.parts]
+        if not self._job.is_heterogeneous or name not in names:
+            return False
+        try:
+            states = self._job.component_states()
+        except SlurmError:
+            return False
+        return states.get(names.index(name), "RUNNING") in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE")

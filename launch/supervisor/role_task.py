@@ -1,0 +1,245 @@
+"""The wrapper around one process of a run: every Slurm task is a ``python -m launch.supervisor.role_task``.
+
+Input: the task's rank (SLURM_PROCID, SLURM_LOCALID) and the job's plan.  Starts ``python -m rlhpc.roles ROLE`` with its
+own log, temporary directory and GPUs, restarts it where the plan allows that, and writes an exit record.
+Guarantees: exits with the role's exit status and leaves no process of the role behind.
+
+Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
+from launch.run_files.plan_file import JobPart, Part, read_plan
+from launch.run_files.run_state import is_complete, read_progress
+from launch.slurm.this_job import ThisJob
+from rlhpc.errors import RlhpcError
+
+EXIT_CONFIG, EXIT_ALONE = 2, 5  # of a role: invalid settings; the roles it needs did not connect
+NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
+STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
+MAX_STARTS = 4  # of an expendable role without progress in between
+PAUSE_S = 5.0  # before the second start; longer before each further one
+LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
+LOG_TAIL_BYTES = 20_000
+_PR_SET_PDEATHSIG = 1
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.
+_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+}
+# Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
+_FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+class TaskError(RlhpcError):
+    """This task cannot start its role."""
+
+
+def main() -> int:
+    """Read the arguments, run the role to its end."""
+    options = _options()
+    _outlive_signals()
+    try:
+        plan = read_plan(options.plan, options.job)
+        part = next(part for part in plan.parts if part.name == options.part)
+        return _Task(plan, part, options).run()
+    except RlhpcError as error:
+        sys.stderr.write(f"rlhpc task: {error}\n")
+        return EXIT_CONFIG
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--part", required=True)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--resume-step", type=int, default=None)
+    parser.add_argument("--owner", default="", help="of the run directory: the attempt")
+    parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
+    parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
+    return parser.parse_args()
+
+
+class _Task:
+    def __init__(self, plan: JobPart, part: Part, options: argparse.Namespace) -> None:
+        share = part.share_of(options.role)
+        self._plan, self._part, self._options, self._share = plan, part, options, share
+        self._job = ThisJob.of(os.environ)
+        self._is_step = options.index is None
+        index = int(os.environ["SLURM_PROCID"]) if self._is_step else options.index
+        tasks_before = (self._job.array_task or 0) * share.num_processes
+        self._replica = share.first_replica + tasks_before + index
+        self._log = plan.layout.log(options.role, self._replica, options.attempt)
+        self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
+        self._starts = 0
+
+    def run(self) -> int:
+        """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._record.unlink(missing_ok=True)
+        is_expendable = self._options.role in ("generator", "reward")
+        fruitless, step = 0, self._step()
+        while True:
+            try:
+                status = self._once()
+            except TaskError as error:
+                self._write_down(EXIT_CONFIG, str(error))
+                raise
+            self._write_down(status)
+            fruitless = 1 if self._step() > step else fruitless + 1
+            step = self._step()
+            may_again = is_expendable and status not in NO_RETRY and fruitless < MAX_STARTS
+            if not may_again or is_complete(self._plan.layout):
+                return status
+            time.sleep(PAUSE_S * fruitless)
+
+    def _once(self) -> int:
+        environment = {**self._part.defaults, **os.environ}
+        _choose_gpus(environment, self._part, self._is_step)
+        environment.update(self._part.environment)
+        base, temporary = self._temporary_directory()
+        environment["TMPDIR"] = str(temporary)
+        for variable, name in _CACHES.items():
+            environment.setdefault(variable, str(base / "cache" / name))
+        try:
+            with self._log.open("ab") as log:
+                role = subprocess.Popen(
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    preexec_fn=_ignore_warnings,  # this process has one thread
+                )
+                self._starts += 1
+                status = role.wait()
+        except OSError as error:
+            raise TaskError(f"{self._command()[0]}: {error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another task of this node may be doing the same
+                if not [path for path in base.iterdir() if path.name != "cache"]:
+                    shutil.rmtree(base, ignore_errors=True)  # the last of the job on this node
+        return status if status >= 0 else 128 - status
+
+    def _temporary_directory(self) -> tuple[Path, Path]:
+        """The job's temporary directory on this node, and this process's within it."""
+        prefix = f"{self._options.role[:1]}{self._replica}-"
+        try:
+            base = _base_directory(self._job.job_id)
+            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        except FileNotFoundError:  # the last task of an earlier step has removed it between the two lines
+            base = _base_directory(self._job.job_id)
+            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+
+    def _command(self) -> list[str]:
+        options, plan = self._options, self._plan
+        words = [*self._part.python, "-m", "rlhpc.roles", options.role, "--run-dir", str(plan.layout.root)]
+        words += ["--replica", str(self._replica), "--attempt", str(options.attempt)]
+        if options.role == "trainer":
+            words += ["--num-ranks", str(self._share.num_processes)]
+        if options.resume_step is not None:
+            words += ["--resume-step", str(options.resume_step)]
+        if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
+            words += ["--owner", options.owner]
+        start = options.start * STARTS_OF_A_STEP + self._starts
+        words += ["--incarnation", self._job.incarnation(start), "--supervised"]
+        return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
+
+    def _step(self) -> int:
+        progress = read_progress(self._plan.layout)
+        return progress.step if progress is not None else -1
+
+    def _write_down(self, status: int, words: str = "") -> None:
+        if not words:
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                words = last_error_line(log.read())
+        record = ExitRecord(
+            name=f"{self._options.role}-{self._replica}",
+            status=status,
+            last_words=words,
+            starts=self._starts,
+            host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            job=self._job.name,
+        )
+        try:
+            write_record(self._record, record)
+        except OSError as error:
+            sys.stderr.write(f"rlhpc task: {self._record} not written: {error}\n")
+
+
+def _choose_gpus(environment: dict[str, str], part: Part, is_step: bool) -> None:
+    """Show a task only its own GPUs.  Raises TaskError if there are too few."""
+    for variable in _FOREIGN:
+        environment.pop(variable, None)
+    if not is_step or part.gpus_per_task == 0 or part.sees_own_gpus_alone:
+        return
+    shown = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    first = int(environment["SLURM_LOCALID"]) * part.gpus_per_task
+    mine = shown[first : first + part.gpus_per_task]
+    if len(mine) < part.gpus_per_task:
+        raise TaskError(
+            f"task {environment['SLURM_LOCALID']} of {part.name} on {socket.gethostname()} needs GPUs {first} to "
+            f"{first + part.gpus_per_task - 1} of those that Slurm shows, "
+            f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES')!r}"
+        )
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+
+
+def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """The job's directory for temporary files and caches on this node, mode 0700."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    name = f"rlhpc-{user}-{job_id}"
+    for parent in (environment.get("SLURM_TMPDIR"), environment.get("TMPDIR"), "/tmp"):
+        base = Path(parent) / name if parent else None
+        if base is not None and len(str(base)) <= LONGEST_TEMPORARY_PATH - 12 and os.access(str(parent), os.W_OK):
+            break
+    else:
+        raise TaskError("no directory for temporary files: /tmp is not writable")
+    base.mkdir(mode=0o700, exist_ok=True)
+    owner = base.stat()
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
+        raise TaskError(f"{base}: belongs to another user or is accessible to others; remove it")
+    return base
+
+
+def _ignore_warnings() -> None:
+    """In the role before it begins: Slurm's warning signals must not kill a role without a handler."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _outlive_signals() -> None:
+    """Ignore signals that are meant for the role, and die with the supervisor."""
+    for number in _DEAF_TO:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: the role would inherit that
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
