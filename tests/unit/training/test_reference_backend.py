@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from rlhpc.training.reference import ReferenceBackend
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
@@ -32,7 +33,7 @@ def model(tmp_path_factory):
 
 
 def open_one(model, **settings):
-    return open_backend(tiny_config(model, **settings), rank=0, world_size=1, store_address="")
+    return open_backend(tiny_config(model, **settings), RankContext())
 
 
 def train(backend, rows, **overrides):
