@@ -16,7 +16,7 @@ from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence, read_owner, take_over
 from rlhpc.run_layout import RunLayout
-from rlhpc.training.checkpoint_directory import Fate, begin, complete, set_aside
+from rlhpc.training.checkpoint.directory import Fate, begin, complete, set_aside
 from tests.unit.buffer.rollout_samples import make_prompt
 
 

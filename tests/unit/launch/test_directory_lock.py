@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.directory_lock import LockHeld, holders, lock_directory
+from launch.run_directory.directory_lock import LockHeld, holders, lock_directory
 from rlhpc.run_layout import RunLayout
 
 

@@ -14,8 +14,8 @@ import pytest
 from rlhpc.config_file import config_hash
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.messages import RewardReply, RewardRequest
-from rlhpc.roles.generator import Generator
-from rlhpc.roles.lifecycle import RoleContext
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.generator.role import Generator
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import LEASES, REWARDS
 from rlhpc.transport.memory import MemoryServer

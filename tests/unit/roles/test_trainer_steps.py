@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhpc.messages import StepReport
-from rlhpc.roles.lifecycle import RoleContext
-from rlhpc.roles.trainer import Trainer
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
 from rlhpc.types import PackedBatch, PackedMicrobatch

@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from rlhpc.errors import CheckpointError
-from rlhpc.training.checkpoint import on_all_ranks
-from rlhpc.training.process_group import close_process_group, open_process_group
+from rlhpc.training.checkpoint.trainer_state import on_all_ranks
 from rlhpc.training.step_vote import all_ranks_agree
-from tests.contracts.trainer_cluster import Rank, RankProcesses
+from tests.unit.training.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def votes(rank: Rank, *, rounds: list[tuple[bool, bool]]) -> list[bool]:
-    open_process_group(rank.rank, rank.world_size, f"file://{rank.scratch / 'store'}", CPU)
-    outcome = [all_ranks_agree(answers[rank.rank], CPU) for answers in rounds]
-    close_process_group()
-    return outcome
+def votes(rank: int, world_size: int, rounds: list[tuple[bool, bool]]) -> list[bool]:
+    return [all_ranks_agree(answers[rank], CPU) for answers in rounds]
 
 
-def reads(rank: Rank, *, fails_on: int) -> str:
-    """What a rank makes of a checkpoint that is damaged for one of them."""
+def reads(rank: int, world_size: int, failing: list[int]) -> list[str]:
+    """What a rank makes of checkpoints of which each is damaged for one rank, −1: for none."""
 
-    def read() -> str:
-        if rank.rank == fails_on:
+    def read(failing_rank: int) -> str:
+        if rank == failing_rank:
             raise CheckpointError("damaged here")
         return "read"
 
-    open_process_group(rank.rank, rank.world_size, f"file://{rank.scratch / 'store'}", CPU)
-    try:
-        return on_all_ranks(read, rank.scratch, CPU)
-    except CheckpointError as error:
-        return "damaged here" if "damaged here" in str(error) else "another rank failed"
-    finally:
-        close_process_group()
+    results = []
+    for failing_rank in failing:
+        try:
+            results.append(on_all_ranks(lambda each=failing_rank: read(each), Path(), CPU))  # type: ignore[misc]
+        except CheckpointError as error:
+            results.append("damaged here" if "damaged here" in str(error) else "another rank failed")
+    return results
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(2)
-    yield processes
-    processes.close()
-
-
-def test_all_ranks_hear_no_if_one_says_no(two_ranks: RankProcesses, tmp_path: Path) -> None:
+def test_all_ranks_hear_no_if_one_says_no(tmp_path: Path) -> None:
     rounds = [(True, True), (True, False), (False, True), (False, False)]
-    assert two_ranks.run(votes, {}, tmp_path / "run", rounds=rounds) == [[True, False, False, False]] * 2
+    assert run_ranks(2, votes, tmp_path, rounds) == [[True, False, False, False]] * 2
 
 
-def test_what_one_rank_cannot_read_no_rank_goes_on_with(two_ranks: RankProcesses, tmp_path: Path) -> None:
-    assert two_ranks.run(reads, {}, tmp_path / "first", fails_on=0) == ["damaged here", "another rank failed"]
-    assert two_ranks.run(reads, {}, tmp_path / "second", fails_on=1) == ["another rank failed", "damaged here"]
-    assert two_ranks.run(reads, {}, tmp_path / "none", fails_on=-1) == ["read", "read"]
+def test_what_one_rank_cannot_read_no_rank_goes_on_with(tmp_path: Path) -> None:
+    assert run_ranks(2, reads, tmp_path, [0, 1, -1]) == [
+        ["damaged here", "another rank failed", "read"],
+        ["another rank failed", "damaged here", "read"],
+    ]
 
 
 def test_a_rank_without_others_decides_alone() -> None:
