@@ -51,7 +51,7 @@ class Bug:
     old: str
     new: str
     tests: tuple[str, ...]  # files, or FILE::TEST; of a file only the name, which is used once in tests/
-    survived: str = ""  # what it took to find it, if no test did at first
+    survived: str = ""  # "survived before", if no test beside the module found it when it was first planted
 
     def problem(self, root: Path) -> str:
         """Why it cannot be planted in this tree; "" if it can."""
@@ -85,6 +85,7 @@ class Outcome:
     finder: str  # FILE::TEST; "" if none
     problem: str  # why it does not count as found
     seconds: float
+    reason: str = ""  # how the finder failed
 
 
 def read_bugs(table: Path = TABLE) -> list[Bug]:
@@ -142,11 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         for bug, outcome in zip(bugs, workers.map(try_one, bugs), strict=True):
             num_survivors += bool(outcome.problem)
-            found = f"**{outcome.problem}**" if outcome.problem else f"`{outcome.finder}`"
+            found = f"**{outcome.problem}**" if outcome.problem else f"`{_short(outcome.finder)}`"
             found += f" ({bug.survived})" if bug.survived else ""
             print(f"| {bug.promise} | `{bug.name}`: {bug.what} | {found} | {outcome.seconds:.0f} |", flush=True)
+            if options.why:
+                print(f"    {outcome.reason[:400]}", flush=True)
     print(f"\n{len(bugs) - num_survivors} of {len(bugs)} found")
     return 1 if num_survivors else 0
+
+
+def _short(finder: str) -> str:
+    """Name of a test function, or of a class of tests that hypothesis runs as one."""
+    return finder.partition("[")[0].removesuffix("::runTest").rpartition("::")[2]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m bench.mutations")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of the bugs to plant")
     parser.add_argument("--list", action="store_true", help="show the bugs and run nothing")
+    parser.add_argument("--why", action="store_true", help="show how the test failed, below each row")
     parser.add_argument("--suite", choices=SUITES, help="run this instead of the tests that are expected to find a bug")
     parser.add_argument(
         "--jobs", type=int, default=1, help="bugs that are tried at the same time, each in its own copy"
@@ -177,7 +186,7 @@ def _try(bug: Bug, tree: Path, suite: Sequence[str] | None) -> Outcome:
         return Outcome(failed, f"malformed: {reason[:80]}", seconds)
     if failed and (answer := _first_failure(tree, [failed])) != NO_FAILURE:
         return Outcome(failed, f"{failed} does not pass without the bug, either: {answer[1][:80]}", seconds)
-    return Outcome(failed, "" if failed else f"survived: {reason}", seconds)
+    return Outcome(failed, "" if failed else f"survived: {reason}", seconds, reason)
 
 
 def _import_problem(bug: Bug, tree: Path) -> str:
@@ -191,7 +200,7 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
     report = tree.parent / f"{tree.name}.xml"
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    words += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    words += [f"--junitxml={report}"]
     process = subprocess.Popen(
         [*words, f"--basetemp={tree.parent / f't{tree.name}'}", *tests],
         cwd=tree,
@@ -211,15 +220,16 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
         return NO_FAILURE
     if process.returncode != 1 or not report.exists():
         return "", f"pytest ended with status {process.returncode}: {output.strip().splitlines()[-1][:120]}"
-    return _failure_in(report)
+    return _failure_in(report, tree)
 
 
-def _failure_in(report: Path) -> tuple[str, str]:
+def _failure_in(report: Path, tree: Path) -> tuple[str, str]:
     for case in ElementTree.parse(report).iter("testcase"):
         for fault in (*case.findall("failure"), *case.findall("error")):
-            file = case.get("file", "")
-            within = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", "."))
-            return "::".join(filter(None, (file, within.lstrip("."), case.get("name")))), fault.get("message", "")
+            words = case.get("classname", "").split(".")  # of directories, file and classes
+            paths = ["/".join(words[: count + 1]) + ".py" for count in range(len(words))]
+            count, file = next((n + 1, path) for n, path in enumerate(paths) if (tree / path).exists())
+            return "::".join((file, *words[count:], case.get("name", ""))), fault.get("message", "")
     return "", "a failure that pytest does not report"
 
 
