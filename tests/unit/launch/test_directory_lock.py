@@ -25,6 +25,7 @@ def test_of_two_one_gets_the_lock_and_the_other_after_it(layout: RunLayout) -> N
     lock_directory(layout).close()
 
 
+@pytest.mark.starts
 def test_a_child_keeps_the_lock_that_its_parent_has_closed_and_is_named(layout: RunLayout) -> None:
     lock = lock_directory(layout)
     words = [sys.executable, "-c", "import sys; sys.stdin.read()"]

@@ -41,6 +41,7 @@ def plan_with(role_program: Path, layout: RunLayout) -> Path:
     return layout.job_plan
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(
     ("ends_by", "status", "words"),
     [

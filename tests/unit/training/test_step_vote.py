@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from rlhpc.errors import CheckpointError
@@ -35,11 +36,13 @@ def reads(rank: int, world_size: int, failing: list[int]) -> list[str]:
     return results
 
 
+@pytest.mark.starts
 def test_all_ranks_hear_no_if_one_says_no(tmp_path: Path) -> None:
     rounds = [(True, True), (True, False), (False, True), (False, False)]
     assert run_ranks(2, votes, tmp_path, rounds) == [[True, False, False, False]] * 2
 
 
+@pytest.mark.starts
 def test_what_one_rank_cannot_read_no_rank_goes_on_with(tmp_path: Path) -> None:
     assert run_ranks(2, reads, tmp_path, [0, 1, -1]) == [
         ["damaged here", "another rank failed", "read"],
