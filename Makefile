@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Processes share two cores; they find each other's compiled modules, whatever the user's environment says.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help setup demo demo-slurm soak test test-all quick check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
@@ -48,6 +48,9 @@ test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scena
 
 quick: setup  ## tests of units that start no process
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture
+
+mutations: setup  ## plant known bugs, one at a time, and show which test finds each; about 20 minutes
+	$(BIN)/python -m bench.mutations --jobs 2
 
 check: setup lint types imports spelling resolve test test-all  ## format, lint, types, import rules, resolver, all tests
 
