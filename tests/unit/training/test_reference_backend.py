@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
-from rlhpc.training.reference import ReferenceBackend
+from rlhpc.training.reference.backend import ReferenceBackend
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,
