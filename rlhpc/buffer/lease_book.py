@@ -99,13 +99,13 @@ class LeaseBook:
         self._quarantine.forget(group)
 
     def hand_back(
-        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None], is_lost: bool
+        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
     ) -> None:
         """Free the members that the holder still holds; keep the longest prefix of those that are free."""
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
-                self._give_back(group, index, is_lost=is_lost)
+                self._give_back(group, index, is_lost=False)
             if member.is_free and prefixes:
                 member.prefix = _longer(member.prefix, prefixes[position])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -136,8 +137,9 @@ async def test_the_longest_save_counts_from_the_request_until_it_is_complete(tmp
         await it.writer.finish()
         slow = it.writer.longest_s
         assert slow >= 0.2
+        began = time.monotonic()
         await it.complete_one(2)
-        assert it.writer.longest_s == slow
+        assert slow <= it.writer.longest_s <= max(slow, time.monotonic() - began)
         await it.writer.write(3, 3)
         it.trainer_has_written(3, error="the disk is full")
         with pytest.raises(CheckpointError):
