@@ -25,13 +25,13 @@ from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
 from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
-EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, EXIT_ALONE, EXIT_BUG = 2, 3, 4, 5, 70
 MEET_TIMEOUT_S = 120.0  # without a supervisor's limit: all processes are started together
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing

@@ -14,11 +14,8 @@ import pytest
 
 from rlhpc.config_file import write_resolved
 from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError, RoleFailed, StarvedError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
 from rlhpc.roles.common.lifecycle import (
-    EXIT_ALONE,
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_FAULT,
     INTERRUPT_PATIENCE_S,
     RoleContext,
     StopRequest,
