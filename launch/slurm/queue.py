@@ -27,7 +27,7 @@ _FIELDS = (
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
 _LOG_FIELD = "StdOut:1024|"
-# As written by launch/plan/script.py.  The job's name is part of the pattern, because other programs may use logs/slurm, too.
+# As launch/plan/script.py writes it.  The name of the job is part of it: other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
