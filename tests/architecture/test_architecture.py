@@ -194,6 +194,33 @@ def test_an_import_inside_a_function_says_why_it_is_not_at_the_top() -> None:
     assert not unexplained
 
 
+def _callers(folder: Path, called: str) -> set[str]:
+    """Class.method of every method that calls something of this name, its own definition left out."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for cls in (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)):
+            for method in cls.body:
+                calls = [node.func for node in ast.walk(method) if isinstance(node, ast.Call)]
+                names = {func.attr.lstrip("_") for func in calls if isinstance(func, ast.Attribute)}
+                if called in names and isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(f"{cls.name}.{method.name}")
+    return found
+
+
+def test_the_controllers_table_says_who_waits_for_what_and_who_wakes_whom() -> None:
+    folder = ROOT / "rlhpc" / "roles" / "controller"
+    page = ast.get_docstring(_tree(folder / "role.py")) or ""
+    rows = re.findall(r"^    (\w+)\.(\w+) +(\w+)\(\) +(\S.*)$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for cls, waiting, wakes, callers in rows:
+        sources = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+        (source,) = [text for text in sources if f"class {cls}:" in text]
+        assert re.search(rf"async def {waiting}\(", source), f"{cls}.{waiting} does not exist"
+        groups = [group.strip().partition(".") for group in callers.split(";")]
+        named = {f"{owner}.{method}" for owner, _, methods in groups for method in methods.split()}
+        assert named == _callers(folder, wakes), f"who calls {wakes}()"
+
+
 @pytest.mark.parametrize("words", BUDGETS)
 def test_exceptions_to_the_rules_stay_within_budget(words: str) -> None:
     count = sum(path.read_text(encoding="utf-8").count(words) for path in SOURCES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contracts.trainer_layouts import EVERYDAY_ACROSS, LENGTHS, MODELS, make_model, marks_of, packed, usual_model
-from tests.contracts.trainer_scenarios import refuse_to_load, resume, save_midway
+from tests.contracts.trainer_scenarios import draw_over_a_resume, refuse_to_load, resume, save_midway
 from tests.unit.training.packed_rows import draw_samples
 
 SMALL = "reference-dp1"  # the layout that all others are compared with
@@ -76,6 +76,13 @@ def test_a_saved_run_continues_bit_for_bit_in_the_same_layout(cluster, model, sa
     results, weights = continued(cluster, run, tmp_path)
     assert results == run.results
     assert [name for name in weights if not torch.equal(weights[name], run.weights[name])] == []
+
+
+@pytest.mark.parametrize("layout", ["reference-dp1", "megatron-pp2", "deepspeed-zero3"])
+def test_random_numbers_go_on_where_the_checkpoint_was_taken(layout, start, model_for, tmp_path):
+    model, directory = model_for(usual_model(layout), layout), tmp_path / "ckpt"
+    for drawn, again in start(layout).run(draw_over_a_resume, tmp_path, model=model, directory=directory):
+        assert drawn == again
 
 
 def test_it_continues_in_the_reference_and_the_reference_in_it(cluster, model, saved, start, tmp_path):

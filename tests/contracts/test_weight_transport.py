@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 from weight_receiver_process import fingerprint
 from weight_receivers import Broadcast, ReceiverProcess, counting, draw_weights, specs_of
 
@@ -15,6 +17,7 @@ from rlhpc.config_sections import WeightsConfig
 from rlhpc.errors import GroupFailed
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import make_manifest
+from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.factory import make_publisher
 
 BUCKET_BYTES = 1 << 16  # smaller than the largest tensor
@@ -81,20 +84,28 @@ def test_a_new_epoch_goes_on_without_the_member_that_was_killed(broadcast: Broad
     assert [receiver.answer() for receiver in survivors] == [{"ok": fingerprint(draw_weights(3))}] * 2
 
 
+def _checksum(wrong: Iterator[int | None], block: Tensor) -> int:
+    """Of the next bucket: another one where `wrong` says so."""
+    return next(wrong) or checksum64(block)
+
+
 def test_damaged_weights_are_refused_whole(broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch) -> None:
-    broadcast.form(epoch=1)
-    with monkeypatch.context() as damage:
-        for module in ("group_publisher", "disk", "ipc"):
-            damage.setattr(f"rlhpc.weights.{module}.checksum64", lambda block: 12345)
-        with pytest.raises(GroupFailed, match="torn"):
-            publish(broadcast, 1, epoch=1)
-    for receiver in broadcast.receivers:
-        answer = receiver.answer()
-        assert answer["error"] == "TornWeights"
-        assert "bucket 0" in answer["message"]
-    broadcast.form(epoch=2)
-    publish(broadcast, 2, epoch=2)
-    assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(2))}] * 2
+    last = len(manifest_of(1, 1, 1).bucket_ends) - 1
+    for epoch, damaged in enumerate((0, last), start=1):
+        broadcast.form(epoch=epoch)
+        wrong = iter([12345 if index == damaged else None for index in range(last + 1)])
+        with monkeypatch.context() as damage:
+            for module in ("group_publisher", "disk", "ipc"):
+                damage.setattr(f"rlhpc.weights.{module}.checksum64", partial(_checksum, wrong))
+            with pytest.raises(GroupFailed, match="torn"):
+                publish(broadcast, epoch, epoch=epoch)
+        for receiver in broadcast.receivers:
+            answer = receiver.answer()
+            assert answer["error"] == "TornWeights"
+            assert f"bucket {damaged}" in answer["message"]
+    broadcast.form(epoch=3)
+    publish(broadcast, 3, epoch=3)
+    assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(draw_weights(3))}] * 2
 
 
 @pytest.mark.parametrize("bucket", range(3))

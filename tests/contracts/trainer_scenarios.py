@@ -109,6 +109,18 @@ def resume(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> An
     return results, weights
 
 
+def draw_over_a_resume(rank: Rank, *, model: Path, directory: Path) -> Any:
+    """Random numbers after a save, and after this save was loaded."""
+    backend = rank.open(model)
+    torch.rand(5)  # from here on the state is not that of the seed
+    backend.save(directory).result()
+    drawn = torch.rand(5).tolist()
+    backend.load(directory)
+    again = torch.rand(5).tolist()
+    backend.close()
+    return drawn, again
+
+
 def refuse_to_load(rank: Rank, *, model: Path, directories: list[Path]) -> Any:
     """Return the messages of every rank, and whether weights were left alone."""
     backend = rank.open(model)

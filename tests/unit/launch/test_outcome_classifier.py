@@ -11,7 +11,7 @@ from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import ThisJob
-from launch.supervisor.outcome_classifier import OutcomeClassifier
+from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from rlhpc.run_layout import RunLayout
 
 ATTEMPT = Attempt(2, 40, 12, 0)
@@ -104,3 +104,13 @@ def test_every_cause_says_what_follows() -> None:
         assert cause.words
     assert Cause.TIME.follows == "requeue"
     assert {cause for cause in Cause if cause.status == 0} == {Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD}
+
+
+def test_a_user_who_asks_to_stop_is_heard_and_one_who_asks_for_now_is_heard_first(layout: RunLayout) -> None:
+    assert asked_to_end(layout) is None
+    layout.stop_request.touch()
+    assert (outcome := asked_to_end(layout)) is not None
+    assert outcome.cause is Cause.STOP
+    layout.abort_request.touch()
+    assert (outcome := asked_to_end(layout)) is not None
+    assert outcome.cause is Cause.ABORT

@@ -42,7 +42,7 @@ def context(tmp_path: Path) -> RoleContext:
 @pytest.fixture
 def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> End:
     """Lets a role end so; returns its exit status and the last line of its log."""
-    monkeypatch.setattr("rlhpc.roles.common.lifecycle._die_with_parent", lambda number: None)
+    monkeypatch.setattr("rlhpc.roles.common.lifecycle.end_with_parent", lambda number: None)
     monkeypatch.setattr("faulthandler.register", lambda number: None)  # pytest has taken stderr's descriptor
 
     def ended(error: BaseException | None) -> tuple[int, str]:

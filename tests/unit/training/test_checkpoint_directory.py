@@ -191,6 +191,7 @@ def test_killed_after_any_file_operation_the_run_goes_on_from_the_previous_or_th
         save(layout, 3, "of a lost timeline")
         (layout.checkpoint(3) / "controller.json").unlink()
         was_finished = survive(operations, layout)
+        assert all("has no COMPLETE" not in state.problem for state in describe(layout.checkpoints))
         step, path = latest_complete(layout.checkpoints)
         assert (path / "controller.json").read_text() == f"state {step}"
         found.append(step)

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhpc.training.factory import open_backend
-from rlhpc.training.reference import ReferenceBackend
+from rlhpc.training.hf_model import load_causal_lm
+from rlhpc.training.process_group import RankContext
+from rlhpc.training.reference import ReferenceBackend, ReferenceSettings
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,
@@ -21,6 +23,7 @@ from tests.unit.training.packed_rows import (
     pack_row,
     tiny_config,
 )
+from tests.unit.training.rank_processes import run_ranks
 
 ROW = pack_row(draw_samples((20, 37, 8, 33)))
 STEP: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1.0}
@@ -32,7 +35,7 @@ def model(tmp_path_factory):
 
 
 def open_one(model, **settings):
-    return open_backend(tiny_config(model, **settings), rank=0, world_size=1, store_address="")
+    return open_backend(tiny_config(model, **settings), RankContext())
 
 
 def train(backend, rows, **overrides):
@@ -198,3 +201,24 @@ def test_a_save_is_of_the_moment_it_was_asked_for_though_training_goes_on(model,
     resumed.load(tmp_path / "ckpt")
     assert resumed.num_steps_applied == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.weights())
+
+
+def clipped_step(rank, world_size, model):
+    """The norm and the weights after a step that is clipped, of this rank's share of four rows."""
+    rows = [pack_row([sample]) for sample in draw_samples((20, 37, 8, 33))]
+    settings = ReferenceSettings(torch.float32, temperature=1.0, chunk_tokens=37, betas=(0.9, 0.999), eps=1e-3)
+    policy = load_causal_lm(model, device=torch.device("cpu"), recompute_activations=False)
+    backend = ReferenceBackend(policy, settings, rank=rank, world_size=world_size)
+    options = {"num_loss_tokens": num_loss_tokens(rows), "max_grad_norm": 0.01}
+    result = train(backend, rows[rank::world_size], **options)
+    return result.grad_norm, {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+@pytest.mark.starts
+def test_two_ranks_clip_by_the_norm_of_the_gradient_of_both_and_step_as_one_does(model, tmp_path):
+    ((norm, weights),) = run_ranks(1, clipped_step, tmp_path / "one", model)
+    (norm_of_two, weights_of_two), (norm_there, _) = run_ranks(2, clipped_step, tmp_path / "two", model)
+    assert norm > 0.01  # it is clipped
+    assert norm_of_two == norm_there == pytest.approx(norm, rel=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(weights_of_two[name], tensor, rtol=0, atol=1e-6)

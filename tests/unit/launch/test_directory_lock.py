@@ -1,0 +1,47 @@
+"""The lock of a run directory: one holder, and it holds as long as any process that has inherited it lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run_directory.directory_lock import LockHeld, holders, lock_directory
+from rlhpc.run_layout import RunLayout
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path)
+
+
+def test_of_two_one_gets_the_lock_and_the_other_after_it(layout: RunLayout) -> None:
+    first = lock_directory(layout)
+    with pytest.raises(LockHeld):
+        lock_directory(layout)
+    first.close()
+    lock_directory(layout).close()
+
+
+@pytest.mark.starts
+def test_a_child_keeps_the_lock_that_its_parent_has_closed_and_is_named(layout: RunLayout) -> None:
+    lock = lock_directory(layout)
+    words = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=(lock.descriptor,)) as child:
+        lock.close()
+        with pytest.raises(LockHeld):
+            lock_directory(layout)
+        assert [identity.pid for identity in holders(layout)] == [child.pid]
+    lock_directory(layout).close()
+
+
+def test_a_lock_of_a_directory_that_was_made_again_excludes_nobody(layout: RunLayout) -> None:
+    first = lock_directory(layout)
+    layout.lock.unlink()
+    assert not first.is_of_the_directory
+    second = lock_directory(layout)
+    assert second.is_of_the_directory
+    first.close()
+    second.close()

@@ -1,0 +1,114 @@
+"""What a generator has judged of a completion, and what it does when the verifier fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.config_file import config_hash
+from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.messages import RewardReply, RewardRequest
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.generator.role import Generator
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import LEASES, REWARDS
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.transport.rpc import RpcClient
+from rlhpc.types import FinishReason, Lease, Prompt, SamplingParams, ScoredRollout, Verdict
+from rlhpc.weights.buckets import make_manifest
+from tests.patience import PATIENCE_S
+from tests.unit.data.checkpoints import SPECIAL_TOKENS, make_tokenizer_files
+from tests.unit.roles.small_ring import small_config
+
+EOS = SPECIAL_TOKENS.index("<eos>")
+VOCABULARY = len(SPECIAL_TOKENS) + 96  # of make_tokenizer_files
+MAX_ATTEMPTS = 3
+
+
+class Verifier:
+    """A reward service that fails so many times before it has a verdict."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.server = MemoryServer(REWARDS)
+        self.asked: list[RewardRequest] = []
+        self._num_failures = num_failures
+
+    async def run(self) -> None:
+        while True:
+            peer, request = await self.server.receive()
+            self.asked.append(request)
+            has_failed = len(self.asked) <= self._num_failures
+            verdict, reward = ("verifier_error", 0.0) if has_failed else ("correct", 1.0)
+            await self.server.send(peer, RewardReply(request.request_id, reward, verdict, {}, f"{len(self.asked)}"))
+
+
+@asynccontextmanager
+async def sampling(root: Path, verifier: Verifier, stop_probability: float) -> AsyncIterator[MemoryServer]:
+    """A generator that takes leases of the channel that this yields."""
+    leases = MemoryServer(LEASES)
+    config = small_config()
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": make_tokenizer_files(root / "model")}),
+            "rewards": config.rewards.model_copy(update={"max_attempts": MAX_ATTEMPTS}),
+        }
+    )
+    context = RoleContext("generator", 0, 1, 0, None, "first", RunLayout(root), config, config_hash(config))
+    engine = ScriptedEngine(Script(vocab_size=VOCABULARY, stop_token_id=EOS, stop_probability=stop_probability))
+    await engine.receive_weights(make_manifest(0, 1, (), 1))
+    async with RpcClient([verifier.server.connect(context.name)], max_attempts=MAX_ATTEMPTS) as judges:
+        generator = Generator(context, engine, leases.connect(context.name), judges)
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(verifier.run()), tasks.create_task(generator.take_leases(tasks))]
+            try:
+                yield leases
+            finally:
+                for loop in loops:
+                    loop.cancel()
+
+
+async def scored(root: Path, verifier: Verifier, *, max_tokens: int, stop_probability: float) -> ScoredRollout:
+    """What the generator delivers of one sample."""
+    prompt = Prompt(0, "any", np.array([9, 9], np.int32), "42")
+    lease = Lease(0, 0, prompt, 2, (0,), SamplingParams(max_tokens=max_tokens), 0, 60.0)
+    async with sampling(root, verifier, stop_probability) as leases:
+        await leases.send("generator-0", lease)
+        _, delivered = await leases.receive(PATIENCE_S)
+    assert isinstance(delivered, ScoredRollout)
+    return delivered
+
+
+@pytest.mark.parametrize("num_failures", [1, MAX_ATTEMPTS - 1])
+async def test_a_failed_verifier_is_asked_again_and_its_verdict_then_counts(tmp_path: Path, num_failures: int) -> None:
+    verifier = Verifier(num_failures)
+    delivered = await scored(tmp_path, verifier, max_tokens=5, stop_probability=0.0)
+    assert (delivered.verdict, delivered.reward) == (Verdict.CORRECT, 1.0)
+    assert len(verifier.asked) == num_failures + 1
+
+
+async def test_a_verifier_that_fails_max_attempts_times_is_asked_no_more_and_its_failure_is_delivered(
+    tmp_path: Path,
+) -> None:
+    verifier = Verifier(1000)
+    delivered = await scored(tmp_path, verifier, max_tokens=5, stop_probability=0.0)
+    assert delivered.verdict is Verdict.VERIFIER_ERROR
+    assert len(verifier.asked) == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("stop_probability", "reason", "num_judged"), [(1.0, FinishReason.STOP, 0), (0.0, FinishReason.LENGTH, 5)]
+)
+async def test_a_completion_is_judged_without_its_end_of_sequence_and_whole_if_it_was_truncated(
+    tmp_path: Path, stop_probability: float, reason: FinishReason, num_judged: int
+) -> None:
+    verifier = Verifier(0)
+    delivered: Any = await scored(tmp_path, verifier, max_tokens=5, stop_probability=stop_probability)
+    assert delivered.rollout.finish_reason is reason
+    assert len(delivered.rollout.token_ids) == num_judged + (reason is FinishReason.STOP)
+    assert len(verifier.asked[0].completion) == num_judged  # one character a token

@@ -1,0 +1,71 @@
+"""What the trainer makes of a batch: a step, or a step that is skipped and leaves the policy version where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.messages import StepReport
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.role import Trainer
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.factory import open_backend
+from rlhpc.types import PackedBatch, PackedMicrobatch
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
+
+
+class Ear:
+    """Hears what the trainer says."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.versions: list[int] = []  # that its heartbeats named
+
+    def send(self, message: object, timeout_s: float = 10.0) -> None:
+        self.answers.append(message)
+
+    def now(self, state: str, waits_for: str, policy_version: int) -> None:
+        self.versions.append(policy_version)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Any]:
+    backend = open_backend(
+        tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)),
+        rank=0,
+        world_size=1,
+        store_address="",
+    )
+    yield backend
+    backend.close()
+
+
+def batch_of(row: PackedMicrobatch, step: int) -> PackedBatch:
+    return PackedBatch(
+        step=step, policy_version=0, ranks=((row,),), num_loss_tokens=num_loss_tokens([row]), num_samples=2
+    )
+
+
+def test_a_step_that_is_not_finite_is_reported_as_skipped_and_raises_no_version(backend: Any, tmp_path: Path) -> None:
+    ear = Ear()
+    context = RoleContext(
+        "trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), tiny_config(tmp_path / "model"), "hash"
+    )
+    trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+    sound = pack_row(draw_samples((5, 9)))
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    trainer.obey(batch_of(replace(sound, advantages=np.where(sound.loss_mask, np.float32("nan"), 0)), 0))
+    assert [(a.step, a.policy_version, a.applied) for a in ear.answers] == [(0, 0, False)]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    trainer.obey(batch_of(sound, 1))
+    assert isinstance(ear.answers[1], StepReport)
+    assert (ear.answers[1].step, ear.answers[1].policy_version, ear.answers[1].applied) == (1, 1, True)
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert ear.versions[-1] == 1
