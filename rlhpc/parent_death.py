@@ -10,10 +10,11 @@ import ctypes
 import signal
 from contextlib import suppress
 
+_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this signal to the calling process when the thread that started it ends."""
     with suppress(OSError, AttributeError):  # no prctl: not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

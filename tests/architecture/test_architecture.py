@@ -293,7 +293,10 @@ _BATCH = sorted(
 )
 _PLAIN = [
     *_BATCH,
-    *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "run_layout.py")),
+    *(
+        ROOT / "rlhpc" / name
+        for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "parent_death.py", "run_layout.py")
+    ),
 ]
 
 
