@@ -7,9 +7,9 @@ standard library.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import signal
+from contextlib import suppress
 
 _LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -17,5 +17,5 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this signal to the calling process when the thread that started it ends."""
-    with contextlib.suppress(AttributeError):  # no prctl: not Linux
+    with suppress(OSError, AttributeError):  # no prctl: not Linux
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

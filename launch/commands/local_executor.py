@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.common.child_process import LONGEST_TEMPORARY_PATH
+from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.plan.processes import ProcessPlan, RunPlan
 from launch.run_directory.owner import RunOwner
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record

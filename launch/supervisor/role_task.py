@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.common.child_process import LONGEST_TEMPORARY_PATH
+from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_progress

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from launch.checks.finding import Finding
 from launch.checks.nodes import probe
 from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
 from launch.checks.nodes.verdicts import judge as judge_reports
 from launch.checks.site import login_checks
-from launch.checks.site.component_check import Finding
 from launch.checks.site.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
 from launch.commands.doctor.command import plan_of as made_up_plan
 from launch.commands.doctor.table import exit_status, render

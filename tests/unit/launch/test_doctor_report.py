@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.checks.finding import Finding
 from launch.checks.nodes.probe_jobs import Reports
-from launch.checks.site.component_check import Finding
 from launch.cli import main
 from launch.commands.doctor.redaction import Private, is_secret_name, redact
 from launch.commands.doctor.report_file import write_report
