@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # For example TORCH_ARGS="--index-url URL-of-the-CPU-wheels"; by default pip's own configuration decides.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+# Processes share two cores; they find each other's compiled modules, whatever the user's environment says.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help setup demo demo-slurm soak test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
@@ -39,13 +41,13 @@ soak: setup  ## a run through 100 time limits on a private Slurm; about two hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)
 
 test-all: setup  ## what `make test` leaves out: exhaustive matrices, long scenarios
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m long $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m long $(PYTEST_ARGS)
 
 quick: setup  ## tests of units that start no process
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 -m "not long and not starts" $(PYTEST_ARGS) tests/unit tests/architecture
 
 mutations: setup  ## plant known bugs, one at a time, and show which test finds each; about 20 minutes
 	$(BIN)/python -m bench.mutations --jobs 2

@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -190,7 +191,7 @@ def on_rank(rank: int, task: Task, pipe: Connection) -> None:
     keys = {**task.keys, "backend": "megatron"}
     config = tiny_config(task.model, dtype=task.dtype, **keys)
     address = f"file://{task.scratch / 'store'}"
-    backend: Any = open_backend(config, rank=rank, world_size=config.trainer.num_ranks, store_address=address)
+    backend: Any = open_backend(config, RankContext(rank, config.trainer.num_ranks, address))
     tokens = num_loss_tokens(task.rows) * backend.dp_size
 
     def ours() -> None:

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
@@ -79,9 +80,7 @@ def main() -> None:
     num_tokens = sum(len(row.token_ids) for row in rows)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_tiny_checkpoint(Path(scratch), hidden=128, layers=options.layers)
-        backend = open_backend(
-            tiny_config(directory, logprob_chunk_tokens=1024), rank=0, world_size=1, store_address=""
-        )
+        backend = open_backend(tiny_config(directory, logprob_chunk_tokens=1024), RankContext())
         num_parameters = sum(int(np.prod(spec.shape)) for spec in backend.tensor_specs())
         print(
             f"{num_parameters} parameters, {num_tokens} tokens in {sum(len(r.cu_seqlens) - 1 for r in rows)} segments"

@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch.commands.arguments import (
+    refuse_resume_point,
+    resume_point,
     takes_cluster_commands,
+    takes_resume_point,
     takes_run_file,
     takes_scale,
     takes_submission,
@@ -21,16 +23,10 @@ from launch.commands.arguments import (
 )
 from launch.commands.family import command as family
 from launch.commands.overview import command as overview
-from launch.commands.resume_options import refuse_resume_point, resume_point, takes_resume_point
-from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
-
-if TYPE_CHECKING:
-    from launch.run_directory.checkpoint_choice import ResumePoint
-
-EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.command(options)
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc: {error}\n")
-        return EXIT_USER
+        return EXIT_CONFIG
     except BrokenPipeError:  # `rlhpc status … | head`
         return 0
     except OSError as error:  # no permission, a full disk
         where = f"{error.filename}: " if error.filename is not None else ""
         sys.stderr.write(f"rlhpc: {where}{error.strerror or error}\n")
-        return EXIT_USER
+        return EXIT_CONFIG
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # says what has been done so far
             sys.stderr.write(f"rlhpc: {interrupt}\n")
@@ -140,9 +136,13 @@ def _cluster(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from launch.commands.check import check_run_directory, check_run_file
+    if options.run_file.is_dir():
+        from launch.commands.check_run import check_run_directory
 
-    return check_run_directory(options) if options.run_file.is_dir() else check_run_file(options)
+        return check_run_directory(options)
+    from launch.commands.check import check_run_file
+
+    return check_run_file(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -154,47 +154,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from launch.commands.run import run_locally
+
     resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
     return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from)
-
-
-def run_locally(
-    config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint | None = None
-) -> int:
-    """Check everything, prepare the run directory, run all roles here, return the exit status."""
-    from launch.checks.gpus import gpus_here
-    from launch.checks.preflight import preflight
-    from launch.commands.local_executor import LocalExecutor
-    from launch.commands.watch import Watch
-    from launch.plan.gpu_map import map_gpus
-    from launch.plan.processes import plan_run
-    from launch.run_directory.checkpoint_choice import NEWEST
-    from launch.run_directory.owner import own_run
-    from launch.run_directory.prepare import mint_keys, prepare_run_dir
-
-    gpus = map_gpus(config, gpus_here(os.environ))
-    preflight(config)
-    layout = RunLayout(config.run_directory)
-    watch = Watch(layout, sys.stderr)
-    where = resume_from or NEWEST
-    with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        attempt = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=where, tell=watch.tell)
-        owner.begins(attempt.owner)
-        plan = plan_run(
-            config,
-            layout,
-            attempt=attempt.index,
-            resume_step=attempt.resume_step,
-            owner=attempt.owner,
-            gpus=gpus,
-        )
-        mint_keys(plan)
-        for change in attempt.changed:
-            watch.tell(f"resumed with {change}")
-        with LocalExecutor(plan, watch.tell, owner) as executor:
-            status = executor.wait(watch.look)
-        watch.close()
-    return status
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -296,6 +259,7 @@ def _demo(options: argparse.Namespace) -> int:
     run_file = options.run_file or RUN_FILE
     if not options.slurm:
         from launch.checks.gpus import gpus_here
+        from launch.commands.run import run_locally
         from launch.plan.gpu_map import map_gpus
 
         map_gpus(load_config(run_file, options.overrides), gpus_here(os.environ))  # refused before the warm start

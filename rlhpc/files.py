@@ -32,6 +32,14 @@ def write_synced(path: Path, content: bytes | bytearray, *, mode: int = 0o644, i
             os.fsync(file.fileno())
 
 
+def is_listed(file: Path) -> bool:
+    """Whether a file is there, as the server of its filesystem says.  Raises FileNotFoundError if its directory is not.
+
+    An NFS client may remember for half a minute that a file is not there; listing its directory makes it look again.
+    """
+    return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
+
+
 def sync_directory(directory: Path) -> None:
     """Make renames in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY)

@@ -189,7 +189,7 @@ def _leftovers(layout: RunLayout) -> Iterator[Row]:
         text = "being written, or left behind; the next resume deletes what is dead"
         yield Row("leftovers", str(path.relative_to(layout.root)), Verdict.NOTE, text)
     for path in sorted(layout.rollouts.glob("lost_attempt_*")):
-        text = f"rollouts of undone steps, {_size_of(path)}; no longer needed"
+        text = f"rollouts after the checkpoint of that resume, {_size_of(path)}; no longer needed"
         yield Row("leftovers", path.name, Verdict.NOTE, text)
 
 

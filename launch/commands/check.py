@@ -1,10 +1,15 @@
-"""`rlhpc check`: find errors in a run file before a start, and damage in a run directory."""
+"""`rlhpc check`: find errors in a run file before a start."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
+from launch.checks.gpus import gpus_here
+from launch.checks.memory.verdict import memory_report
+from launch.checks.preflight import preflight
+from launch.plan.gpu_map import GpuMap, map_gpus
+from launch.plan.processes import describe_plan, plan_run
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -12,12 +17,6 @@ from rlhpc.run_layout import RunLayout
 
 def check_run_file(options: argparse.Namespace) -> int:
     """Print the plan, the model, the data and the memory of a run.  Raises ConfigError for what is illegal."""
-    from launch.checks.gpus import gpus_here
-    from launch.checks.memory.verdict import memory_report
-    from launch.checks.preflight import preflight
-    from launch.plan.gpu_map import GpuMap, map_gpus
-    from launch.plan.processes import describe_plan, plan_run
-
     if options.json:
         raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)
@@ -34,13 +33,3 @@ def check_run_file(options: argparse.Namespace) -> int:
     )
     print(memory)
     return 0
-
-
-def check_run_directory(options: argparse.Namespace) -> int:
-    """Print the check of a run directory; returns 1 if anything is damaged.  Raises ConfigError."""
-    from launch.commands.run_check_report import report_run
-    from launch.common.paths import without_dots
-
-    if options.overrides or options.site:
-        raise ConfigError(f"{options.run_file}: a run directory takes neither overrides nor --site; legal: --json")
-    return report_run(RunLayout(without_dots(options.run_file)), as_json=options.json)

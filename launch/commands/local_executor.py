@@ -7,7 +7,6 @@ workers, verifiers) ends with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -23,18 +22,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
+from launch.common.child_process import LONGEST_TEMPORARY_PATH, die_with_parent
 from launch.plan.processes import ProcessPlan, RunPlan
 from launch.run_directory.owner import RunOwner
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.run_state import wants_abort, wants_stop
 from rlhpc.errors import OwnershipLost
+from rlhpc.exit_status import EXIT_FENCED, EXIT_INTERRUPTED
 
-_LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-EXIT_FENCED = 4  # as of a role: another attempt owns the run
 INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
 STOP_GRACE_S = 120.0  # after `rlhpc stop`: time to finish a step and save
-LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 FINISH_GRACE_S = 15.0  # after the controller has ended by itself
 
 
@@ -101,7 +98,7 @@ class LocalExecutor:
             self._tell(self._failure)
             return self._status
         is_saved = all(r.process.returncode == 0 for r in self._running if r.plan.role == "controller")
-        return 0 if is_saved else 130
+        return 0 if is_saved else EXIT_INTERRUPTED
 
     # ------------------------------------------------------------------------------------------------------- internals
 
@@ -229,7 +226,7 @@ def _die_with(launcher: int) -> None:
 
     A role that has started replaces this by a signal of its own (lifecycle.py).
     """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != launcher:  # it died before the kernel was asked
         os._exit(1)
 

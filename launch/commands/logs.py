@@ -16,6 +16,7 @@ from pathlib import Path
 from launch.commands.job_status import is_slurm_run, look_at_run
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 
 LAST_LINES = 200
@@ -59,7 +60,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     try:
         _follow(layout, role, tails, {file.path for file in there})
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.commands.stop import cancel
 from launch.commands.submit import Tell, describe_record, refuse_unfit_for_slurm, submit_jobs, write_plan
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import describe_with_scripts
@@ -21,6 +20,7 @@ from launch.plan.site_values import walltime_s
 from launch.run_directory.submission_lock import submits_alone
 from launch.run_files.job_records import JobRecord, next_elastic_name, next_replica, read_records
 from launch.slurm.commands import SlurmError
+from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
@@ -163,7 +163,7 @@ def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run:
     for each in retired:
         tell(f"{'would end' if dry_run else 'ends'}   generator-{each.replica} (job {each.slurm_id}, {each.state})")
     if not dry_run:  # pending ones first: none may start in place of one that ends
-        cancel(each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun))
+        cancel((each.slurm_id for each in sorted(retired, key=lambda each: each.has_begun)), patience_s=PATIENCE_S)
 
 
 def _generators_of(record: JobRecord, row: JobRow) -> list[_Added]:

@@ -7,15 +7,17 @@ and recorded job ids are signalled or cancelled, nothing by name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from launch.run_directory.owner import find_launcher
 from launch.run_files.job_records import read_records
 from launch.run_files.run_state import read_progress, saved_step
-from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import Life
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
@@ -24,9 +26,6 @@ Tell = Callable[[str], None]
 ASK_S = 3.0
 SAY_S = 60.0  # longest time without a line of progress
 FOLLOWERS_S = 120.0  # jobs that outlive the controller for this long do not end by themselves
-PATIENCE_S = 60.0  # for a slurmctld that is away
-INTERRUPTED = 130
-_IS_OVER = ("Invalid job id specified", "already completing or completed")
 
 
 def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
@@ -59,20 +58,8 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         ) from error
     except KeyboardInterrupt:
         tell(f"{layout.root}: the request stays and its jobs will end; `rlhpc status {layout.root}` shows them")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return _say_outcome(layout, f"`rlhpc resume {layout.root}`", tell, now=now)
-
-
-def cancel(ids: Iterable[str], *options: str) -> None:
-    """Run scancel; jobs that have ended by themselves are no error.  Raises SlurmError."""
-    listed = list(dict.fromkeys(ids))
-    if not listed:
-        return
-    try:
-        slurm("scancel", *options, *listed, patience_s=PATIENCE_S)
-    except SlurmError as error:
-        if not any(words in str(error) for words in _IS_OVER):
-            raise
 
 
 def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
@@ -84,9 +71,9 @@ def _see_to_the_end(layout: RunLayout, now: bool, tell: Tell) -> None:
         if any(row.job_id in controller_jobs for row in rows):
             led_at = time.monotonic()
         if now or time.monotonic() - led_at > FOLLOWERS_S:
-            cancel(str(row.job_id) for row in rows if row.state.life is not Life.ENDING)
+            cancel((row.job_id for row in rows if row.state.life is not Life.ENDING), patience_s=PATIENCE_S)
         elif waiting:  # only those that have not started meanwhile
-            cancel((str(row.job_id) for row in waiting), "--state=PENDING")
+            cancel((row.job_id for row in waiting), "--state=PENDING", patience_s=PATIENCE_S)
         words = ", ".join(dict.fromkeys(f"{row.name} {row.label} {row.state.name.lower()}" for row in rows))
         if words != said or time.monotonic() - said_at > SAY_S:
             tell(f"waiting for  {words}")

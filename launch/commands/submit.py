@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.preflight import Findings, preflight
-from launch.commands.stop import cancel
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.report import component_documents, plan_document, shared_layout
 from launch.plan.script import render_scripts
@@ -25,6 +24,7 @@ from launch.run_directory.prepare import prepare_run_dir_for_jobs
 from launch.run_directory.submission_lock import submits_alone
 from launch.run_files.job_records import JobRecord, generators_of, read_records, write_record
 from launch.slurm.commands import SlurmError
+from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.sbatch import MayBeQueued
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -271,7 +271,7 @@ def _withdraw(layout: RunLayout, records: Sequence[JobRecord]) -> str:
         return ""
     names = ", ".join(map(describe_record, records))
     try:
-        cancel(str(record.job_id) for record in records)
+        cancel((record.job_id for record in records), patience_s=PATIENCE_S)
     except SlurmError as error:
         return f"CANCEL BY HAND {names}: {error}"
     for record in records:

@@ -11,11 +11,11 @@ import time
 from launch.commands.watch import Watch
 from launch.run_files.job_records import read_records
 from launch.slurm.queue import JobRow, look_at_jobs
+from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 
 ASK_SLURM_EVERY_S = 15.0  # slurmctld serves all users
 NEARLY_OVER_S = 2.0  # once the result exists
-INTERRUPTED = 130
 
 
 def wait_for_run(layout: RunLayout) -> int:
@@ -35,7 +35,7 @@ def wait_for_run(layout: RunLayout) -> int:
             _look_on(layout, watch)
     except KeyboardInterrupt:
         watch.tell(f"no longer watched; the jobs continue: `rlhpc status {layout.root}`, `rlhpc stop {layout.root}`")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     watch.close()
     if layout.summary.exists():
         watch.tell(f"{layout.root}: complete")

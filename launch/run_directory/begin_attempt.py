@@ -26,11 +26,10 @@ from launch.run_files.job_records import generator_numbers
 from launch.run_files.run_state import read_attempt
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
 from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
-
-EXIT_USER, EXIT_FAULT, EXIT_FENCED = 2, 3, 4
 
 
 class FencedError(RlhpcError):
@@ -97,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rlhpc: {error}\n")
         if isinstance(error, OSError | UnreadableCheckpoint):
             return EXIT_FAULT
-        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_USER
+        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_CONFIG
     print(json.dumps(document))
     return 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
+
 
 class Cause(enum.Enum):
     """Why it ended, what follows, and the exit status of the batch step."""
@@ -20,8 +22,8 @@ class Cause(enum.Enum):
     FAILED = "failed", "again", 1
     GIVEN_UP = "failed too often without a new checkpoint", "end", 1
     STALLED = "made no progress", "end", 1
-    ALONE = "another role never connected", "end", 5
-    SETTINGS = "invalid settings", "end", 2
+    ALONE = "another role never connected", "end", EXIT_ALONE
+    SETTINGS = "invalid settings", "end", EXIT_CONFIG
     COMPONENT = "a component was cancelled", "end", 1
     UNRECORDED = "this job has no record: its submission was abandoned", "leave", 1
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from launch.slurm.commands import NoAnswer, SlurmError, ask, is_away, slurm
+from launch.slurm.control import cancel
 
 ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (supervisor.py)
 LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
@@ -71,6 +72,16 @@ def submit_script(
         if ctrl_c.has_come:
             raise KeyboardInterrupt(_cancel(job_id))
     return job_id
+
+
+def submit_once(script: Path) -> str:
+    """Submit a script whose job nobody needs to find again, and return its id.  Raises SlurmError."""
+    return slurm("sbatch", "--parsable", str(script)).strip().split(";")[0]
+
+
+def try_script(script: Path, patience_s: float) -> None:
+    """Have sbatch check a script, without submitting it.  Raises SlurmError with what sbatch says against it."""
+    slurm("sbatch", "--test-only", str(script), patience_s=patience_s)
 
 
 def how_to_look(tag: str) -> str:
@@ -147,7 +158,7 @@ def _look_for(tag: str, trouble: str, environment: Mapping[str, str] | None) -> 
 def _cancel(job_id: int) -> str:
     """Cancel a job; returns a message about it."""
     try:
-        slurm("scancel", str(job_id), patience_s=LOOK_PATIENCE_S)
+        cancel([job_id], patience_s=LOOK_PATIENCE_S)
     except SlurmError as error:
         return f"job {job_id} was submitted; CANCEL BY HAND, `scancel {job_id}`: {error}"
     return f"job {job_id} was submitted and is cancelled again"

@@ -133,6 +133,8 @@ STATES = (
     _over("REVOKED", "RV", EndedBy.WORLD, "runs on another cluster of the federation under the same id"),
 )  # fmt: skip
 
+# Every other state counts as alive, even one that a later Slurm adds: a live job must not be submitted a second time.
+OVER = frozenset(state.name for state in STATES if not state.is_alive)
 _BY_WORD = {word: state for state in STATES for word in (state.name, state.code) if word}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.control import component_states, requeue
 from launch.slurm.values import duration_s, is_unlimited
 
 PATIENCE_S = 300.0  # for a slurmctld that is away: it comes back, or the time limit ends the job
@@ -57,24 +58,16 @@ class ThisJob:
         return f"{self.job_id}.{self.restart}.{start}"
 
     def requeue(self) -> None:
-        """Put this job back into the queue; Slurm ends its batch step in a moment.
-
-        Call it only when no srun is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
-        component has a live step.  Raises SlurmError if the site forbids it.
-        """
+        """Put this job back into the queue; Slurm ends its batch step in a moment.  Raises SlurmError."""
         # By JOB_TASK: the id of an array's last task equals that of the whole array, and would requeue all of it.
-        slurm("scontrol", "requeue", self.name, patience_s=PATIENCE_S)
+        requeue(self.name, PATIENCE_S)
 
     def component_states(self) -> dict[int, str]:
         """Slurm's state of every component of a heterogeneous job; other jobs have only component 0.
 
         Raises SlurmError.
         """
-        out = slurm(
-            "squeue", "--all", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%i %T", patience_s=30.0
-        )
-        rows = [line.split() for line in out.splitlines() if line.strip()]
-        return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
+        return component_states(self.job_id, patience_s=30.0)
 
 
 class TimeLimit:

@@ -1,4 +1,4 @@
-"""Values printed by Slurm's commands: durations, array tasks, and the final states of a job.
+"""Values printed by Slurm's commands: durations and array tasks.
 
 Input: text.  Output: numbers.  Pure; Python 3.9 and the standard library.
 """
@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import re
 
-# Every other state counts as alive, even one that a later Slurm adds: a live job must not be submitted a second time.
-OVER = frozenset(
-    {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
-     "OUT_OF_MEMORY", "REVOKED"}
-)  # fmt: skip
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 

@@ -12,13 +12,12 @@ from typing import TypeVar
 
 from submitit.slurm.slurm import SlurmJob
 
-from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.values import OVER
-from launch.submitit_hetjob.submitit_seams import Watcher, base_id, sub_jobs
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import cancel
+from launch.slurm.part_states import FINAL, ask_states, base_id
+from launch.submitit_hetjob.submitit_seams import Watcher, sub_jobs
 
 R = TypeVar("R", covariant=True)
-GONE = "GONE"  # neither squeue nor sacct knows the job
-FINAL = OVER | {"LAUNCH_FAILED", GONE}
 
 
 class StateWatcher(Watcher):
@@ -38,63 +37,9 @@ class StateWatcher(Watcher):
     def ask(self, bases: set[str]) -> dict[str, dict[str, str]] | None:
         """Two calls at most, however many jobs."""
         try:
-            found = parse_states(_squeue(bases))
+            return ask_states(bases)
         except SlurmError:
             return None
-        missing = {each for each in bases if each not in found}
-        if missing:
-            found.update({key: {"State": GONE} for key in missing})
-            found.update(parse_states(_sacct(missing)))
-        return found
-
-
-def parse_states(lines: str) -> dict[str, dict[str, str]]:
-    """Lines `own id|shown id|state|nodes` to a state per shown id, and per job."""
-    found: dict[str, dict[str, str]] = {}
-    states_of: dict[str, list[str]] = {}
-    for line in lines.splitlines():
-        fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 4 or "." in fields[1]:
-            continue
-        own, shown, state, nodes = fields
-        state = state.split()[0] if state else "UNKNOWN"  # sacct: CANCELLED by 1000
-        found[shown] = {"JobID": own, "State": state, "NodeList": nodes}
-        states_of.setdefault(base_id(shown), []).append(state)
-    for base, states in states_of.items():
-        found[base] = {**found.get(f"{base}+0", found.get(base, {"JobID": base, "NodeList": ""}))}
-        found[base]["State"] = found[base].get("State") or _of_all(states)
-    return found
-
-
-def _of_all(states: list[str]) -> str:
-    """Of an array: what still happens, else what went wrong, else COMPLETED."""
-    going_on = sorted(set(states) - FINAL, key=lambda state: state != "RUNNING")
-    return next(iter([*going_on, *(state for state in states if state != "COMPLETED")]), "COMPLETED")
-
-
-def _squeue(bases: set[str]) -> str:
-    words = (
-        "squeue",
-        "--all",
-        "--noheader",
-        "--states=all",
-        "--format=%A|%i|%T|%N",
-        f"--jobs={','.join(sorted(bases))}",
-    )
-    try:
-        return slurm(*words)
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # it was asked for one job, and that one is forgotten
-            return ""
-        raise
-
-
-def _sacct(bases: set[str]) -> str:
-    words = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobIDRaw,JobID,State,NodeList")
-    try:
-        return slurm(*words, f"--jobs={','.join(sorted(bases))}")
-    except SlurmError:  # no accounting here
-        return ""
 
 
 class HeterogeneousSlurmJob(SlurmJob[R]):
@@ -138,7 +83,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
     def cancel(self, check: bool = True) -> None:
         """Cancel the whole job: its components live and die together.  check: raise SlurmError if that fails."""
         try:
-            slurm("scancel", self.job_id)
+            cancel([self.job_id])
         except SlurmError:
             if check:
                 raise

@@ -22,6 +22,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm import slurm as submitit_slurm
 
+from launch.slurm.part_states import base_id
 from rlhpc.errors import ConfigError
 
 SUPPORTED = "1.5."
@@ -101,11 +102,6 @@ class Watcher(submitit_slurm.SlurmInfoWatcher):
     def look_soon(self, job_id: str) -> None:
         """Ask again at once and then often, as after a submission."""
         self.register_job(job_id)
-
-
-def base_id(job_id: str) -> str:
-    """J of J, J+1 and J_1."""
-    return job_id.split("+")[0].split("_")[0]
 
 
 class TaskEnvironment(submitit_slurm.SlurmJobEnvironment):

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import component_states, requeue
 from launch.submitit_hetjob.step import RESULT_PATIENCE_S, Step
 from rlhpc.files import write_atomically
 
@@ -156,7 +157,7 @@ class CallablesSupervisor:
 
     def _requeue(self) -> int:
         try:
-            slurm("scontrol", "requeue", self._job_id, patience_s=SLURM_PATIENCE_S)
+            requeue(self._job_id, SLURM_PATIENCE_S)
         except SlurmError as error:
             _say(f"cannot be requeued: {error}")
             return 1
@@ -165,14 +166,12 @@ class CallablesSupervisor:
 
     def _is_running(self, step: Step) -> bool:
         """True if Slurm says that this component is running; a requeue would revive a cancelled job."""
-        name = self._job_id if step.group is None else f"{self._job_id}+{step.group}"
         try:
-            words = ("squeue", "--all", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={self._job_id}")
-            rows = slurm(*words, patience_s=SLURM_PATIENCE_S).split()
+            states = component_states(self._job_id, SLURM_PATIENCE_S)
         except SlurmError as error:
             _say(f"Slurm did not answer: {error}")
             return False
-        return f"{name}|RUNNING" in rows
+        return states.get(step.group or 0) == "RUNNING"
 
     def _end(self, steps: list[Step]) -> None:
         """End every process, gracefully if there is time."""

@@ -13,11 +13,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, read_plan
 from launch.run_files.run_state import is_complete
-from launch.slurm.commands import slurm
+from launch.slurm.control import cancel
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.supervisor.controller_job import ControllerJobSupervisor
 from launch.supervisor.ending import go_back_into_queue, submit_successor, write_result
@@ -104,7 +104,7 @@ def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, suc
             if plan.hosts_controller:
                 end_other_jobs(plan.layout, job, log)
             elif successor is not None:  # it would end in the same way
-                slurm("scancel", str(successor), patience_s=PATIENCE_S)
+                cancel([successor], patience_s=PATIENCE_S)
         except (RlhpcError, OSError) as error:
             log.say("not_ended", f"other jobs of the run may still be queued or running: {error}")
     with suppress(OSError):  # a full disk

@@ -15,9 +15,6 @@ from rlhpc.errors import RlhpcError
 BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
 
 
-EXIT_REFUSED, EXIT_FENCED = 2, 4  # a retry would not help; a later supervisor has taken the run over
-
-
 class BeginError(RlhpcError):
     """No attempt could begin; status: exit status of the command, or 1 if it did not run."""
 

@@ -16,7 +16,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Part
 from launch.run_files.run_state import (
@@ -31,13 +31,13 @@ from launch.run_files.run_state import (
     wants_stop,
 )
 from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.supervisor.begin import EXIT_FENCED, EXIT_REFUSED, BeginError, begin_attempt
+from launch.supervisor.begin import BeginError, begin_attempt
+from launch.supervisor.giving_up import RetryBudget, StallWatch
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
 from launch.supervisor.resubmitter import Resubmitter
-from launch.supervisor.retry_budget import RetryBudget
 from launch.supervisor.signals import SlurmSignals
-from launch.supervisor.stall_watch import StallWatch
 from launch.supervisor.steps import Step, start_in_batch_step, start_part
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
@@ -103,7 +103,7 @@ class ControllerJobSupervisor:
         except BeginError as error:
             if self._signals.end_requested:  # the signal ended that command too
                 return Outcome(Cause.SIGNAL, str(error))
-            causes = {EXIT_REFUSED: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
+            causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
         return self._asked_not_to_begin() or attempt
 

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.outcome import Outcome
 from launch.run_files.plan_file import JobPart
 from launch.slurm.commands import SlurmError

@@ -7,29 +7,26 @@ Every function raises SlurmError if Slurm refuses or does not answer.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, read_records, write_record
 from launch.run_files.plan_file import JobPart
-from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import MIN_JOB_AGE_S, TaskStates, cancel, most_active, own_jobs
 from launch.slurm.sbatch import submit_script
+from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob
-from launch.slurm.values import OVER, task_numbers
 from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
 PATIENCE_S = 300.0
 SKEW_S = 30.0  # between the clocks of the submitting host and this node
-MIN_JOB_AGE_S = 300.0  # Slurm's own default
-_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
-_SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
 
-_States = dict[int, dict["int | None", str]]  # by job and, in an array, by task
+_States = dict[int, TaskStates]
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
     if not records:
         return []
     states = _ask_queue(job, PATIENCE_S)
-    most = {number: max(tasks.values(), key=_rank) for number, tasks in states.items()}
+    most = {number: most_active(tasks.values()) for number, tasks in states.items()}
     return [OtherJob(record.job_id, record.name, most.get(record.job_id, "")) for record in records]
 
 
@@ -108,12 +105,6 @@ def planned_tasks(plan: JobPart) -> list[tuple[list[JobRecord], int | None]]:
     return found
 
 
-def min_job_age_s() -> float:
-    """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
-    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config"))
-    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
-
-
 def submit_again(
     layout: RunLayout,
     job_id: int,
@@ -145,7 +136,7 @@ def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgo
     over = ""
     for record in records:
         shown = states.get(record.job_id, {})
-        state = shown.get(task, "") if task is not None else max(shown.values(), key=_rank, default="")
+        state = shown.get(task, "") if task is not None else most_active(shown.values())
         if state:
             over = state
         if (state and state not in OVER) or (not state and record.submitted_unix_s > forgotten_before):
@@ -154,32 +145,17 @@ def _gone(records: Sequence[JobRecord], task: int | None, states: _States, forgo
 
 
 def _ask_queue(job: ThisJob, patience_s: float) -> _States:
-    """States of this user's jobs; of a heterogeneous job the most active state of its components.
+    """States of this user's jobs.
 
     Raises SlurmError, also if this job itself is not listed: then the answer is not complete.
     """
-    # --all: otherwise jobs on hidden partitions are not listed.
-    words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
-    states: _States = {}
-    for line in slurm(*words, patience_s=patience_s).splitlines():
-        shown, _, state = line.strip().partition("|")
-        found = _SHOWN.match(shown)
-        if found is None or not state:
-            continue
-        tasks = states.setdefault(int(found[1]), {})
-        numbers: list[int | None] = [*task_numbers(found[2] or found[3] or "")]
-        for task in numbers or [None]:
-            tasks[task] = max(tasks.get(task, ""), state, key=_rank)
+    states = own_jobs(patience_s)
     if job.submitted_id not in states:
         raise SlurmError(f"squeue does not list this job, {job.name}: its answer is not complete")
     return states
 
 
-def _rank(state: str) -> int:
-    return 0 if not state else 1 if state in OVER else 2 if state == "PENDING" else 3
-
-
 def _cancel(jobs: list[OtherJob], log: EventLog) -> None:
     if jobs:
         log.say("cancel", f"cancelling the run's other jobs: {', '.join(str(job.job_id) for job in jobs)}")
-        slurm("scancel", *(str(job.job_id) for job in jobs), patience_s=PATIENCE_S)
+        cancel((job.job_id for job in jobs), patience_s=PATIENCE_S)

@@ -11,7 +11,7 @@ from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt, is_complete, wants_abort, wants_stop
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob
-from launch.supervisor.role_task import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 
 _FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status

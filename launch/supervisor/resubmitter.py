@@ -11,15 +11,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Progress, saved_step
 from launch.slurm.commands import SlurmError
+from launch.slurm.control import MIN_JOB_AGE_S, min_job_age_s
 from launch.slurm.this_job import ThisJob
-from launch.supervisor.other_jobs import MIN_JOB_AGE_S, Gone, gone_jobs, min_job_age_s, planned_tasks, submit_again
-from launch.supervisor.retry_budget import FIRST_PAUSE_S, LONGEST_PAUSE_S, RetryBudget
+from launch.supervisor.giving_up import FIRST_PAUSE_S, LONGEST_PAUSE_S, RetryBudget
+from launch.supervisor.other_jobs import Gone, gone_jobs, planned_tasks, submit_again
 from rlhpc.errors import RlhpcError
 from rlhpc.files import write_atomically
 

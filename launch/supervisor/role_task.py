@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import pwd
 import shutil
@@ -24,20 +23,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from launch.common.child_process import LONGEST_TEMPORARY_PATH, die_with_parent
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_progress
 from launch.slurm.this_job import ThisJob
 from rlhpc.errors import RlhpcError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 
-EXIT_CONFIG, EXIT_ALONE = 2, 5  # of a role: invalid settings; the roles it needs did not connect
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
-LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 LOG_TAIL_BYTES = 20_000
-_PR_SET_PDEATHSIG = 1
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.
 _CACHES = {
@@ -237,8 +235,7 @@ def _outlive_signals() -> None:
     """Ignore signals that are meant for the role, and die with the supervisor."""
     for number in _DEAF_TO:
         signal.signal(number, lambda *_: None)  # not SIG_IGN: the role would inherit that
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.exit_records import read_records
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
@@ -24,9 +24,9 @@ from launch.run_files.run_state import (
     wants_stop,
 )
 from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.supervisor.role_task import EXIT_ALONE, EXIT_CONFIG
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.steps import Step, start_part
+from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 
 POLL_S = 0.5
 LEAVE_S = 45.0  # for generators to hand back their leases, and for engines to close

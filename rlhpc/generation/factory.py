@@ -1,19 +1,30 @@
-"""Start the engine that a run's configuration names."""
+"""Start the engine that a run's configuration names, with a seed of its own for each replica of each run."""
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 
 from rlhpc.config import Config
 from rlhpc.contracts import GenerationEngine, WeightReceiver
-from rlhpc.run_layout import RunLayout
+
+SEED_BITS = 31  # the range that every library behind an engine accepts
 
 
-async def start_engine(config: Config, *, seed: int, layout: RunLayout) -> GenerationEngine:
+def engine_seed(run_seed: int, replica: int) -> int:
+    """Seed of one replica's engine, the same in every attempt.
+
+    Hashed: with `run_seed + replica` runs of neighbouring seeds would share most of their random streams.
+    """
+    digest = hashlib.blake2b(f"rlhpc generator {run_seed} {replica}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+
+
+async def start_engine(config: Config, *, seed: int) -> GenerationEngine:
     """One replica's engine, ready to sample.
 
-    seed: differs between replicas, for whatever is not drawn by (run, group, sample).  layout: where an engine may keep
-    files of the run; neither of ours does.  Raises EngineError and leaves no process behind.
+    seed: differs between replicas, for whatever is not drawn by (run, group, sample).
+    Raises EngineError and leaves no process behind.
     """
     if config.generation.engine == "scripted":
         # Each engine loads what only it needs: a scripted one runs where there is no vLLM.

@@ -14,8 +14,8 @@ Guarantee: no token is sampled while the weights are arriving or torn.  Requests
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from rlhpc.contracts import Clock, WeightTiming
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.staging_choice import choose_staging, free_host_bytes
-from rlhpc.generation.undisturbed import undisturbed
 from rlhpc.generation.vllm_process import device_here, num_gpus_here
 from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
 from rlhpc.types import WeightGroup, WeightManifest
@@ -37,6 +36,7 @@ UPDATE = "update"  # holder name of the pause
 BEGUN = [(BUSY, "")]  # the state of a worker that was just resumed
 
 Counts = dict[str, int] | None
+Result = TypeVar("Result")
 
 
 class WeightUpdates:
@@ -86,7 +86,7 @@ class WeightUpdates:
                 raise TornWeights(self._with_state(error)) from error
             received = self._clock()
             load = self._load_shadow(version) if staging == "shadow" else self._load_arriving(version, name)
-            pause_s = await undisturbed(load)
+            pause_s = await _undisturbed(load)
             return WeightTiming(receive_s=received - began, pause_s=pause_s)
 
     async def leave(self) -> None:
@@ -170,3 +170,13 @@ class WeightUpdates:
         """Call a method of the extension on every worker.  Its errors do not cross as classes."""
         result: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
         return result
+
+
+async def _undisturbed(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await to the end even if the caller is cancelled: weights must not be partly adopted."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

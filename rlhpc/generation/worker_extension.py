@@ -6,7 +6,6 @@ with rlhpc_, since vLLM refuses an extension whose names collide with the worker
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from rlhpc.errors import GroupFailed
 from rlhpc.generation.preemption_count import PreemptionCount
 from rlhpc.generation.weight_link import FAILED, WeightLink
 from rlhpc.generation.weight_reload import reload_weights
+from rlhpc.parent_death import end_with_parent
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
@@ -29,7 +29,6 @@ from rlhpc.weights.shadow import HostShadow
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 NO_GROUP = (FAILED, "this worker is in no weight group")
 
@@ -61,7 +60,7 @@ class WeightUpdateExtension:
         if threading.current_thread() is threading.main_thread():
             self._rlhpc_handlers = {notice: signal.signal(notice, signal.SIG_IGN) for notice in NOTICES}
         if os.getppid() == parent_pid:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
 
     def rlhpc_heed_signals(self) -> None:
         """Restore the signals that rlhpc_follow_parent ignores, so that vLLM can end its processes."""

@@ -8,7 +8,6 @@ standard error.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import resource
@@ -20,10 +19,10 @@ from typing import BinaryIO
 import msgspec
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
+from rlhpc.parent_death import end_with_parent
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
 from rlhpc.rewards.registry import resolve
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_DETAIL = 500  # characters
 
 
@@ -90,8 +89,7 @@ def _send(replies: BinaryIO, message: Ready | Reply) -> None:
 
 def _die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; Linux only, elsewhere the pipe closes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() != parent_pid:  # it died before prctl was called
         os._exit(1)
 

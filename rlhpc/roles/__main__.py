@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhpc.errors import ConfigError
-from rlhpc.roles.common.lifecycle import EXIT_CONFIG, parse_role, run_role
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.roles.common.lifecycle import parse_role, run_role
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ Guarantees: when open_process_group returns, every rank is connected to every ot
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,52 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the values
 RENDEZVOUS, MEET_TIMEOUT_S, LOOPBACK = "rendezvous://", 120.0, "127.0.0.1"
 
 
-def open_process_group(
-    rank: int,
-    world_size: int,
-    store_address: str,
-    device: torch.device,
-    *,
-    host: str = LOOPBACK,
-    meet_timeout_s: float = MEET_TIMEOUT_S,
-) -> None:
-    """Connect the ranks at store_address; NCCL on CUDA, gloo on CPU.  A collective.
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """Which rank of the trainer this process is, and how it finds the others.  What follows is unused by one rank."""
 
-    store_address: "rendezvous:///path" of a file that rank 0 will write its address into, the only one that is right on
-    several hosts (see rendezvous.py); "file:///path" of a file that does not exist yet, for torch's own FileStore; or
-    "tcp://host:port".  A single rank may open a group too (Megatron and DeepSpeed need one): its address may be empty.
-    host: IPv4 address under which other ranks reach this one, and meet_timeout_s: how long to wait for them; with
-    rendezvous:// alone.  Raises ChannelTimeout, which names the ranks that are missing.
+    rank: int = 0
+    world_size: int = 1
+    store_address: str = ""
+    """Where the ranks meet: "rendezvous:///path" of a file that rank 0 will write its address into, the only one that
+    is right on several hosts (rendezvous.py); "file:///path" of one that does not exist yet, for torch's own FileStore;
+    or "tcp://host:port"."""
+    host: str = LOOPBACK
+    """IPv4 address under which other ranks reach this one; with rendezvous:// alone."""
+    meet_timeout_s: float = MEET_TIMEOUT_S
+    """How long to wait for the others; with rendezvous:// alone."""
+
+
+def open_process_group(context: RankContext, device: torch.device) -> None:
+    """Connect the ranks; NCCL on CUDA, gloo on CPU.  A collective.  One rank may open a group too.
+
+    Raises ChannelTimeout, which names the ranks that are missing.
     """
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world_size,
+        rank=context.rank,
+        world_size=context.world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        **_rendezvous_of(rank, world_size, store_address, host, meet_timeout_s),
+        **_rendezvous_of(context),
     )
     # Wait for all ranks: one that closes before another has finished connecting would make that one fail.
     all_ranks_agree(True, device)
 
 
-def _rendezvous_of(rank: int, world_size: int, store_address: str, host: str, timeout_s: float) -> dict[str, Any]:
+def _rendezvous_of(context: RankContext) -> dict[str, Any]:
     """The rendezvous arguments of init_process_group."""
-    if world_size == 1:
+    if context.world_size == 1:
         return {"store": HashStore()}
-    if not store_address.startswith(RENDEZVOUS):
-        return {"init_method": store_address}
-    _speak_from(host)
-    file = Path(store_address.removeprefix(RENDEZVOUS))
-    store = connect_ranks(file, rank=rank, world_size=world_size, host=host, timeout_s=timeout_s)
+    if not context.store_address.startswith(RENDEZVOUS):
+        return {"init_method": context.store_address}
+    _speak_from(context.host)
+    store = connect_ranks(
+        Path(context.store_address.removeprefix(RENDEZVOUS)),
+        rank=context.rank,
+        world_size=context.world_size,
+        host=context.host,
+        timeout_s=context.meet_timeout_s,
+    )
     store.set_timeout(COLLECTIVE_TIMEOUT)
     return {"store": store}
 
@@ -75,6 +85,16 @@ def _speak_from(host: str) -> None:
     name = interface_of(host)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def open_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks beside the default one, over the CPU; timeout: of each of its collectives.  A collective.
+
+    Like the default group it is returned once all ranks are connected, so that any of them may leave at once.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    dist.barrier(group)
+    return group
 
 
 def close_process_group() -> None:

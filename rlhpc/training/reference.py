@@ -32,8 +32,7 @@ from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import (
     DTYPES,
-    LOOPBACK,
-    MEET_TIMEOUT_S,
+    RankContext,
     close_process_group,
     device_of,
     open_process_group,
@@ -79,28 +78,18 @@ class ReferenceBackend(TrainerBackend):
         )
 
     @classmethod
-    def open(
-        cls,
-        config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        store_address: str,
-        host: str = LOOPBACK,
-        meet_timeout_s: float = MEET_TIMEOUT_S,
-    ) -> ReferenceBackend:
-        """Load config.model on this rank's device and connect to the other ranks at store_address.
+    def open(cls, config: Config, context: RankContext) -> ReferenceBackend:
+        """Load config.model on this rank's device and connect to the other ranks.
 
-        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
         Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
-        device = device_of(config.trainer.device, rank)
+        device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
             config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
         )
-        if world_size > 1:
-            open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
+        if context.world_size > 1:
+            open_process_group(context, device)
         settings = ReferenceSettings(
             dtype=DTYPES[config.model.dtype],
             temperature=config.generation.temperature,
@@ -108,7 +97,7 @@ class ReferenceBackend(TrainerBackend):
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
             eps=config.trainer.adam_eps,
         )
-        return cls(model, settings, rank=rank, world_size=world_size)
+        return cls(model, settings, rank=context.rank, world_size=context.world_size)
 
     @property
     def dp_rank(self) -> int:

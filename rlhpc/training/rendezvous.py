@@ -20,7 +20,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from rlhpc.errors import ChannelTimeout, RoleFailed
-from rlhpc.files import write_atomically
+from rlhpc.files import is_listed, write_atomically
 
 POLL_S, LONGEST_POLL_S = 0.02, 0.5  # increasing: hundreds of ranks may poll one file server
 PROBE_S = 10.0  # for rank 0's host to answer
@@ -138,10 +138,7 @@ def _enter(place: Place, rank: int) -> Store | None:
 
 def _read(file: Path) -> Place | None:
     try:
-        # Listing first makes an NFS client look again: it may remember for half a minute that a file is not there.
-        if file.name not in os.listdir(file.parent):  # noqa: PTH208 - names are enough
-            return None
-        return Place(**json.loads(file.read_bytes()))
+        return Place(**json.loads(file.read_bytes())) if is_listed(file) else None
     except FileNotFoundError:
         return None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rlhpc.errors import ChannelTimeout, ProtocolError
-from rlhpc.files import write_atomically
+from rlhpc.files import is_listed, write_atomically
 from rlhpc.transport.incarnation import is_earlier
 from rlhpc.transport.sessions import peer_name
 
@@ -59,8 +58,7 @@ def find(directory: Path, channel: str, replica: int = 0) -> Endpoint | None:
     """Return the endpoint of a server replica, or None.  Raises ProtocolError for a file that holds something else."""
     file = _file(directory, channel, replica)
     try:
-        # Listing first makes an NFS client look again: it may remember for half a minute that a file is not there.
-        if file.name not in os.listdir(directory):  # noqa: PTH208 - names are enough
+        if not is_listed(file):
             return None
         content = file.read_bytes()
     except OSError as error:

@@ -194,6 +194,33 @@ def test_an_import_inside_a_function_says_why_it_is_not_at_the_top() -> None:
     assert not unexplained
 
 
+def _callers(folder: Path, called: str) -> set[str]:
+    """Class.method of every method that calls something of this name, its own definition left out."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for cls in (node for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)):
+            for method in cls.body:
+                calls = [node.func for node in ast.walk(method) if isinstance(node, ast.Call)]
+                names = {func.attr.lstrip("_") for func in calls if isinstance(func, ast.Attribute)}
+                if called in names and isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(f"{cls.name}.{method.name}")
+    return found
+
+
+def test_the_controllers_table_says_who_waits_for_what_and_who_wakes_whom() -> None:
+    folder = ROOT / "rlhpc" / "roles" / "controller"
+    page = ast.get_docstring(_tree(folder / "role.py")) or ""
+    rows = re.findall(r"^    (\w+)\.(\w+) +(\w+)\(\) +(\S.*)$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for cls, waiting, wakes, callers in rows:
+        sources = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+        (source,) = [text for text in sources if f"class {cls}:" in text]
+        assert re.search(rf"async def {waiting}\(", source), f"{cls}.{waiting} does not exist"
+        groups = [group.strip().partition(".") for group in callers.split(";")]
+        named = {f"{owner}.{method}" for owner, _, methods in groups for method in methods.split()}
+        assert named == _callers(folder, wakes), f"who calls {wakes}()"
+
+
 @pytest.mark.parametrize("words", BUDGETS)
 def test_exceptions_to_the_rules_stay_within_budget(words: str) -> None:
     count = sum(path.read_text(encoding="utf-8").count(words) for path in SOURCES)
@@ -232,6 +259,18 @@ def test_slurms_commands_are_called_in_one_place() -> None:
     assert not found, f"call them by slurm() of {_SLURM_DOOR}"
 
 
+def test_only_the_room_of_slurm_speaks_slurm() -> None:
+    """Others ask questions by the functions of launch/slurm, and hold no command line and no format of an answer."""
+    found = []
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "launch" / "slurm"):
+            continue
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "launch.slurm.commands":
+                found += [f"{path.relative_to(ROOT)}: {a.name}" for a in node.names if a.name in ("slurm", "ask")]
+    assert not found
+
+
 def test_squeue_is_asked_for_jobs_on_hidden_partitions_too() -> None:
     """Without --all they are not shown, and what is not shown was taken for gone."""
     found = []
@@ -252,13 +291,30 @@ _BATCH = sorted(
         *(ROOT / "launch" / "submitit_hetjob" / name for name in ("__init__.py", "supervisor.py", "step.py")),
     ]
 )
-_PLAIN = [*_BATCH, *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "files.py", "run_layout.py"))]
+_PLAIN = [
+    *_BATCH,
+    *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "run_layout.py")),
+]
+
+
+def _annotations(node: ast.AST) -> list[ast.AST]:
+    return [note for field in ("annotation", "returns") if (note := getattr(node, field, None)) is not None]
+
+
+def _is_union_of_types(node: ast.AST) -> bool:
+    """X | None, and int | str; sums of flags and of sets are another thing."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.BitOr):
+        return False
+    return any(ast.unparse(side) in ("None", "int", "str", "float", "bytes") for side in (node.left, node.right))
 
 
 @pytest.mark.parametrize("path", _PLAIN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_runs_in_a_batch_step_is_python_3_9_and_the_standard_library(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Match)]
+    noted = {id(part) for each in ast.walk(tree) for note in _annotations(each) for part in ast.walk(note)}
+    unions = [ast.unparse(node) for node in ast.walk(tree) if id(node) not in noted and _is_union_of_types(node)]
+    assert not unions, f"evaluated as the module loads, which is Python 3.10: {unions}"
     own = {f"{'.'.join(each.relative_to(ROOT).with_suffix('').parts)}" for each in _PLAIN}
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

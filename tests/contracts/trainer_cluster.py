@@ -19,6 +19,7 @@ import torch
 
 from rlhpc.contracts import TrainerBackend
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
 from tests.rank_context import RANKS
 from tests.unit.training.packed_rows import dummy_row, tiny_config
@@ -41,9 +42,7 @@ class Rank:
         """The backend of this layout on a model; once per scenario.  `settings`: see tiny_config."""
         return open_backend(
             tiny_config(model, **{**self.layout, **settings}),
-            rank=self.rank,
-            world_size=self.world_size,
-            store_address=f"file://{self.scratch / 'store'}",
+            RankContext(self.rank, self.world_size, f"file://{self.scratch / 'store'}"),
         )
 
     def share(self, rows: Sequence[PackedMicrobatch], dp_rank: int, dp_size: int) -> list[PackedMicrobatch]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.roles.common.lifecycle import EXIT_ALONE, EXIT_FAULT
+from rlhpc.exit_status import EXIT_ALONE, EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from tests.faults.attempts_kit import Attempts
 from tests.ring.ring_rewards import GATE, GATE_AFTER

@@ -13,7 +13,7 @@ import pytest
 
 from launch.demo.task import write_dataset
 from rlhpc.errors import CheckpointError
-from rlhpc.roles.common.lifecycle import EXIT_FAULT
+from rlhpc.exit_status import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import COMPLETE, describe, latest_complete
 from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from rlhpc.roles.common.lifecycle import EXIT_FAULT
+from rlhpc.exit_status import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from tests.faults.attempts_kit import Attempts
 from tests.faults.lethal_rewards import LETHAL, RUN_DIRECTORY

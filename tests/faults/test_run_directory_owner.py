@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from rlhpc.exit_status import EXIT_FENCED
 from rlhpc.ownership import take_over
-from rlhpc.roles.common.lifecycle import EXIT_FENCED
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.faults.attempts_kit import Attempts

@@ -9,6 +9,7 @@ import torch
 from rlhpc.training.factory import open_backend
 from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan, packed_attention
+from rlhpc.training.process_group import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -19,7 +20,7 @@ ROW = pack_row(draw_samples((200, 370, 80, 330, 1, 64)))
 
 def open_on(device, model, **settings):
     config = tiny_config(model, device=device, logprob_chunk_tokens=256, **settings)
-    return open_backend(config, rank=0, world_size=1, store_address="")
+    return open_backend(config, RankContext())
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.pack import pack
-from rlhpc.run_layout import RunLayout
 from rlhpc.types import (
     PackedMicrobatch,
     Prompt,
@@ -103,7 +102,7 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
     scratch = tmp_path_factory.mktemp(request.param)
     checkpoint = make_tiny_checkpoint(scratch / "model", family=request.param)
-    engine = await start_engine(_config(scratch, checkpoint), seed=3, layout=RunLayout(scratch / "run"))
+    engine = await start_engine(_config(scratch, checkpoint), seed=3)
     yield Running(engine, checkpoint, scratch)
     await engine.close()
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import EXIT_INTERRUPTED, EXIT_USER, main
+from launch.cli import main
 from launch.run_files.job_records import read_records
 from launch.supervisor.other_jobs import submit_again
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.slurm.cluster_kit import wait_until
 from tests.slurm.submit_kit import Desk, ids_of
@@ -122,7 +123,7 @@ def test_of_two_submissions_at_once_one_is_refused(
     first = submission(desk, "two", site)
     wait_until((tmp_path / "begun").exists, "the first is at work")
     for words in ((), ("--fresh",)):
-        assert desk.submit("two", site, *words) == EXIT_USER
+        assert desk.submit("two", site, *words) == EXIT_CONFIG
         assert f"a submission is going on, by pid {first.pid} on " in capsys.readouterr().err
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
@@ -139,7 +140,7 @@ def test_of_two_submissions_at_once_one_is_refused(
         env={**command_environment(), **desk.cluster.environment(), "PATH": os.environ["PATH"]},
     )  # fmt: skip
     wait_until((tmp_path / "begun").exists, "the first is at work")
-    assert main(code) == EXIT_USER
+    assert main(code) == EXIT_CONFIG
     assert f"a submission is going on, by pid {other.pid} on " in capsys.readouterr().err
     other.communicate(timeout=60)
     assert other.returncode == 0

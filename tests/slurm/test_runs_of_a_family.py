@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.run_files.job_records import read_records
 from launch.slurm.queue import job_rows
 from rlhpc.config_file import read_resolved
+from rlhpc.exit_status import EXIT_CONFIG
 from tests.slurm.cluster_kit import submit, wait_state, wait_until
 from tests.slurm.submit_kit import Desk, ids_of
 
@@ -48,7 +49,7 @@ def test_seeds_are_submitted_side_by_side_and_listed_from_anywhere(
     runs = str(desk.lab.root / "runs")
     assert {name: run for name, run in states(capsys, runs).items() if name in expected} == expected
     assert states(capsys, str(tmp_path)) == expected  # not below that directory, and in the queue
-    assert desk.submit("family", site, "--seeds", "6,7,8") == EXIT_USER  # one of them would be new
+    assert desk.submit("family", site, "--seeds", "6,7,8") == EXIT_CONFIG  # one of them would be new
     assert str(desk.lab.layout("family-seed7").root) in capsys.readouterr().err
     assert not desk.lab.layout("family-seed6").root.exists()
 
@@ -99,7 +100,7 @@ def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_
     site = desk.site()
     with monkeypatch.context() as limited:
         limited.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        assert desk.submit("half", site, "--seeds", "1,2,3,4") == EXIT_USER
+        assert desk.submit("half", site, "--seeds", "1,2,3,4") == EXIT_CONFIG
     error = capsys.readouterr().err
     stand = {seed: desk.lab.layout(f"half-seed{seed}") for seed in (1, 2, 3, 4)}
     assert "half-seed3: hetjob: sbatch: error: QOSMaxSubmitJobPerUserLimit" in error.replace(
@@ -118,7 +119,7 @@ def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_
 
 def test_what_slurm_refuses_of_one_is_refused_for_all(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     site = desk.site(generation={"partition": "gne"})
-    assert desk.submit("typo", site, "--sweep", "trainer.learning_rate=1e-6,2e-6") == EXIT_USER
+    assert desk.submit("typo", site, "--sweep", "trainer.learning_rate=1e-6,2e-6") == EXIT_CONFIG
     assert "gne" in capsys.readouterr().err
     assert desk.queued() == []
     assert not list((desk.lab.root / "runs").glob("typo*"))

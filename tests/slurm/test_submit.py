@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.commands import wait_for_run
 from launch.commands.submit import submit_jobs, write_plan
 from launch.plan.jobs import plan_jobs
@@ -17,6 +17,7 @@ from launch.plan.site_file import load_site
 from launch.run_files.job_records import read_records
 from launch.slurm.commands import SlurmError
 from rlhpc.config_file import load_config, read_resolved
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.transport.keys import allowed_keys
 from tests.ring.run_kit import Lab, make_lab
@@ -108,20 +109,20 @@ def test_what_is_in_the_queue_is_not_submitted_a_second_time(desk: Desk, capsys:
     layout = desk.lab.layout("twice")
     before = desk.queued()
     for words in ((), ("--resume",), ("--fresh",)):
-        assert desk.submit("twice", site, *words) == EXIT_USER
+        assert desk.submit("twice", site, *words) == EXIT_CONFIG
         error = capsys.readouterr().err
         for job in ids_of(layout).values():
             assert str(job) in error
         assert f"`rlhpc stop {layout.root}` stops them" in error
-    assert main(["resume", str(layout.root)]) == EXIT_USER
-    assert main(["run", str(desk.run_file("twice")), "--resume"]) == EXIT_USER
+    assert main(["resume", str(layout.root)]) == EXIT_CONFIG
+    assert main(["run", str(desk.run_file("twice")), "--resume"]) == EXIT_CONFIG
     assert desk.queued() == before
 
 
 def test_a_partition_that_is_not_there_is_refused_and_nothing_is_made(
     desk: Desk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert desk.submit("typo", desk.site(generation={"partition": "gne"})) == EXIT_USER
+    assert desk.submit("typo", desk.site(generation={"partition": "gne"})) == EXIT_CONFIG
     assert "gne" in capsys.readouterr().err
     assert not desk.lab.layout("typo").root.exists()
     assert desk.queued() == []
@@ -151,13 +152,13 @@ def test_a_refused_submission_leaves_no_directory_and_takes_none_away(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     layout, site = desk.lab.layout("refused"), desk.site(cluster=JOBS)
-    assert desk.submit("refused", site) == EXIT_USER
+    assert desk.submit("refused", site) == EXIT_CONFIG
     assert "Job violates accounting/QOS policy; cancelled again: controller" in capsys.readouterr().err
     assert not layout.root.exists()
     assert not layout.root.with_name(".refused.submitting").exists()
     assert desk.queued() == []
     layout.root.mkdir(parents=True)
-    assert desk.submit("refused", site) == EXIT_USER
+    assert desk.submit("refused", site) == EXIT_CONFIG
     assert layout.root.exists(), "somebody else's"
 
 
@@ -285,17 +286,17 @@ def test_generators_are_added_and_the_youngest_retired(
     assert f"would end   generator-4 (job {second}_0, pending)" in capsys.readouterr().out
     assert main(["scale", root, "--generators", "-2"]) == 0
     assert desk.queued() == sorted([*planned, f"{first}_0"])
-    assert main(["scale", root, "--generators", "-2"]) == EXIT_USER
+    assert main(["scale", root, "--generators", "-2"]) == EXIT_CONFIG
     assert "-2: only added generators can be retired, and there are 1" in capsys.readouterr().err
     assert main(["scale", root, "--generators", "-1"]) == 0
-    assert main(["scale", root, "--generators", "-1"]) == EXIT_USER
+    assert main(["scale", root, "--generators", "-1"]) == EXIT_CONFIG
     assert "only added generators can be retired, and there are none" in capsys.readouterr().err
     assert main(["scale", root, "--generators", "+1"]) == 0
     assert read_records(layout)[-1].first_replica == 5  # no number is given twice
 
     assert main(["stop", root]) == 0
     assert desk.queued() == []
-    assert main(["scale", root, "--generators", "+1"]) == EXIT_USER
+    assert main(["scale", root, "--generators", "+1"]) == EXIT_CONFIG
     assert "the controller's job is not in the queue" in capsys.readouterr().err
 
 
@@ -318,7 +319,7 @@ def test_those_that_wait_are_retired_before_those_that_work(desk: Desk) -> None:
 def test_an_addition_that_sbatch_refuses_leaves_no_plan(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     assert desk.submit("no-plan", desk.site()) == 0
     layout = desk.lab.layout("no-plan")
-    assert main(["scale", str(layout.root), "--generators", "+1", "--partition", "gne"]) == EXIT_USER
+    assert main(["scale", str(layout.root), "--generators", "+1", "--partition", "gne"]) == EXIT_CONFIG
     assert "gne" in capsys.readouterr().err
     assert not list(layout.scripts.glob("generation-*"))
 
@@ -345,5 +346,5 @@ def test_a_resume_of_a_complete_run_is_refused(desk: Desk, capsys: pytest.Captur
     layout = desk.lab.layout("complete")
     assert main(["stop", str(layout.root)]) == 0
     layout.summary.write_text("{}")
-    assert main(["resume", str(layout.root)]) == EXIT_USER
+    assert main(["resume", str(layout.root)]) == EXIT_CONFIG
     assert "complete, 6 steps" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def is_long(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Attribute) and ast.unparse(part) == "pytest.mark.long" for part in ast.walk(node))
 
 
+@cache
 def everyday_tests() -> dict[str, bool]:
     """Name of a test, or path of a file of tests → whether `make test` runs it or a part of it."""
     found: dict[str, bool] = {}
@@ -36,13 +38,11 @@ def everyday_tests() -> dict[str, bool]:
     return found
 
 
-EVERYDAY = everyday_tests()
-
-
 @pytest.mark.parametrize("row", ROWS, ids=[row[0][:60] for row in ROWS])
 def test_a_promise_is_held_by_a_test_of_make_test(row: list[str]) -> None:
     promise, _, tests = row
     names = re.findall(r"`([\w/.]+)`", tests)
-    assert [name for name in names if name not in EVERYDAY] == []
+    everyday = everyday_tests()
+    assert [name for name in names if name not in everyday] == []
     if names:
-        assert any(EVERYDAY[name] for name in names), f"only `make test-all` holds {promise!r}"
+        assert any(everyday[name] for name in names), f"only `make test-all` holds {promise!r}"

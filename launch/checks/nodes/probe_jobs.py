@@ -24,8 +24,10 @@ from launch.checks.nodes.probe import write
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.report import role_command, srun_sizes
 from launch.plan.script import component_directives, render_script
-from launch.slurm.commands import SlurmError, slurm
-from launch.slurm.values import OVER
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import cancel, own_job_ids, own_states_and_reasons
+from launch.slurm.sbatch import submit_once
+from launch.slurm.states import OVER
 from rlhpc.transport.keys import mint_run_keys
 
 JOB_S = 120
@@ -78,8 +80,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
             script = directory / f"{part.name}.sbatch"
             script.write_text(probe_script(plan, part, directory), encoding="utf-8")
             try:
-                job_id = slurm("sbatch", "--parsable", str(script))
-                probes.append(_Probe(part, job_id.strip().split(";")[0]))
+                probes.append(_Probe(part, submit_once(script)))
             except SlurmError as error:
                 reports.failed[part.name] = str(error)
         _attend(_Round(directory, probes, reports, time.monotonic() + timeout_s))
@@ -232,13 +233,12 @@ def _introduction(ready: dict[str, dict[str, Any]], names: frozenset[str]) -> di
 def _ask_queue(probes: list[_Probe], now: float) -> None:
     """States of our jobs; one that the queue has forgotten has ended.  A controller that is away changes nothing."""
     try:
-        said = slurm("squeue", "--noheader", "--me", "--all", "--states=all", "--format=%A|%T|%r")
+        rows = own_states_and_reasons()
     except SlurmError:
         return
-    rows = {words[0]: words[1:] for line in said.splitlines() if len(words := line.split("|", 2)) == 3}
     for probe in probes:
         if probe.ended_at is None:
-            probe.state, probe.reason = rows.get(probe.job_id, ["COMPLETED", ""])
+            probe.state, probe.reason = rows.get(probe.job_id, ("COMPLETED", ""))
             probe.ended_at = now if probe.state in OVER else None
 
 
@@ -248,14 +248,11 @@ def _clean_up(directory: Path, components: list[str]) -> str:
     for _ in _for_seconds(10.0):
         with contextlib.suppress(SlurmError):
             # By name and twice: a sbatch that was interrupted has not told its id, and slurmctld may still read it.
-            said = slurm("squeue", "--noheader", "--me", "--all", "--format=%A %j")
-            rows = [line.split(maxsplit=1) for line in said.splitlines()]
-            ids = [row[0] for row in rows if row[-1].strip() in names]
+            ids = own_job_ids(names)
             num_empty = 0 if ids else num_empty + 1
             if num_empty == 2:  # sooner files that a job holds open could not be deleted on NFS
                 break
-            if ids:
-                slurm("scancel", *ids)
+            cancel(ids)
     for _ in _for_seconds(5.0):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():

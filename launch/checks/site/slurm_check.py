@@ -17,7 +17,8 @@ from launch.checks.site.shared_directory import check_directory
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.script import component_directives
 from launch.slurm.cluster_facts import PATIENCE_S, ClusterFacts, ask_cluster
-from launch.slurm.commands import SlurmError, is_away, slurm
+from launch.slurm.commands import SlurmError, is_away
+from launch.slurm.sbatch import try_script
 from rlhpc.errors import ConfigError
 
 SHORTEST_JOB_AGE_S = 60  # below it a job that ended between two looks has never been seen
@@ -96,7 +97,7 @@ def try_components(plan: JobPlan, skip: set[str] | None = None) -> list[Finding]
 def _try(component: Component, script: Path) -> Finding:
     key, value = f"{component.name}", "sbatch --test-only"
     try:
-        slurm("sbatch", "--test-only", str(script), patience_s=PATIENCE_S)
+        try_script(script, PATIENCE_S)
     except SlurmError as error:
         if is_away(error):
             raise SlurmError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import faulthandler
 import logging
 import math
@@ -18,7 +17,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -27,14 +25,14 @@ from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
 from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
+from rlhpc.parent_death import end_with_parent
 from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
-EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED, EXIT_ALONE, EXIT_BUG = 2, 3, 4, 5, 70
 MEET_TIMEOUT_S = 120.0  # without a supervisor's limit: all processes are started together
-_PR_SET_PDEATHSIG = 1
 STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
 LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
@@ -63,12 +61,10 @@ class RoleContext:
     layout: RunLayout
     config: Config
     config_hash: str
-    meet_timeout_s: float = (
-        MEET_TIMEOUT_S  # how long this process waits for another to appear; then it fails and names the missing one
-    )
-    owner: str = (
-        ""  # of the run directory, under which this process writes; "": it outlives attempts and writes nothing
-    )
+    # How long this process waits for another to appear; then it fails and names the missing one.
+    meet_timeout_s: float = MEET_TIMEOUT_S
+    # Of the run directory, under which this process writes; "": it outlives attempts and writes nothing.
+    owner: str = ""
     is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlives restarts of the controller
 
     @property
@@ -128,7 +124,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
-    _die_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
+    end_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {context.name} %(name)s %(levelname)s %(message)s"
@@ -243,9 +239,3 @@ async def unless_stopped(stop: asyncio.Event, task: asyncio.Task[Result]) -> Res
     task.cancel()
     await asyncio.wait((task,))
     return None
-
-
-def _die_with_parent(number: signal.Signals) -> None:
-    """Ask the kernel to end this process with its launcher, so that a killed launcher leaves nothing behind."""
-    with suppress(OSError, AttributeError):  # not Linux: only the launcher's own clean-up remains
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -92,7 +92,7 @@ class CheckpointWriter:
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
-    def hear(self, report: SaveReport) -> None:
+    def reported(self, report: SaveReport) -> None:
         """The trainer has ended writing."""
         if report.step == self._step and self._report is not None and not self._report.done():
             self._report.set_result(report)

@@ -1,11 +1,18 @@
 """How long to tolerate failing writes, and when to try again.
 
-A full disk is seldom permanent: somebody notices, a quota is raised, another job ends.
+A full disk is seldom permanent: somebody notices, a quota is raised, another job ends.  Segments that are due wait in
+memory meanwhile, and none is lost; a checkpoint is left out, and another one is tried soon (checkpoints.py).
 """
 
 from __future__ import annotations
 
+import logging
+
+from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import Clock
+from rlhpc.errors import SegmentError
+
+log = logging.getLogger("rlhpc.segments")
 
 DISK_PATIENCE_S = 300.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
@@ -48,3 +55,24 @@ class DiskPatience:
     def succeeded(self) -> None:
         """A write has succeeded."""
         self._failing_since = None
+
+
+class PatientSealing:
+    """Retries failed writes with growing pauses, for as long as `DiskPatience` allows."""
+
+    def __init__(self, segments: SegmentWriter, clock: Clock) -> None:
+        self._segments, self._patience = segments, DiskPatience(clock)
+
+    def tick(self) -> None:
+        """Seal a segment if one is due.  One thread at a time.  Raises SegmentError if writes fail for too long."""
+        if not self._patience.may_try:
+            return
+        try:
+            self._segments.tick()
+        except SegmentError as error:
+            self._patience.failed()
+            if self._patience.is_exhausted:
+                raise
+            log.error("%s; %s", error, self._patience.prospect)  # noqa: TRY400  it will be said again and again
+        else:
+            self._patience.succeeded()

@@ -1,12 +1,21 @@
 """The controller: admits prompts, grants leases, assembles groups, feeds the trainer, publishes weights.
 
     hear control ─▶ registry, weight sync       who is there, who samples with which version
-    take leases  ─▶ sink ─▶ buffer              waits for rollouts; unblocks the train loop
-    dispatcher   ─▶ leases out                  waits for slots and credit
-    train loop   ─▶ batches out, reports back   waits for full batches and for the trainer
+    take leases  ─▶ sink ─▶ buffer              rollouts come back, groups are finished or dropped
+    dispatcher   ─▶ leases out                  prompts are admitted and granted
+    train loop   ─▶ batches out, reports back   a step, its weights, its slots
     watch                                       what is overdue, silent, poisoned, due on disk
 
-All five run in one event loop and share the ledger; none of them awaits while it changes it.
+All five run in one event loop and share the buffer; none of them awaits while it changes it.  The first two wait for
+their channel, the last one for the clock.  The others wait for each other (a test holds this table true):
+
+    who waits                   for               which is called by
+    LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
+    TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
+    WeightSync._until           notify_all()      WeightSync.joined lost acknowledge stop_waiting
+    CheckpointWriter._complete  reported()        Controller._hear _outlast_save
+
+The train loop waits for the trainer's answers besides (trainer_link.py), and for weights to be live before it saves.
 """
 
 from __future__ import annotations
@@ -26,7 +35,6 @@ from rlhpc.messages import (
     Hello,
     LeaseProgress,
     LeaseReturn,
-    Reregister,
     SaveReport,
     StopRole,
     WeightsLive,
@@ -37,14 +45,14 @@ from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.deaths import Deaths
+from rlhpc.roles.controller.disk_patience import PatientSealing
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
 from rlhpc.roles.controller.metrics.summary import summarise
-from rlhpc.roles.controller.patient_sealing import PatientSealing
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.run_processes import RunProcesses
 from rlhpc.roles.controller.state import open_controller_state
 from rlhpc.roles.controller.train_loop import TrainLoop
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
@@ -116,7 +124,7 @@ class Controller:
         )
         self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
-        self._deaths = Deaths(context, control, self._registry, self._state)
+        self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
         self._recorder = RunRecorder(
             context, self._state, self._board.figures, self._registry, self._weight_sync, self._sink, clock=clock
         )
@@ -145,7 +153,7 @@ class Controller:
             await self._outlast_save(stop.event)
             raise
         self._close_run()
-        if self._deaths.nobody_is_left.is_set() and self._board.figures.phase != "complete":
+        if self._processes.nobody_is_left.is_set() and self._board.figures.phase != "complete":
             raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
@@ -163,13 +171,13 @@ class Controller:
             ]
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
-            deserted = group.create_task(self._deaths.nobody_is_left.wait())
+            deserted = group.create_task(self._processes.nobody_is_left.wait())
             await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
             self._dispatcher.is_open = False
             if deserted.done():
                 stop.event.set()
             elif stopped.done():
-                await self._deaths.find()
+                await self._processes.find_dead()
             await self._weight_sync.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
@@ -199,42 +207,16 @@ class Controller:
         while True:
             name, message = await self._control.receive()
             if isinstance(message, Hello):
-                await self._greet(name, message)
+                if await self._processes.greet(name, message):
+                    self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
+                    self._dispatcher.wake()
             elif isinstance(message, Heartbeat):
-                if not self._registry.record(name, message):
-                    await self._ask_who_it_is(name)
+                await self._processes.beat(name, message)
                 self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._weight_sync.acknowledge(name, message)
             elif isinstance(message, SaveReport):
-                self._checkpoints.hear(message)
-
-    async def _ask_who_it_is(self, name: str) -> None:
-        """Heartbeat from a process that was declared dead: a generator that was paused may register again."""
-        if name.startswith("generator-"):
-            with suppress(ChannelError):  # it is gone already
-                await self._control.send(name, Reregister())
-
-    async def _greet(self, name: str, message: Hello) -> None:
-        if self._registry.is_superseded(name, message):
-            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
-            return
-        known = self._registry.member(name)
-        if known is not None and known.hello.incarnation != message.incarnation:
-            await self._lose(name, "was started again")  # its leases are lost
-        if not self._registry.register(name, message):
-            with suppress(ChannelError):  # it is gone already
-                await self._control.send(name, StopRole("other settings than the run's"))
-        elif message.role == "generator":
-            if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
-                log.error("%s is not admitted: %s", name, misplaced)
-                self._registry.forget(name)
-                with suppress(ChannelError):  # it is gone already
-                    await self._control.send(name, StopRole(misplaced))
-                return
-            self._deaths.is_back(name)
-            await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
-            self._loop.groups_changed()  # it may be the only one now: nothing else would make the loop publish
+                self._checkpoints.reported(message)
 
     async def _take_in(self) -> None:
         """Receive rollouts and progress from generators."""
@@ -263,29 +245,16 @@ class Controller:
         """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            for name in self._registry.silent():
-                await self._lose(name, f"is silent for {self._context.config.transport.dead_after_s:g} s")
+            if await self._processes.lose_silent():
+                self._loop.groups_changed()  # perhaps only generators without weights are left
             self._state.totals.leases_regranted += self._state.buffer.expire()
             for group_id in self._state.buffer.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._sink.drop(group_id, DropReason.POISON)
             await asyncio.to_thread(self._sealing.tick)
-            await self._deaths.write()
+            await self._processes.write()
             self._dispatcher.wake()
             await asyncio.to_thread(self._board.write, self._board.document())
-
-    async def _lose(self, name: str, why: str) -> None:
-        """A process is gone.  The run survives the loss of generators, not of other roles."""
-        member = self._registry.member(name)
-        self._registry.forget(name)
-        log.warning("%s %s", name, why)
-        if member is not None and member.hello.role == "trainer":
-            raise RoleFailed(f"{name} {why}")
-        if member is not None and member.hello.role == "generator":
-            await self._deaths.of(name)
-            await self._weight_sync.lost(name)
-            self._loop.groups_changed()  # perhaps only generators without weights are left
-            self._dispatcher.wake()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -300,7 +269,7 @@ class Controller:
                 if isinstance(message, Heartbeat):
                     self._registry.record(name, message)
                 elif isinstance(message, SaveReport):
-                    self._checkpoints.hear(message)
+                    self._checkpoints.reported(message)
         if not self._checkpoints.awaits_trainer:
             try:
                 await self._checkpoints.finish()

@@ -14,8 +14,7 @@ from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.saved_state import read_run_state, set_aside_later_segments
-from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.saved_state import Totals, read_run_state, set_aside_later_segments
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership

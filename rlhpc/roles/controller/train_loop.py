@@ -103,7 +103,7 @@ class TrainLoop:
         self.checkpoint_s = 0.0  # of the last one: the loop was blocked
 
     def groups_changed(self) -> None:
-        """Call when a group is finished or dropped: a batch may be full."""
+        """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
         self._ready.set()
 
     async def begin(self) -> None:
@@ -256,7 +256,7 @@ class TrainLoop:
             self._wake()
         else:  # every generator failed while loading: the loop publishes again, to those that come back
             self._none_is_live = True
-            self._ready.set()
+            self.groups_changed()
 
     async def _wait_until_released(self) -> None:
         """Wait until the previous version is live and its slots are released; not after `stop`."""

@@ -19,9 +19,8 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
-from rlhpc.generation.factory import start_engine
+from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.generation.finished_request import prefix_of
-from rlhpc.generation.seeds import engine_seed
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -57,9 +56,7 @@ def run(context: RoleContext) -> None:
 async def _generate(context: RoleContext) -> None:
     stop = stop_event(*(NOTICES if context.is_supervised else ()))
     config = context.config
-    starting = asyncio.create_task(
-        start_engine(config, seed=engine_seed(config.run.seed, context.replica), layout=context.layout)
-    )
+    starting = asyncio.create_task(start_engine(config, seed=engine_seed(config.run.seed, context.replica)))
     engine = await unless_stopped(stop, starting)
     if engine is None:
         return

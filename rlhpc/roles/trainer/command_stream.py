@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rlhpc.contracts import BlockingClientChannel
 from rlhpc.errors import RoleFailed
 from rlhpc.topology import BATCHES
+from rlhpc.training.process_group import open_gloo_group
 from rlhpc.transport.codec import Codec
 
 _PATIENCE = timedelta(days=30)  # ranks wait for commands as long as the controller takes
@@ -30,7 +31,7 @@ class CommandStream:
         """`channel` is given on rank 0 only.  Collective over all ranks."""
         self._channel = channel
         self._codec = Codec(BATCHES.to_client)
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if num_ranks > 1 else None
+        self._group = open_gloo_group(_PATIENCE) if num_ranks > 1 else None
         self._sequence = 0
 
     def next(self, interrupted: Callable[[], bool]) -> Any:

@@ -21,7 +21,7 @@ class EndRequest:
 
     def __init__(self, *, is_supervised: bool) -> None:
         """Listen from now on."""
-        self.is_requested = False
+        self._is_requested = False
         self._was_told = False
         self._parent_pid = os.getppid()
         if is_supervised:
@@ -32,8 +32,12 @@ class EndRequest:
             signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
 
+    def is_made(self) -> bool:
+        """Whether a signal has asked this process to leave."""
+        return self._is_requested
+
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        self.is_requested = True
+        self._is_requested = True
         raise KeyboardInterrupt  # an interrupted blocking call keeps its state
 
     def _stay(self, number: int, frame: FrameType | None) -> None:

@@ -43,7 +43,7 @@ from rlhpc.roles.trainer.end_request import EndRequest
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
 from rlhpc.training.factory import open_backend
-from rlhpc.training.process_group import LOOPBACK
+from rlhpc.training.process_group import LOOPBACK, RankContext
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
@@ -67,15 +67,16 @@ def run(context: RoleContext) -> None:
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
         trainer = Trainer(context, backend, channel, heartbeat)
-        stack.callback(lambda: trainer.close(in_haste=end.is_requested))
-        trainer.begin()
-        while trainer.obey(commands.next(lambda: end.is_requested)):
-            pass
+        try:
+            trainer.begin()
+            while trainer.obey(commands.next(end.is_made)):
+                pass
+        finally:
+            trainer.close(in_haste=end.is_made())
 
 
 def _open_backend(context: RoleContext) -> TrainerBackend:
-    return open_backend(
-        context.config,
+    ranks = RankContext(
         rank=context.replica,
         world_size=context.num_ranks,
         # Not a name that ends like an endpoint's, or a search for endpoints would find it.
@@ -83,6 +84,7 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
         host=_host(context.config) or LOOPBACK,
         meet_timeout_s=context.meet_timeout_s,
     )
+    return open_backend(context.config, ranks)
 
 
 class Trainer:

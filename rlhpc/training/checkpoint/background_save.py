@@ -25,6 +25,7 @@ from torch import Tensor
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint.trainer_state import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.process_group import open_gloo_group
 from rlhpc.training.sharded_tensors import ShardedTensorSpec, gather_stream
 
 # Ranks that have sent their shards wait for the disk of rank 0.  A rank that dies is noticed by its closed connection.
@@ -38,8 +39,7 @@ def open_save_group() -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
-    return group
+    return open_gloo_group(WRITE_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,7 @@ from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import (
     DTYPES,
-    LOOPBACK,
-    MEET_TIMEOUT_S,
+    RankContext,
     close_process_group,
     device_of,
     open_process_group,
@@ -96,24 +95,14 @@ class DeepSpeedBackend(TrainerBackend):
             self._undo = undo.pop_all()
 
     @classmethod
-    def open(
-        cls,
-        config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        store_address: str,
-        host: str = LOOPBACK,
-        meet_timeout_s: float = MEET_TIMEOUT_S,
-    ) -> DeepSpeedBackend:
-        """Load config.model, connect to the other ranks at store_address, and shard the model.
+    def open(cls, config: Config, context: RankContext) -> DeepSpeedBackend:
+        """Load config.model, connect to the other ranks, and shard the model.
 
-        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.  An existing default
-        process group is used, and not closed in the end.  The model is loaded whole into host memory, in float32, on
-        every rank.
+        An existing default process group is used, and not closed in the end.  The model is loaded whole into host
+        memory, in float32, on every rank.
         Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
-        device = device_of(config.trainer.device, rank)
+        device = device_of(config.trainer.device, context.rank)
         torch.manual_seed(config.run.seed)
         model = load_causal_lm(
             config.model.path,
@@ -124,7 +113,7 @@ class DeepSpeedBackend(TrainerBackend):
         if dist.is_initialized():
             return cls(model, settings, device=device)
         with ExitStack() as undo:
-            open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
+            open_process_group(context, device)
             undo.callback(close_process_group)
             backend = cls(model, settings, device=device)
             undo.push(backend._undo.pop_all())

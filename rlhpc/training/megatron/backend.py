@@ -42,8 +42,7 @@ from rlhpc.training.metric_sums import MetricSums
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import (
     DTYPES,
-    LOOPBACK,
-    MEET_TIMEOUT_S,
+    RankContext,
     close_process_group,
     device_of,
     open_process_group,
@@ -86,28 +85,18 @@ class MegatronBackend(TrainerBackend):
         self._is_open = True
 
     @classmethod
-    def open(
-        cls,
-        config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        store_address: str,
-        host: str = LOOPBACK,
-        meet_timeout_s: float = MEET_TIMEOUT_S,
-    ) -> MegatronBackend:
-        """Load config.model, sharded over all ranks, and connect to them at store_address.
+    def open(cls, config: Config, context: RankContext) -> MegatronBackend:
+        """Load config.model, sharded over all ranks, and connect to them.
 
-        store_address, host, meet_timeout_s: those of open_process_group; unused by one rank.
         Raises ConfigError for a model or a layout that cannot be trained here, ChannelTimeout for ranks that do not
         appear; then nothing is left open.
         """
-        device = device_of(config.trainer.device, rank)
+        device = device_of(config.trainer.device, context.rank)
         _refuse_unfit(config, device)
         torch.manual_seed(config.run.seed)
-        open_process_group(rank, world_size, store_address, device, host=host, meet_timeout_s=meet_timeout_s)
+        open_process_group(context, device)
         try:
-            open_groups(ParallelLayout.of(config.trainer), rank=rank, device=device)
+            open_groups(ParallelLayout.of(config.trainer), rank=context.rank, device=device)
             return cls._on_open_groups(config, device)
         except BaseException:  # survived: nothing; whatever it was, this process must be able to open another
             _close_everything()

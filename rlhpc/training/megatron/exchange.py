@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhpc.training.process_group import COLLECTIVE_TIMEOUT
+from rlhpc.training.process_group import COLLECTIVE_TIMEOUT, open_gloo_group
 
 
 class Exchange:
@@ -21,7 +21,7 @@ class Exchange:
 
     def __init__(self) -> None:
         """A collective of the default process group."""
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._group = open_gloo_group(COLLECTIVE_TIMEOUT)
 
     def from_rank(self, source: int, message: Any) -> Any:
         """Return the message of rank `source` on every rank; the others' is ignored.  A collective."""

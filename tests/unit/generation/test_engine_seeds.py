@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.generation.seeds import engine_seed
+from rlhpc.generation.factory import engine_seed
 
 
 def test_no_two_replicas_of_neighbouring_runs_share_a_seed() -> None:

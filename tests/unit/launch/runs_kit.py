@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.prepare import Attempt, note_attempt, prepare_run_dir_for_jobs
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.files import write_atomically

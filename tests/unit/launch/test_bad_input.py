@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
+from rlhpc.exit_status import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab, quick_settings, to_toml
 
 Change = Callable[[dict[str, dict[str, Any]], Path], None]
@@ -44,7 +45,7 @@ class Bench:
     def refusal(self, *words: str, command: str = "run") -> list[str]:
         """Give the command; it fails, starts nothing, makes no directory; returns the lines it says."""
         self.run_file.write_text(to_toml(self.settings), encoding="utf-8")
-        assert main([command, str(self.run_file), *words]) == EXIT_USER
+        assert main([command, str(self.run_file), *words]) == EXIT_CONFIG
         captured = self._capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith("rlhpc: ")
@@ -283,7 +284,7 @@ def test_a_run_file_that_is_not_there_not_a_file_or_not_toml_is_refused(
     broken = tmp_path / "broken.toml"
     broken.write_text("[run\nname = 3")
     for path, said in ((tmp_path / "no.toml", "no such run file"), (tmp_path, "a directory"), (broken, "line 1")):
-        assert main(["run", str(path)]) == EXIT_USER
+        assert main(["run", str(path)]) == EXIT_CONFIG
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert f"{path}: " in error

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.exit_records import ExitRecord, read_records, write_record
 from launch.run_files.plan_file import PlanFileError, read_plan
 from launch.run_files.run_state import Progress, needed_to_stop_s, read_attempt, read_progress, saved_step
 from launch.slurm.commands import SlurmError, clean_environment, is_away, slurm
-from launch.slurm.states import STATES, Life
+from launch.slurm.states import OVER, STATES, Life
 from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.slurm.values import OVER, duration_s
-from launch.supervisor.retry_budget import RetryBudget
+from launch.slurm.values import duration_s
+from launch.supervisor.giving_up import RetryBudget
 from launch.supervisor.signals import SlurmSignals
 from rlhpc.run_layout import RunLayout
 

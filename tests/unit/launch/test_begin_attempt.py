@@ -12,10 +12,11 @@ import pytest
 from launch.commands.submit import write_plan
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import plan_document
-from launch.run_directory.begin_attempt import EXIT_USER, begin_attempt, main
+from launch.run_directory.begin_attempt import begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
@@ -100,10 +101,10 @@ def test_the_command_prints_the_attempt_as_its_last_line(layout: RunLayout) -> N
 def test_what_another_try_would_not_mend_ends_with_status_2(
     layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_USER
+    assert main(["--run-dir", str(tmp_path / "nowhere"), "--job-id", "1"]) == EXIT_CONFIG
     assert capsys.readouterr().err == f"rlhpc: {tmp_path / 'nowhere'}: not a run directory: it has no config.json\n"
     layout.config.write_text(layout.config.read_text().replace('"seed": ', '"seed": 1'))
-    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
     assert "altered since the run was started" in capsys.readouterr().err
     assert not layout.attempt.exists()
 

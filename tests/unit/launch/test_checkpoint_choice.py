@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import cli
-from launch.run_directory.begin_attempt import EXIT_FAULT, EXIT_USER, begin_attempt, main
+from launch.run_directory.begin_attempt import begin_attempt, main
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, UnreadableCheckpoint, choose, put_aside
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
@@ -20,6 +20,7 @@ from launch.supervisor import begin
 from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint import directory
 from rlhpc.training.checkpoint.directory import complete, describe, prune
@@ -151,7 +152,7 @@ def test_when_none_is_sound_nothing_begins_and_nothing_moves(
             take_up(longer, layout, resume=True, fresh=False)
         for word in ("step_000008/", "step_000010/", "step_000012/", "--from-start", str(layout.root)):
             assert word in str(refusal.value)
-    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER  # Slurm's next attempt would not help
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG  # Slurm's next attempt would not help
     assert f"rlhpc resume {layout.root} --from-start" in capsys.readouterr().err
     assert content_of(layout) == before
 
@@ -212,7 +213,7 @@ def test_an_export_says_which_checkpoints_it_passes_over(
 ) -> None:
     for step in STEPS:
         flip_one_bit(layout.checkpoint(step) / "controller.json")
-    assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
+    assert cli.main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     told = capsys.readouterr().err
     assert "no checkpoint is sound" in told
     assert all(f"step_{step:06d} is skipped: " in told for step in STEPS)
@@ -299,4 +300,4 @@ def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_so
         flip_one_bit(layout.checkpoint(step) / "controller.json")
     with pytest.raises(begin.BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
         begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
-    assert error.value.status == begin.EXIT_REFUSED
+    assert error.value.status == EXIT_CONFIG

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from launch import cli
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.plan.processes import plan_run
 from launch.run_directory.checkpoint_choice import ResumePoint
 from launch.run_directory.owner import launcher_of, register_launcher
@@ -25,6 +24,7 @@ from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.unit.launch.launchers import controller_elsewhere, launcher_elsewhere, living_launcher
@@ -75,7 +75,7 @@ def test_a_command_line_that_makes_no_sense_is_a_usage_error(
 ) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
-    assert left.value.code == EXIT_USER
+    assert left.value.code == EXIT_CONFIG
     assert "usage: rlhpc" in capsys.readouterr().err
 
 
@@ -139,7 +139,9 @@ def test_what_submits_loads_neither_torch_nor_vllm() -> None:
 
 def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(cli, "run_locally", lambda config, **how: seen.append((config.run.num_steps, how)) or 0)
+    monkeypatch.setattr(
+        "launch.commands.run.run_locally", lambda config, **how: seen.append((config.run.num_steps, how)) or 0
+    )
     assert main(["run", str(lab.run_file("bench")), "--fresh", "run.num_steps=9"]) == 0
     assert main(["run", str(lab.run_file("bench")), "run.num_steps=8", "--resume"]) == 0
     assert main(["run", str(lab.run_file("bench")), "--resume", "--step", "4", "run.num_steps=7"]) == 0
@@ -154,10 +156,10 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
 
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
-        assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_USER
+        assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_CONFIG
         assert capsys.readouterr().err.endswith("chooses where a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
-    assert main(family) == EXIT_USER
+    assert main(family) == EXIT_CONFIG
     assert "--step and --from-start apply to one run" in capsys.readouterr().err
 
 
@@ -170,7 +172,7 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
     for words in (["-f", "trainer"], ["trainer", "-f"], ["-f"], []):
         assert main(["logs", root, *words]) == 0
     assert seen == [("trainer", True), ("trainer", True), (None, True), (None, False)]
-    assert main(["logs", root, "-f", "trainer", "generator-0"]) == EXIT_USER
+    assert main(["logs", root, "-f", "trainer", "generator-0"]) == EXIT_CONFIG
     assert "'generator-0': at most one role" in capsys.readouterr().err
 
     looked: list[object] = []
@@ -182,8 +184,8 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
         assert main(["doctor", "site.toml", *words]) == 0
     assert main(["doctor", "site.toml"]) == 0
     assert looked == [(Path("r.toml"), ["a=1"], True)] * 3 + [(None, [], False)]
-    assert main(["doctor", "site.toml", "r.toml", "s.toml"]) == EXIT_USER
-    assert main(["doctor", "site.toml", "a=1"]) == EXIT_USER
+    assert main(["doctor", "site.toml", "r.toml", "s.toml"]) == EXIT_CONFIG
+    assert main(["doctor", "site.toml", "a=1"]) == EXIT_CONFIG
 
 
 def test_what_the_system_refuses_is_a_line_and_no_traceback(
@@ -191,14 +193,14 @@ def test_what_the_system_refuses_is_a_line_and_no_traceback(
 ) -> None:
     (tmp_path / "file").touch()
     words = ["run", str(lab.run_file("bench")), f"run.directory={str(tmp_path / 'file' / 'run')!r}"]
-    assert main(words) == EXIT_USER
+    assert main(words) == EXIT_CONFIG
     assert capsys.readouterr().err == f"rlhpc: {tmp_path}/file/run: Not a directory\n"
 
     def is_full(*_: object, **__: object) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cli, "run_locally", is_full)
-    assert main(words) == EXIT_USER
+    monkeypatch.setattr("launch.commands.run.run_locally", is_full)
+    assert main(words) == EXIT_CONFIG
     assert capsys.readouterr().err == "rlhpc: No space left on device\n"
 
 
@@ -210,7 +212,7 @@ def test_a_directory_that_is_no_run_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for directory in (tmp_path, tmp_path / "nowhere"):
-        assert main([command, str(directory)]) == EXIT_USER
+        assert main([command, str(directory)]) == EXIT_CONFIG
         assert capsys.readouterr().err == f"rlhpc: {directory}: not a run directory\n"
 
 
@@ -282,9 +284,9 @@ def test_export_of_what_has_no_checkpoint_is_refused(
     config: Config, layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_run_dir(config, layout, resume=False, fresh=False)
-    assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_USER
+    assert main(["export", str(layout.root), str(tmp_path / "out")]) == EXIT_CONFIG
     assert "no complete checkpoint" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_USER
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == EXIT_CONFIG
     assert "not a run directory" in capsys.readouterr().err
 
 
@@ -396,7 +398,7 @@ def test_run_refuses_a_directory_that_exists_and_says_what_to_do(
     layout.root.mkdir(parents=True)
     layout.config.write_text("{}")
     words = ["run", str(lab.run_file("bench")), f"run.directory={str(layout.root)!r}"]
-    assert main(words) == EXIT_USER
+    assert main(words) == EXIT_CONFIG
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert str(layout.root) in error

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.commands.family.members import MOST_RUNS, Member, members_of
 from launch.commands.family.submit import How, describe_family, submit_family
 from rlhpc.errors import ConfigError
+from rlhpc.exit_status import EXIT_CONFIG
 from tests.ring.run_kit import Lab, make_lab
 
 
@@ -146,7 +147,7 @@ def test_jobs_that_differ_are_said_of_each(run_file: Path, site_file: Path) -> N
 def test_options_that_contradict_are_refused(
     words: list[str], message: str, run_file: Path, site_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", str(run_file), str(site_file), *words]) == EXIT_USER
+    assert main(["submit", str(run_file), str(site_file), *words]) == EXIT_CONFIG
     assert message in capsys.readouterr().err
 
 

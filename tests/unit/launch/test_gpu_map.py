@@ -206,7 +206,7 @@ def test_check_and_run_refuse_alike_before_anything_is_made(
     monkeypatch.setattr(gpus, "_machine", lambda: parse_listing(TWO_WHOLE)[:1])
     monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("launch.preflight.preflight", lambda config, **_: None)
+    monkeypatch.setattr(f"launch.commands.{command}.preflight", lambda config, **_: None)
     monkeypatch.chdir(tmp_path)
     run_file = Path(__file__).parents[3] / "configs" / "gsm8k.toml"
     assert main([command, str(run_file), "trainer.num_ranks=1", "generation.num_replicas=1"]) == 2

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from launch.slurm.commands import SlurmError
+from launch.slurm.part_states import parse_states
 from launch.submitit_hetjob.executor import Component, HeterogeneousSlurmExecutor
-from launch.submitit_hetjob.job import HeterogeneousSlurmJob, parse_states
+from launch.submitit_hetjob.job import HeterogeneousSlurmJob
 from launch.submitit_hetjob.script import Part, check_parts, plan_text, script_text
 from rlhpc.errors import ConfigError
 

@@ -13,12 +13,13 @@ from safetensors.numpy import save_file
 
 import launch.run_directory.inputs
 from launch.demo.task import write_dataset
-from launch.run_directory.begin_attempt import EXIT_USER, main
+from launch.run_directory.begin_attempt import main
 from launch.run_directory.inputs import look_at_inputs, read_inputs
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import content_of
@@ -84,7 +85,7 @@ def test_another_model_or_dataset_is_refused_before_anything_moves(
             RunDirectoryError, match=rf"(?s)differ from those that this run began with.*{named}.*restore them"
         ):
             take_up(longer, layout, resume=True, fresh=False)
-    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
     assert content_of(layout) == before
 
 
@@ -150,7 +151,7 @@ def test_a_node_without_weights_compares_the_rest(config: Config, layout: RunLay
         shard.unlink()
     assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == 0
     append(tmp_path / "model" / "tokenizer.json", " ")
-    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_USER
+    assert main(["--run-dir", str(layout.root), "--job-id", "1"]) == EXIT_CONFIG
 
 
 def test_what_is_no_safetensors_file_is_read_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.plan.jobs import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
 from launch.plan.processes import ROLE_ENVIRONMENT, plan_run
 from launch.plan.report import describe_jobs, plan_document, plan_report, shared_layout
@@ -18,6 +18,7 @@ from launch.plan.site_file import load_site
 from launch.run_files.plan_file import read_plan
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.regenerate_scripts import PAIRS, ROOT, Pair
 from tests.unit.launch.site_kit import component_of, config_of, job_of, plan_of, site_of
@@ -293,7 +294,7 @@ def test_the_command_prints_the_plan_and_refuses_in_one_line(capsys: pytest.Capt
     words = ["plan", str(ROOT / "configs" / "demo.toml"), str(ROOT / "slurm" / "sites" / "example.toml")]
     assert main([*words, "run.directory=/shared/project/run"]) == 0
     assert "----- hetjob.sbatch\n#!/bin/bash\n" in capsys.readouterr().out
-    assert main([*words, "run.directory=/shared/project/run", "transport.kind=ipc"]) == EXIT_USER
+    assert main([*words, "run.directory=/shared/project/run", "transport.kind=ipc"]) == EXIT_CONFIG
     captured = capsys.readouterr()
     assert captured.out == ""
     refusal = "transport.kind='ipc' reaches one machine only, and a job has several; legal: 'auto', 'tcp'"

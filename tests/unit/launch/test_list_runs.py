@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.commands.overview.find import find_runs
 from launch.commands.overview.survey import survey
 from launch.run_directory.owner import register_launcher
 from launch.run_files.exit_records import ExitRecord, write_record
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.runs_kit import Runs, age
@@ -394,11 +395,11 @@ def test_filters_name_what_is_legal(runs: Runs, capsys: pytest.CaptureFixture[st
     assert set(listed(capsys, "--state", "stopped,failed")) == {"stopped"}
     assert main(["list", "--state", "failed"]) == 0
     assert capsys.readouterr().out == f"no run of that state below {runs.root}, nor in the queue\n"
-    assert main(["list", "--state", "asleep"]) == EXIT_USER
+    assert main(["list", "--state", "asleep"]) == EXIT_CONFIG
     assert "--state 'asleep': legal: queued, starting, running, stopped, failed" in capsys.readouterr().err
-    assert main(["list", str(runs.root / "nowhere")]) == EXIT_USER
+    assert main(["list", str(runs.root / "nowhere")]) == EXIT_CONFIG
     assert "no such directory" in capsys.readouterr().err
-    assert main(["list", "--depth", "-1"]) == EXIT_USER
+    assert main(["list", "--depth", "-1"]) == EXIT_CONFIG
     assert "--depth -1: legal: 0" in capsys.readouterr().err
 
 

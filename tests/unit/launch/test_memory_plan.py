@@ -13,11 +13,12 @@ from launch.checks.memory.activations import rows_in_flight
 from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from launch.checks.memory.plan import GIB, fullest, plan_memory
 from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.parallel_layout import ParallelLayout
 from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, ODD_CONFIGS, make_model_directory
 
@@ -384,7 +385,7 @@ def test_a_large_run_passes_check(name: str, tmp_path: Path, capsys: pytest.Capt
 def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "small.toml"
     site.write_text('[trainer]\ngpu = "rtx4090"\n[generation]\ngpu = "b200"\n')
-    assert main([*check_words(name, tmp_path)[:-1], str(site)]) == EXIT_USER
+    assert main([*check_words(name, tmp_path)[:-1], str(site)]) == EXIT_CONFIG
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

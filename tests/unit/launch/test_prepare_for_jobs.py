@@ -11,7 +11,7 @@ import pytest
 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.preflight import Findings
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.commands.resume import resume_run
 from launch.commands.scale import Addition, scale_run
 from launch.commands.submit import dependency, refuse_small_gpus, roles_run_here, write_plan
@@ -23,6 +23,7 @@ from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.config import Config
 from rlhpc.config_file import override, read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
@@ -202,7 +203,7 @@ def test_anything_else_after_is_refused_also_in_a_dry_run(after: str, capsys: py
         dependency(after)
     pair = PAIRS[0]
     words = ["submit", str(pair.run_file), str(pair.site_file), *pair.overrides, "--dry-run", f"--after={after}"]
-    assert main(words) == EXIT_USER
+    assert main(words) == EXIT_CONFIG
     assert "legal: a job id" in capsys.readouterr().err
 
 
@@ -305,5 +306,5 @@ def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(
     for line in ("--partition=scavenge", "--time=0:30:00", "--array=0-1"):
         assert f"#SBATCH {line}\n" in out
     assert sorted(layout.root.rglob("*")) == before
-    assert main([*words, "--time", "4:00"]) == EXIT_USER
+    assert main([*words, "--time", "4:00"]) == EXIT_CONFIG
     assert "--time '4:00': Slurm reads this as minutes and seconds" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_files.event_log import EventLog
+from launch.run_files.events import EventLog
 from launch.run_files.job_records import JobRecord, read_records, write_record
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart, Limits
@@ -21,8 +21,8 @@ from launch.run_files.run_state import Progress
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob
 from launch.supervisor import other_jobs, resubmitter
+from launch.supervisor.giving_up import RetryBudget
 from launch.supervisor.resubmitter import Resubmitter
-from launch.supervisor.retry_budget import RetryBudget
 from rlhpc.run_layout import RunLayout
 
 LONG_AGO, NOW = 100.0, 4e9

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from launch.checks.run_check import Row, Verdict, check_run, chosen_step
-from launch.cli import EXIT_USER, main
+from launch.cli import main
 from launch.demo.task import write_dataset
 from launch.run_directory.prepare import prepare_run_dir
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from tests.unit.buffer.rollout_samples import ManualClock, make_group
 from tests.unit.launch.site_kit import config_of
@@ -149,5 +150,5 @@ def test_what_is_no_run_directory_is_refused_with_status_2(
     layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in ([str(tmp_path)], [str(layout.root), "run.seed=1"], [str(tmp_path / "train.jsonl"), "--json"]):
-        assert main(["check", *words]) == EXIT_USER
+        assert main(["check", *words]) == EXIT_CONFIG
         assert capsys.readouterr().err.startswith("rlhpc: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.supervisor.stall_watch import StallWatch
+from launch.supervisor.giving_up import StallWatch
 
 
 def test_the_first_step_has_its_whole_limit_from_the_beginning_of_training_on() -> None:

@@ -20,9 +20,8 @@ from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
-from rlhpc.roles.controller.saved_state import read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.saved_state import Totals, read_run_state, set_aside_later_segments
 from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.totals import Totals
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
@@ -56,7 +55,7 @@ class Desk:
         directory = Path(next(command.directory for command in self.asked if command.step == step)) / "trainer"
         directory.mkdir()
         (directory / "state").write_text(f"after {step} steps")
-        self.writer.hear(SaveReport(step, 0.5, error))
+        self.writer.reported(SaveReport(step, 0.5, error))
 
     async def complete_one(self, step: int) -> None:
         await asyncio.wait_for(self.writer.write(step, step), PATIENCE_S)
@@ -270,12 +269,12 @@ async def test_a_checkpoint_that_cannot_be_completed_is_an_error(tmp_path: Path)
 
 async def test_a_report_of_another_step_completes_nothing(tmp_path: Path) -> None:
     async with desk(tmp_path) as it:
-        it.writer.hear(SaveReport(0, 0.5))
+        it.writer.reported(SaveReport(0, 0.5))
         await it.writer.write(1, 1)
-        it.writer.hear(SaveReport(0, 0.5))
+        it.writer.reported(SaveReport(0, 0.5))
         assert it.writer.awaits_trainer
         it.trainer_has_written(1)
-        it.writer.hear(SaveReport(1, 0.5))  # once more
+        it.writer.reported(SaveReport(1, 0.5))  # once more
         await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
 
 

@@ -14,11 +14,8 @@ import pytest
 
 from rlhpc.config_file import write_resolved
 from rlhpc.errors import ChannelTimeout, ConfigError, RlhpcError, RoleFailed, StarvedError
+from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT
 from rlhpc.roles.common.lifecycle import (
-    EXIT_ALONE,
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_FAULT,
     INTERRUPT_PATIENCE_S,
     RoleContext,
     StopRequest,
@@ -45,7 +42,7 @@ def context(tmp_path: Path) -> RoleContext:
 @pytest.fixture
 def end(context: RoleContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> End:
     """Lets a role end so; returns its exit status and the last line of its log."""
-    monkeypatch.setattr("rlhpc.roles.common.lifecycle._die_with_parent", lambda number: None)
+    monkeypatch.setattr("rlhpc.roles.common.lifecycle.end_with_parent", lambda number: None)
     monkeypatch.setattr("faulthandler.register", lambda number: None)  # pytest has taken stderr's descriptor
 
     def ended(error: BaseException | None) -> tuple[int, str]:

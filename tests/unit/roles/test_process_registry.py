@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.messages import Heartbeat, Hello
-from rlhpc.roles.controller.metrics.generator_meter import Activity, GeneratorMeter
+from rlhpc.roles.controller.metrics.recorder import GeneratorMeter
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from tests.unit.buffer.rollout_samples import ManualClock
 
@@ -116,26 +116,26 @@ def test_idle_time_is_what_lies_between_heartbeats_and_was_not_busy(
 ) -> None:
     meter = GeneratorMeter(registry)
     registry.register("generator-0", hello())
-    registry.record("generator-0", beat(busy_s=5.0, tokens=100.0))
-    assert meter.look() == Activity()  # the first look only reads
+    registry.record("generator-0", beat(busy_s=5.0))
+    assert meter.look() == (0, 0)  # the first look only reads
     clock.advance(4)
-    registry.record("generator-0", beat(busy_s=8.0, tokens=160.0))
-    assert meter.look() == Activity(seconds=4.0, idle_s=1.0, tokens=60.0)
-    assert meter.look() == Activity()  # nothing new was heard
+    registry.record("generator-0", beat(busy_s=8.0))
+    assert meter.look() == (4, 1)
+    assert meter.look() == (0, 0)  # nothing new was heard
 
 
 def test_a_restart_counts_nothing_backwards(registry: ProcessRegistry, clock: ManualClock) -> None:
     meter = GeneratorMeter(registry)
     registry.register("generator-0", hello())
-    registry.record("generator-0", beat(busy_s=50.0, tokens=1000.0))
+    registry.record("generator-0", beat(busy_s=50.0))
     meter.look()
     clock.advance(10)
     registry.register("generator-0", hello(incarnation="b"))
-    registry.record("generator-0", beat(busy_s=1.0, tokens=10.0))
-    assert meter.look() == Activity()
+    registry.record("generator-0", beat(busy_s=1.0))
+    assert meter.look() == (0, 0)
     clock.advance(2)
-    registry.record("generator-0", beat(busy_s=2.0, tokens=30.0))
-    assert meter.look() == Activity(seconds=2.0, idle_s=1.0, tokens=20.0)
+    registry.record("generator-0", beat(busy_s=2.0))
+    assert meter.look() == (2, 1)
 
 
 def test_time_of_several_generators_adds_up_and_a_lost_one_no_longer_counts(
@@ -150,11 +150,11 @@ def test_time_of_several_generators_adds_up_and_a_lost_one_no_longer_counts(
     clock.advance(3)
     for replica in (0, 1):
         registry.record(f"generator-{replica}", beat(busy_s=3.0 * replica))
-    assert meter.look() == Activity(seconds=6.0, idle_s=3.0)
+    assert meter.look() == (6, 3)
     registry.forget("generator-0")
     clock.advance(1)
     registry.record("generator-1", beat(busy_s=4.0))
-    assert meter.look() == Activity(seconds=1.0)
+    assert meter.look() == (1, 0)
 
 
 def test_an_engine_that_counts_more_than_passed_is_never_idle_below_zero(
@@ -165,4 +165,4 @@ def test_an_engine_that_counts_more_than_passed_is_never_idle_below_zero(
     meter.look()
     clock.advance(1)
     registry.record("generator-0", beat(busy_s=1.2))
-    assert meter.look().idle_s == 0
+    assert meter.look() == (1, 0)

@@ -17,8 +17,8 @@ from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorde
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import RolloutSink
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.totals import Totals
 from rlhpc.roles.controller.train_loop import StepRecord
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S

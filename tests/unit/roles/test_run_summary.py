@@ -11,7 +11,7 @@ import pytest
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.roles.controller.metrics.summary import reward_by_version, summarise, tenth_means
-from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import RolloutGroup, Verdict
 from tests.unit.roles.small_ring import prompt, scored

@@ -16,6 +16,7 @@ from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
@@ -43,7 +44,7 @@ class Ear:
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[Any]:
     config = tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1))
-    backend = open_backend(config, rank=0, world_size=1, store_address="")
+    backend = open_backend(config, RankContext())
     yield backend
     backend.close()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhpc.training.deepspeed.backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
-from rlhpc.training.process_group import close_process_group, open_process_group
+from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.live_bytes import LiveBytes
@@ -261,7 +261,7 @@ def test_weight_decay_right_after_a_load_is_that_of_each_group(run, model, tmp_p
 def peak_of_export(rank: Rank, *, model: Path, bucket_elements: int) -> tuple[int, int]:
     """Bytes that live at once during weights() beside the rank's own part, and bytes of the model."""
     config = tiny_config(model, **rank.layout)
-    open_process_group(rank.rank, rank.world_size, f"file://{rank.scratch / 'store'}", torch.device("cpu"))
+    open_process_group(RankContext(rank.rank, rank.world_size, f"file://{rank.scratch / 'store'}"), torch.device("cpu"))
     settings = ZeroSettings(config.trainer, torch.float32, 1.0, bucket_elements)
     backend = DeepSpeedBackend(load_causal_lm(model, device=torch.device("cpu")), settings, device=torch.device("cpu"))
     total = 0
@@ -304,7 +304,7 @@ def test_an_engine_leaves_the_process_as_it_found_it(run, model, stage):
 
 
 def in_a_group_that_is_up(rank: Rank, *, model: Path) -> Any:
-    open_process_group(rank.rank, rank.world_size, f"file://{rank.scratch / 'first'}", torch.device("cpu"))
+    open_process_group(RankContext(rank.rank, rank.world_size, f"file://{rank.scratch / 'first'}"), torch.device("cpu"))
     results = [take_steps(rank, model=model, batches=[ROWS]) for _ in range(2)]
     is_up = torch.distributed.is_initialized()
     close_process_group()

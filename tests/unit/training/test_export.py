@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.training.checkpoint.export import export_hf
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -19,7 +20,7 @@ def trained(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     family, tied = request.param
     make_tiny_checkpoint(root / "model", family=family, hidden=32, tied=tied, dtype=torch.bfloat16)
-    backend = open_backend(tiny_config(root / "model"), rank=0, world_size=1, store_address="")
+    backend = open_backend(tiny_config(root / "model"), RankContext())
     row = pack_row(draw_samples((20, 30)))
     backend.step(
         [row],

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.host_address import host_address
-from rlhpc.training.process_group import close_process_group, open_process_group
+from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
 from rlhpc.training.rendezvous import Place, connect_ranks
 from tests.listening import listening_addresses
 from tests.patience import PATIENCE_S
@@ -144,7 +144,8 @@ def join(pipe: Any, file: Path, rank: int, host: str) -> None:
     """A trainer's rank: the default group, then a gloo group beside it, as the command stream makes one."""
     torch.set_num_threads(1)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    open_process_group(rank, 3, f"rendezvous://{file}", torch.device("cpu"), host=host, meet_timeout_s=PATIENCE_S)
+    ranks = RankContext(rank, 3, f"rendezvous://{file}", host=host, meet_timeout_s=PATIENCE_S)
+    open_process_group(ranks, torch.device("cpu"))
     beside = dist.new_group(backend="gloo")
     number = torch.tensor([rank + 1])
     dist.all_reduce(number, group=beside)
@@ -178,6 +179,6 @@ def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file:
 
 
 def test_one_rank_meets_nobody(tmp_path: Path) -> None:
-    open_process_group(0, 1, f"rendezvous://{tmp_path}/never", torch.device("cpu"))
+    open_process_group(RankContext(0, 1, f"rendezvous://{tmp_path}/never"), torch.device("cpu"))
     close_process_group()
     assert list(tmp_path.iterdir()) == []

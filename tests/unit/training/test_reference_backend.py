@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
+from rlhpc.training.process_group import RankContext
 from rlhpc.training.reference import ReferenceBackend, ReferenceSettings
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
@@ -34,7 +35,7 @@ def model(tmp_path_factory):
 
 
 def open_one(model, **settings):
-    return open_backend(tiny_config(model, **settings), rank=0, world_size=1, store_address="")
+    return open_backend(tiny_config(model, **settings), RankContext())
 
 
 def train(backend, rows, **overrides):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlhpc.algorithms.diagnostics import staleness
 from rlhpc.contracts import Clock
@@ -14,7 +15,6 @@ from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.metrics.generator_meter import GeneratorMeter
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -105,7 +105,7 @@ class RunRecorder:
         rollouts = [member.rollout for group in record.groups for member in group.members]
         num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
         idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
-        activity = self._generators.look()
+        generator_s, generator_idle_s = self._generators.look()
         self._trained.add(now, num_tokens)
         self._generated.add(now, stats.num_tokens)
         totals.steps += 1
@@ -119,13 +119,13 @@ class RunRecorder:
         totals.groups_without_spread += stats.num_zero_variance
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
-        totals.generator_idle_s += activity.idle_s
-        totals.generator_s += activity.seconds
+        totals.generator_idle_s += generator_idle_s
+        totals.generator_s += generator_s
         totals.training_s += step_s
         self.close_totals()
         return {
             "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
-            "generator/idle_ratio": activity.idle_s / activity.seconds if activity.seconds else 0.0,
+            "generator/idle_ratio": generator_idle_s / generator_s if generator_s else 0.0,
             "trainer/tokens_per_s": self._trained.per_second(now),
             "generator/tokens_per_s": self._generated.per_second(now),
             "trainer/skipped_steps": float(totals.skipped_steps),
@@ -188,3 +188,38 @@ class RunRecorder:
         live.trainer_tokens_per_s = figures["trainer/tokens_per_s"]
         live.generator_tokens_per_s = figures["generator/tokens_per_s"]
         live.eta_s = self._eta.remaining_s()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    incarnation: str
+    heard_at: float
+    busy_s: float
+
+
+class GeneratorMeter:
+    """How busy the generators were between two readings of the counters in their heartbeats.
+
+    Counters start at 0 with every incarnation; the first reading of an incarnation counts nothing.
+    """
+
+    def __init__(self, registry: ProcessRegistry) -> None:
+        self._registry = registry
+        self._last: dict[str, _Reading] = {}
+
+    def look(self) -> tuple[float, float]:
+        """Return seconds since the previous reading and those of them that were idle, summed over generators."""
+        seconds = idle_s = 0.0
+        for name in self._registry.names("generator"):
+            member = self._registry.member(name)
+            if member is None:
+                continue
+            now = _Reading(member.hello.incarnation, member.heard_at, member.beat.metrics.get("busy_s", 0.0))
+            before = self._last.get(name)
+            self._last[name] = now
+            if before is None or before.incarnation != now.incarnation:
+                continue
+            elapsed = now.heard_at - before.heard_at
+            seconds += elapsed
+            idle_s += max(0.0, elapsed - (now.busy_s - before.busy_s))
+        return seconds, idle_s

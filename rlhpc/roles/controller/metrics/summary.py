@@ -17,7 +17,7 @@ from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_columns
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
-from rlhpc.roles.controller.totals import Totals
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Verdict
 

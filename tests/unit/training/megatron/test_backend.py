@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
@@ -64,7 +65,7 @@ def refuse(rank: Rank, *, model: Path) -> str:
         rank.open(model, expert_parallel=2)
     config: Config = tiny_config(model, **rank.layout)
     address = f"file://{rank.scratch / 'second'}"
-    open_backend(config, rank=rank.rank, world_size=rank.world_size, store_address=address).close()
+    open_backend(config, RankContext(rank.rank, rank.world_size, address)).close()
     return str(refusal.value)
 
 

@@ -16,6 +16,7 @@ from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint.export import export_hf
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from tests.contracts.trainer_cluster import ClusterPool, Rank
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, layout_keys, make_model, packed
 from tests.contracts.trainer_scenarios import refuse_to_load, train, weights_of
@@ -40,7 +41,7 @@ def open_writer(rank: Rank, model: Path, **settings: Any) -> TrainerBackend:
     config = tiny_config(model, **{**rank.layout, **settings})
     config = config.model_copy(update={"checkpoint": CheckpointConfig(trainer_format="megatron")})
     store = f"file://{rank.scratch / 'store'}"
-    return open_backend(config, rank=rank.rank, world_size=rank.world_size, store_address=store)
+    return open_backend(config, RankContext(rank.rank, rank.world_size, store))
 
 
 def save_midway(rank: Rank, *, model: Path, steps: list[Any], directory: Path) -> Any:

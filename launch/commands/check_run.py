@@ -1,7 +1,8 @@
-"""Print the results of `rlhpc check RUN_DIR`: a table for people, JSON for programs, progress while reading."""
+"""`rlhpc check RUN_DIR`: find damage in a run directory; a table for people, JSON for programs, progress meanwhile."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -10,11 +11,20 @@ from dataclasses import asdict
 from typing import TextIO
 
 from launch.checks.run_check import Row, Verdict, check_run, chosen_step
+from launch.common.paths import without_dots
+from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
 SOUND, DAMAGE = 0, 1
 QUIET_S = 2.0  # what is done sooner needs no progress
 EVERY_S = 10.0  # between lines where the stream is no terminal
+
+
+def check_run_directory(options: argparse.Namespace) -> int:
+    """Print the check of a run directory; returns 1 if anything is damaged.  Raises ConfigError."""
+    if options.overrides or options.site:
+        raise ConfigError(f"{options.run_file}: a run directory takes neither overrides nor --site; legal: --json")
+    return report_run(RunLayout(without_dots(options.run_file)), as_json=options.json)
 
 
 class ProgressNote:

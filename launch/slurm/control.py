@@ -1,0 +1,94 @@
+"""Cancel and requeue jobs, and ask for the states of this user's own jobs in few words.
+
+Input: ids as squeue writes them.  Output: states in Slurm's words.  Raises SlurmError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from launch.slurm.commands import SlurmError, slurm
+from launch.slurm.states import OVER
+from launch.slurm.values import task_numbers
+
+PATIENCE_S = 60.0  # for a slurmctld that is away, where somebody waits for the answer
+MIN_JOB_AGE_S = 300.0  # Slurm's own default
+_MIN_JOB_AGE = re.compile(r"^MinJobAge\s*=\s*(\d+)", re.MULTILINE)
+_SHOWN = re.compile(r"(\d+)(?:_(?:(\d+)|\[([^\]]*)\]))?")  # 12, 12_3, 12_[4-5]; 12+1 is a component of 12
+_IS_OVER = ("Invalid job id specified", "already completing or completed")
+
+TaskStates = dict["int | None", str]  # of one job; by task where it is an array
+
+
+def cancel(jobs: Iterable[int | str], *options: str, patience_s: float = 0.0) -> None:
+    """Run scancel, if there is anything to cancel; jobs that have ended by themselves are no error."""
+    listed = list(dict.fromkeys(map(str, jobs)))
+    if not listed:
+        return
+    try:
+        slurm("scancel", *options, *listed, patience_s=patience_s)
+    except SlurmError as error:
+        if not any(words in str(error) for words in _IS_OVER):
+            raise
+
+
+def requeue(job: str, patience_s: float) -> None:
+    """Put a job, or by JOB_TASK a task of an array, back into the queue.  SlurmError: also if the site forbids it.
+
+    Call it only when no srun of the job is alive: Slurm 25.11 and later cancels instead of requeueing a job whose first
+    component has a live step.
+    """
+    slurm("scontrol", "requeue", job, patience_s=patience_s)
+
+
+def component_states(job_id: int | str, patience_s: float) -> dict[int, str]:
+    """Slurm's state of every component of a heterogeneous job; other jobs have only component 0."""
+    words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i %T")
+    rows = [line.split() for line in slurm(*words, patience_s=patience_s).splitlines() if line.strip()]
+    return {int(job.partition("+")[2] or 0): state for job, state in rows if job.partition("+")[0].isdigit()}
+
+
+def own_jobs(patience_s: float) -> dict[int, TaskStates]:
+    """States of this user's jobs; of a heterogeneous job the most active state of its components."""
+    # --all: otherwise jobs on hidden partitions are not listed.
+    words = ("squeue", "--me", "--all", "--array", "--noheader", "--states=all", "--format=%i|%T")
+    states: dict[int, TaskStates] = {}
+    for line in slurm(*words, patience_s=patience_s).splitlines():
+        shown, _, state = line.strip().partition("|")
+        found = _SHOWN.match(shown)
+        if found is None or not state:
+            continue
+        tasks = states.setdefault(int(found[1]), {})
+        numbers: list[int | None] = [*task_numbers(found[2] or found[3] or "")]
+        for task in numbers or [None]:
+            tasks[task] = most_active((tasks.get(task, ""), state))
+    return states
+
+
+def own_job_ids(names: set[str]) -> list[str]:
+    """Ids of this user's jobs with these names that have not been forgotten."""
+    said = slurm("squeue", "--noheader", "--me", "--all", "--format=%A %j")
+    rows = [line.split(maxsplit=1) for line in said.splitlines()]
+    return [row[0] for row in rows if row[-1].strip() in names]
+
+
+def own_states_and_reasons() -> dict[str, tuple[str, str]]:
+    """State and reason of each of this user's jobs, by id."""
+    said = slurm("squeue", "--noheader", "--me", "--all", "--states=all", "--format=%A|%T|%r")
+    return {words[0]: (words[1], words[2]) for line in said.splitlines() if len(words := line.split("|", 2)) == 3}
+
+
+def most_active(states: Iterable[str]) -> str:
+    """The state of what may still run, before one that waits, before one that is over; "" if there is none."""
+    return max(states, key=_activity, default="")
+
+
+def min_job_age_s() -> float:
+    """How long Slurm remembers a job after its end, at least; if it does not say, its default."""
+    found = _MIN_JOB_AGE.search(slurm("scontrol", "show", "config"))
+    return float(found[1]) if found is not None and int(found[1]) else MIN_JOB_AGE_S  # 0: jobs are never purged
+
+
+def _activity(state: str) -> int:
+    return 0 if not state else 1 if state in OVER else 2 if state == "PENDING" else 3

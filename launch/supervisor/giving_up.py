@@ -1,0 +1,68 @@
+"""When to give up: too many failures without a new checkpoint, or too long without a step."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from rlhpc.files import write_atomically
+from rlhpc.run_layout import RunLayout
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
+
+
+class RetryBudget:
+    """Counts failures since the last new checkpoint; a run that keeps failing at the same step ends.
+
+    Kept in the run directory, so that it survives requeues.
+    """
+
+    def __init__(self, layout: RunLayout, max_retries: int) -> None:
+        self._path, self._max_retries = layout.failures, max_retries
+        try:
+            document = json.loads(self._path.read_bytes())
+            self.failures, self._step = int(document["failures"]), int(document["saved_step"])
+        except (OSError, ValueError, KeyError):
+            self.failures, self._step = 0, -1
+
+    def take(self, saved_step: int) -> float | None:
+        """Use up one retry.  Returns the seconds to pause before it; None: none is left.
+
+        saved_step: of the newest complete checkpoint.  If the disk is full, the count is kept only in memory.
+        """
+        if saved_step > self._step:
+            self.failures = 0
+        self.failures, self._step = self.failures + 1, saved_step
+        document = {"failures": self.failures, "saved_step": saved_step}
+        with suppress(OSError):
+            write_atomically(self._path, json.dumps(document).encode())
+        if self.failures > self._max_retries:
+            return None
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4.0 ** (self.failures - 1))
+
+
+class StallWatch:
+    """How long there has been no step.
+
+    Before training begins, roles may be waiting for each other, each with a timeout of its own (meet_s); the limit of
+    the first step starts when training begins, so that loading a large model does not use it up.
+    """
+
+    def __init__(self, stall_s: float, meet_s: float, now: float) -> None:
+        self._stall_s, self._meet_s = stall_s, meet_s
+        self._since = now  # when the current step, training, or the attempt began
+        self._step, self._is_training = -1, False
+        self.has_moved = False  # a step was trained in this attempt
+
+    def look(self, step: int, is_training: bool, now: float) -> float | None:
+        """Record the current state; returns the limit in seconds if it is exceeded, else None.
+
+        step: steps trained so far, -1 if unknown.
+        """
+        if step != self._step:
+            self.has_moved |= self._step >= 0
+        if step != self._step or is_training != self._is_training:
+            self._step, self._is_training, self._since = step, is_training, now
+            return None
+        limit_s = self._stall_s + (0.0 if is_training else 2 * self._meet_s)
+        return limit_s if now - self._since > limit_s else None

@@ -1,0 +1,139 @@
+"""Admit the processes of a run, and part with those that are gone.
+
+Input: Hello and Heartbeat.  Output: who is registered, which generators weights go to, which leases are free again.
+A death is noticed by silence, by the Hello of a successor, or, at the end of a local run, from the launcher, which
+knows first.  The run survives the loss of generators, not of other roles.  The prompts that a lost generator sampled
+each lose a lease, which is recorded on disk before anything else (rlhpc/buffer/lost_leases.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from rlhpc.buffer.lost_leases import LostLeaseFile
+from rlhpc.contracts import ServerChannel
+from rlhpc.errors import ChannelError, PeerUnreachable, RoleFailed
+from rlhpc.messages import Heartbeat, Hello, Reregister, StopRole
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.roles.controller.weight_sync import WeightSync
+
+log = logging.getLogger("rlhpc.processes")
+ANSWER_S = 1.0  # for a generator to receive a message
+
+
+class RunProcesses:
+    """Arrivals and losses, from the first Hello on.  Each says whether the set of generators has changed."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        control: ServerChannel,
+        registry: ProcessRegistry,
+        weight_sync: WeightSync,
+        state: ControllerState,
+    ) -> None:
+        self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
+        self._file = LostLeaseFile(context.layout.strikes, context.fence)
+        self._dead_after_s = context.config.transport.dead_after_s
+        # A launcher restarts nobody; a supervisor does.
+        self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
+        self._gone: set[str] = set()
+        self.nobody_is_left = asyncio.Event()
+
+    # --------------------------------------------------------------------------------------------------------- arrivals
+
+    async def greet(self, name: str, message: Hello) -> bool:
+        """Register a process, or tell it to stop.  True: the set of generators has changed."""
+        if self._registry.is_superseded(name, message):
+            self._registry.register(name, message)  # which refuses it; StopRole would reach its successor
+            return False
+        known, has_lost = self._registry.member(name), False
+        if known is not None and known.hello.incarnation != message.incarnation:
+            has_lost = await self._lose(name, "was started again")  # its leases are lost
+        if not self._registry.register(name, message):
+            await self._tell(name, StopRole("other settings than the run's"))
+            return has_lost
+        if message.role != "generator":
+            return False
+        if misplaced := self._weight_sync.misplaced(name, message.weight_devices):
+            log.error("%s is not admitted: %s", name, misplaced)
+            self._registry.forget(name)
+            await self._tell(name, StopRole(misplaced))
+            return has_lost
+        self._gone.discard(name)
+        await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
+        return True
+
+    async def beat(self, name: str, message: Heartbeat) -> None:
+        """Record a heartbeat; a generator that was declared dead, perhaps because it was paused, may register again."""
+        if not self._registry.record(name, message) and name.startswith("generator-"):
+            await self._tell(name, Reregister())
+
+    async def _tell(self, name: str, message: object) -> None:
+        with suppress(ChannelError):  # it is gone already
+            await self._control.send(name, message)
+
+    # ----------------------------------------------------------------------------------------------------------- losses
+
+    async def lose_silent(self) -> bool:
+        """Part with processes that have been silent for too long.  True: a generator was among them.
+
+        Raises RoleFailed if a trainer was.
+        """
+        lost = [await self._lose(name, f"is silent for {self._dead_after_s:g} s") for name in self._registry.silent()]
+        return any(lost)
+
+    async def find_dead(self) -> None:
+        """Find dead generators of a local run that hold leases.
+
+        A supervised one is replaced by its successor's Hello.
+        """
+        if self._num_irreplaceable is None:
+            return
+        for name in self._registry.names("generator"):
+            if self._state.buffer.outstanding(name) and await self._is_dead(name):
+                log.warning("%s is gone", name)
+                await self._reclaim(name)
+
+    async def write(self) -> None:
+        """Write new lost leases, and completions of suspect prompts, to disk.  Raises OwnershipLost."""
+        if self._state.lost_leases.unwritten:
+            await asyncio.to_thread(self._file.append, self._state.lost_leases)
+
+    async def _lose(self, name: str, why: str) -> bool:
+        """Part with one process.  True: it was a generator.  Raises RoleFailed for a trainer."""
+        member = self._registry.member(name)
+        self._registry.forget(name)
+        log.warning("%s %s", name, why)
+        role = member.hello.role if member is not None else ""
+        if role == "trainer":
+            raise RoleFailed(f"{name} {why}")
+        if role == "generator":
+            await self._reclaim(name)
+            await self._weight_sync.lost(name)
+        return role == "generator"
+
+    async def _reclaim(self, name: str) -> None:
+        """Reclaim the leases of a generator that is dead, or silent for too long.
+
+        A silent one may wake up, so it counts as left as long as its connection stands.
+        """
+        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name)
+        await self.write()
+        if self._num_irreplaceable is not None and await self._is_dead(name):
+            self._gone.add(name)
+            if len(self._gone) == self._num_irreplaceable:
+                self.nobody_is_left.set()
+
+    async def _is_dead(self, name: str) -> bool:
+        try:
+            await self._control.send(name, Reregister(), timeout_s=ANSWER_S)
+        except PeerUnreachable:
+            return True
+        except ChannelError:  # busy
+            return False
+        return False
