@@ -190,10 +190,10 @@ def test_a_job_submitted_from_a_job_inherits_nothing_of_it(monkeypatch: pytest.M
 
 def test_a_job_counts_as_gone_only_in_states_that_are_over() -> None:
     """Spelt out: with COMPLETING among them, which may be a requeue, a job would be submitted twice."""
-    assert OVER == {
+    assert {
         "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
         "OUT_OF_MEMORY", "REVOKED",
-    }  # fmt: skip
+    } == OVER  # fmt: skip
 
 
 def stand_in(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
