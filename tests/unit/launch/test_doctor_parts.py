@@ -152,6 +152,7 @@ def test_what_the_prologue_names_and_is_not_here_fails(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the probe
 
 
+@pytest.mark.starts
 def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path: Path) -> None:
     content = os.urandom(1000)
     (tmp_path / "known.bin").write_bytes(content)

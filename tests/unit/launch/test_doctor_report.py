@@ -15,6 +15,8 @@ from launch.cli import main
 from launch.commands.doctor.redaction import Private, is_secret_name, redact
 from launch.commands.doctor.report_file import write_report
 
+pytestmark = pytest.mark.starts
+
 ADA = Private(names=("ada",), homes=("/lustre/home/ada",), values=("open sesame 1",))
 SECRETS = {
     "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
