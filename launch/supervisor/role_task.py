@@ -38,14 +38,14 @@ MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 LOG_TAIL_BYTES = 20_000
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.
+# Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Not so
+# numba: a few files beside our source, without which every controller would compile for ten seconds of a core.
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "VLLM_CACHE_ROOT": "vllm",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
-    "NUMBA_CACHE_DIR": "numba",
 }
 # Of other vendors: on some sites Slurm sets them along with CUDA_VISIBLE_DEVICES, and libraries obey them.
 _FOREIGN = ("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")

@@ -28,7 +28,6 @@ _RENAMES = 200
 # launch/supervisor/role_task.py sets each that nobody has set, to a directory of the job on the node.
 CACHES = (
     "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH",
-    "NUMBA_CACHE_DIR",
 )  # fmt: skip
 
 

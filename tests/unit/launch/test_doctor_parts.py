@@ -96,7 +96,7 @@ def test_caches_on_a_network_filesystem_or_below_an_unset_directory_are_warned_o
         found = login_checks.check_caches(plan_of(prologue={"environment": environment}), shell, mounts)
         return [finding.line for finding in found if finding.verdict != "pass"]
 
-    local = {"TRITON_CACHE_DIR": "${SLURM_TMPDIR:-/tmp}/$USER/triton", "NUMBA_CACHE_DIR": "/tmp/$USER"}
+    local = {"TRITON_CACHE_DIR": "${SLURM_TMPDIR:-/tmp}/$USER/triton", "CUDA_CACHE_PATH": "/tmp/$USER"}
     assert not wrong({})
     assert not wrong({}, **local)
     assert "Slurm does not set TMPDIR by itself" in wrong({}, TRITON_CACHE_DIR="$TMPDIR/triton")[0]
