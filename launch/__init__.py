@@ -1,1 +1,1 @@
-"""The launcher, which runs on the login node: command line, job plan, executors, site checks, the demo."""
+"""The launcher: command line, plans, checks, Slurm, and the supervisors of jobs.  docs/design.md §8 names the rooms."""

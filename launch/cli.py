@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.commands.arguments import (
+    is_family,
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
+    takes_list,
     takes_resume_point,
     takes_run_file,
     takes_scale,
     takes_submission,
     takes_waiting,
 )
-from launch.commands.family import command as family
-from launch.commands.overview import command as overview
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -110,7 +110,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     status = command("status", _status, "Show a run: its jobs and roles, their work in progress, what they wait for.")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     status.add_argument("--json", action="store_true", help="JSON output for programs")
-    overview.add_parser(command)
+    takes_list(command("list", _list, "Show your runs below a directory and in the queue, one line each."))
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     stop.add_argument("--now", action="store_true", help="do not finish the step; steps since the last save are lost")
@@ -164,9 +164,11 @@ def _submit(options: argparse.Namespace) -> int:
     from launch.commands.submit import dependency, submit_run
 
     resume_from = resume_point(options)
-    if family.is_family(options):
+    if is_family(options):
+        from launch.commands.family.command import submit_family_of
+
         refuse_resume_point(options)
-        return family.submit_family_of(options, _tell)
+        return submit_family_of(options, _tell)
     if options.dry_run:
         dependency(options.after)
         return _plan(options)
@@ -196,6 +198,12 @@ def _status(options: argparse.Namespace) -> int:
 
     print(render_status(_layout(options), as_json=options.json))
     return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from launch.commands.overview.command import list_runs
+
+    return list_runs(options)
 
 
 def _stop(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """How tests are shared out among processes (`make test`: pytest -n 3); without -n they run one after the other.
 
-Those on Slurm wait much of their time, share one cluster and take the longest: one share, which is dealt first.
+Those on Slurm wait much of their time and take the longest: two shares, each on a cluster of its own, dealt first.
 Files whose tests share something costly (a cluster of trainer ranks, an engine) are a share too; any other file is one.
 """
 
@@ -15,11 +15,18 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from launch.dev_cluster.packages import RELEASE_VARIABLE
+from tests.starting import StartingIsMarked
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 # What is one share each, longest first.
-TOGETHER = ("tests/slurm/", "tests/contracts/test_trainer_", "tests/ring/", "tests/contracts/test_generation_engine")
+TOGETHER = (
+    "tests/slurm/test_h",
+    "tests/slurm/",
+    "tests/contracts/test_trainer_",
+    "tests/ring/",
+    "tests/contracts/test_generation_engine",
+)
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")
 
 
@@ -44,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where a shell has put the tests into the background, SIGINT is ignored, by every process that they start too."""
+    if "not starts" in config.option.markexpr:
+        config.pluginmanager.register(StartingIsMarked())
     if release := config.getoption("--slurm-release"):
         os.environ[RELEASE_VARIABLE] = release  # seen by every command that a test starts
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

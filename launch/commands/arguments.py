@@ -10,11 +10,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.commands.family import command as family
 from rlhpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.run_directory.checkpoint_choice import ResumePoint
+
+MOST_ROWS = 40  # of a list
 
 
 def takes_submission(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def takes_submission(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
     takes_resume_point(parser)
-    family.add_options(parser)
+    _takes_family(parser)
     takes_waiting(parser)
 
 
@@ -78,6 +79,33 @@ def takes_run_file(parser: argparse.ArgumentParser) -> None:
     """Run file and overrides."""
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
+
+
+def takes_list(parser: argparse.ArgumentParser) -> None:
+    """Where to look for runs, and which to show."""
+    text = "default: runs/ if it exists, else the current directory"
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
+    parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
+    parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+
+
+def _takes_family(parser: argparse.ArgumentParser) -> None:
+    """The options that make several runs of one run file."""
+    parser.add_argument("--seeds", metavar="N|S,S", help="N runs with different run.seed, or one for each seed S")
+    sweep = "submit a run for each value; repeated for several keys: for every combination"
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=v,v", help=sweep)
+    parser.add_argument("--chain", action="store_true", help="run them one after the other instead of in parallel")
+
+
+def is_family(options: argparse.Namespace) -> bool:
+    """True if several runs are asked for.  Raises ConfigError: an option that only makes sense then."""
+    if options.seeds is None and not options.sweep:
+        if options.chain:
+            raise ConfigError("--chain: the order of several runs; give --seeds or --sweep as well")
+        return False
+    return True
 
 
 def takes_resume_point(parser: argparse.ArgumentParser) -> None:

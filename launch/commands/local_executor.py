@@ -22,13 +22,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
-from launch.common.child_process import LONGEST_TEMPORARY_PATH, die_with_parent
+from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.plan.processes import ProcessPlan, RunPlan
 from launch.run_directory.owner import RunOwner
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.run_state import wants_abort, wants_stop
 from rlhpc.errors import OwnershipLost
 from rlhpc.exit_status import EXIT_FENCED, EXIT_INTERRUPTED
+from rlhpc.parent_death import end_with_parent
 
 INTERRUPT_GRACE_S = 7.0  # after Ctrl-C: with start and end of the interpreter, inside the ten seconds promised
 STOP_GRACE_S = 120.0  # after `rlhpc stop`: time to finish a step and save
@@ -226,7 +227,7 @@ def _die_with(launcher: int) -> None:
 
     A role that has started replaces this by a signal of its own (lifecycle.py).
     """
-    die_with_parent()
+    end_with_parent()
     if os.getppid() != launcher:  # it died before the kernel was asked
         os._exit(1)
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
+from launch.checks.site.slurm_check import refuse_unfit
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.report import component_documents, plan_document, shared_layout
 from launch.plan.script import render_scripts
@@ -165,8 +167,6 @@ def roles_run_here(prologue: PrologueConfig) -> bool:
 
 def refuse_small_gpus(config: Config, findings: Findings, site: Site, site_file: Path) -> None:
     """As `rlhpc check --site`, if the site file describes its GPUs.  Raises ConfigError."""
-    from launch.checks.memory.verdict import judge_memory
-
     known = all(section.gpu is not None or section.gpu_memory_gib is not None for section in _gpu_sections(site))
     if findings.shape is not None and known and config.trainer.device != "cpu":
         judge_memory(config, findings.model, findings.shape, site, site_file)
@@ -178,8 +178,6 @@ def _gpu_sections(site: Site) -> tuple[GpuConfig, ...]:
 
 def refuse_unfit_for_slurm(plan: JobPlan) -> None:
     """Refuse what Slurm would refuse.  Raises ConfigError with key, value and what is legal."""
-    from launch.checks.site.slurm_check import refuse_unfit
-
     refuse_unfit(plan)
 
 
@@ -228,9 +226,8 @@ def describe_record(record: JobRecord) -> str:
 def _submit(plan: JobPlan, job: Job, options: Sequence[str], records: list[JobRecord], tell: Tell) -> None:
     """Submit one job; its record is on disk, and the last of `records`, before anything else happens."""
     script = plan.layout.scripts / f"{job.name}.sbatch"
-    from launch.submitit_hetjob.executor import (
-        HeterogeneousSlurmExecutor,  # imports submitit, which is not needed before
-    )
+    # Imports submitit, which is not needed before.
+    from launch.submitit_hetjob.executor import HeterogeneousSlurmExecutor
 
     def record(job_id: int) -> None:
         records.append(_record(plan, job, job_id, script))

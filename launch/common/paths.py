@@ -1,8 +1,10 @@
-"""Paths as users give them."""
+"""Paths: as users give them, and how long those of temporary files may be."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 
 
 def without_dots(path: Path) -> Path:

@@ -23,6 +23,7 @@ from launch.plan.site_file import (
     Site,
 )
 from launch.plan.site_values import slurm_time
+from launch.run_files.plan_file import Share
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -46,20 +47,11 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleShare:
-    """Processes of one role in one component: all of them, or those of one array task."""
-
-    role: str  # as `python -m rlhpc.roles` calls it
-    num_processes: int
-    first_replica: int = 0  # of the whole job; numbers go on over array tasks
-
-
-@dataclass(frozen=True, slots=True)
 class Component:
     """A part of a job with nodes of its own.  Sizes are those of one array task where the job is an array."""
 
     name: str  # a section of the site file
-    roles: tuple[RoleShare, ...]
+    roles: tuple[Share, ...]
     nodes: int
     tasks_per_node: int
     cpus_per_task: int
@@ -155,7 +147,7 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
     _refuse_directory(layout, cluster)
     one = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 1})})
     section = site.generation.model_copy(update={"nodes": None})
-    share = RoleShare("generator", 1, wanted.first_replica)
+    share = Share("generator", 1, wanted.first_replica)
     component = _gpu_component("generation", share, generation_shape(one, section), section, site.common)
     allocation = component.allocation
     allocation = replace(
@@ -173,12 +165,10 @@ def _components(config: Config, site: Site) -> tuple[Component, ...]:
     components = (
         _controller(config, site),
         replace(
-            _gpu_component("trainer", RoleShare("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
+            _gpu_component("trainer", Share("trainer", trainer.num_tasks), trainer, site.trainer, site.common),
             hides_gpus=config.trainer.device == "cpu",
         ),
-        _gpu_component(
-            "generation", RoleShare("generator", generator.num_tasks), generator, site.generation, site.common
-        ),
+        _gpu_component("generation", Share("generator", generator.num_tasks), generator, site.generation, site.common),
     )
     return components if site.rewards is None else (*components, _rewards(config, site.rewards, site.common))
 
@@ -189,7 +179,7 @@ def _controller(config: Config, site: Site) -> Component:
     derived = CONTROLLER_CPUS + beside * _reward_cpus(config)
     return Component(
         name="controller",
-        roles=(RoleShare("controller", 1), *((RoleShare("reward", beside),) if beside else ())),
+        roles=(Share("controller", 1), *((Share("reward", beside),) if beside else ())),
         nodes=1,
         tasks_per_node=1,
         cpus_per_task=site.controller.cpus_per_task or derived,
@@ -200,7 +190,7 @@ def _controller(config: Config, site: Site) -> Component:
     )
 
 
-def _gpu_component(name: str, share: RoleShare, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:
+def _gpu_component(name: str, share: Share, shape: Shape, section: GpuConfig, common: CommonConfig) -> Component:
     each, memory = max(shape.gpus_per_task, 1), section.memory_gib_per_gpu
     return Component(
         name=name,
@@ -220,7 +210,7 @@ def _rewards(config: Config, section: RewardsConfig, common: CommonConfig) -> Co
     shape = rewards_shape(config, section)
     return Component(
         name="rewards",
-        roles=(RoleShare("reward", shape.num_tasks),),
+        roles=(Share("reward", shape.num_tasks),),
         nodes=shape.nodes,
         tasks_per_node=shape.tasks_per_node,
         cpus_per_task=section.cpus_per_task or _reward_cpus(config),
@@ -253,7 +243,7 @@ def _single_job(component: Component, site: Site) -> Job:
         return Job(component.name, (component,))
     is_whole = component.allocation.exclusive or site.generation.nodes is not None
     tasks = component.tasks_per_node if is_whole else 1
-    part = replace(component, roles=(RoleShare("generator", tasks),), nodes=1, tasks_per_node=tasks)
+    part = replace(component, roles=(Share("generator", tasks),), nodes=1, tasks_per_node=tasks)
     return Job(component.name, (part,), array_size=component.num_tasks // tasks)
 
 

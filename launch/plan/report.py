@@ -18,10 +18,9 @@ from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
 from launch.plan.script import render_scripts
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
+from launch.run_files.plan_file import SCHEMA, Limits
 from rlhpc.config import Config
 from rlhpc.run_layout import RunLayout
-
-SCHEMA = 2
 
 
 def plan_report(config: Config, site: Site) -> str:
@@ -95,7 +94,7 @@ def plan_document(plan: JobPlan) -> str:
             for job in plan.jobs
         ],
         "continuation": plan.cluster.continuation,
-        "limits": {key: getattr(plan.cluster, key) for key in ("meet_s", "stall_s", "max_retries")},
+        "limits": asdict(Limits(plan.cluster.meet_s, plan.cluster.stall_s, plan.cluster.max_retries)),
     }
     return json.dumps(document, indent=1) + "\n"
 

@@ -1,7 +1,7 @@
 """The site file: where runs run.  Partitions, GPUs, time limits, accounts, and what has to be loaded on a node.
 
 Input: TOML.  Output: Site.  Unknown keys are refused.  slurm/sites/example.toml explains every key; docs/slurm.md lists
-all.  Keys have the same meaning as in Slurm; what a run needs of them is derived from its run file (jobs/job_plan.py).
+all.  Keys have the same meaning as in Slurm; what a run needs of them is derived from its run file (jobs.py).
 """
 
 from __future__ import annotations

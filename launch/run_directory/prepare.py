@@ -1,7 +1,7 @@
 """The life cycle of a run directory: created once, resumed on request, never taken over from a run that is alive.
 
 Input: Config.  Output: the directory with settings, keys and one line per attempt.  A run is either processes on this
-machine, whose launcher counts attempts, or Slurm jobs, the first of which does (jobs/begin_attempt.py).
+machine, whose launcher counts attempts, or Slurm jobs, the first of which does (begin_attempt.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exit records of the processes of an attempt: one small file per process, written by its wrapper (role_task.py).
+"""Exit records of the processes of an attempt: one small file per process, written by its wrapper.
 
 srun returns one status for all tasks, and 0 for tasks that never started; these files give the status of each process.
 """

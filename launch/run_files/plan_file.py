@@ -24,9 +24,9 @@ class PlanFileError(RlhpcError):
 class Share:
     """Processes of one role in one component (per array task, if the job is an array)."""
 
-    role: str
+    role: str  # as `python -m rlhpc.roles` calls it
     num_processes: int
-    first_replica: int
+    first_replica: int = 0  # of the whole job; numbers go on over array tasks
 
 
 @dataclass(frozen=True)

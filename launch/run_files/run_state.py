@@ -6,12 +6,12 @@ A file that is missing or incomplete counts as absent; nothing here raises for i
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.files import is_listed
 from rlhpc.run_layout import RunLayout
 
 FIRST_SAVE_S = 60.0  # assumed for a run that has not saved yet
@@ -150,8 +150,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _exists(path: Path) -> bool:
-    """True if it exists.  The directory is listed, because NFS may cache for half a minute that a name is missing."""
     try:
-        return path.name in os.listdir(path.parent)  # noqa: PTH208  names are enough
+        return is_listed(path)
     except OSError:
         return False

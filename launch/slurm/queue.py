@@ -27,7 +27,7 @@ _FIELDS = (
 )  # fmt: skip
 _SQUEUE_FORMAT = ",".join(f"{name}:{width}|" for name, width in _FIELDS)
 _LOG_FIELD = "StdOut:1024|"
-# As written by script.py.  The job's name is part of the pattern, because other programs may use logs/slurm, too.
+# As launch/plan/script.py writes it.  The name of the job is part of it: other programs may use logs/slurm, too.
 _LOG_OF_A_RUN = re.compile(r"(/.+)/logs/slurm/(?:hetjob|controller|trainer|generation(?:-\d+)?|rewards)-[\w%]+\.log")
 _SACCT_FIELDS = "JobID,State,Partition,Elapsed,Timelimit,Start,NodeList,JobName"
 _START = re.compile(r"prolog|launch|batch job|job env", re.IGNORECASE)  # in the reason of a drained node
@@ -98,7 +98,7 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     """Ask squeue once for all jobs of this user, including those that ended in the last minutes.  Raises nothing.
 
     The run is identified by the log of the batch step, RUN_DIR/logs/slurm/NAME-ID.log: a job's comment may be set by
-    the site and its script may be a link, but this directive is always ours (script.py).
+    the site and its script may be a link, but this directive is always ours.
     """
     words = ("squeue", "--me", "--all", "--noheader", "--states=all", f"--Format={_LOG_FIELD},{_SQUEUE_FORMAT}")
     try:

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from launch.slurm.commands import NoAnswer, SlurmError, ask, is_away, slurm
 from launch.slurm.control import cancel
 
-ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (supervisor.py)
+ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (launch/supervisor)
 LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
 LOOK_PATIENCE_S = 20.0
 # Messages of sbatch when its request was sent and the answer lost; slurmctld may have accepted the job.

@@ -16,6 +16,7 @@ from launch.slurm.commands import SlurmError
 from launch.slurm.control import cancel
 from launch.slurm.part_states import FINAL, ask_states, base_id
 from launch.submitit_hetjob.submitit_seams import Watcher, sub_jobs
+from rlhpc.files import is_listed
 
 R = TypeVar("R", covariant=True)
 
@@ -90,8 +91,7 @@ class HeterogeneousSlurmJob(SlurmJob[R]):
         self.watcher.look_soon(self.job_id)
 
     def _has_result(self) -> bool:
-        path = self.paths.result_pickle
         try:
-            return any(entry.name == path.name for entry in path.parent.iterdir())  # not from NFS's memory
+            return is_listed(self.paths.result_pickle)
         except FileNotFoundError:
             return False

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhpc.files import is_listed
+
 LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
 LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no checkpoint while others do
 UNFINISHED = ".save_tmp"  # the suffix that submitit appends to a file while writing it
@@ -102,7 +104,7 @@ class Step:
     @property
     def has_note(self) -> bool:
         """True if rank 0 asks for a requeue."""
-        return _is_in(self._folder, note_path(self._folder, self._job_id).name)
+        return is_listed(note_path(self._folder, self._job_id))
 
     def has_all_results(self, patience_s: float = 0.0) -> bool:
         """True if every rank has left a result.  An srun whose tasks never began may nevertheless exit with 0."""
@@ -113,7 +115,7 @@ class Step:
     def has_result(self, rank: int, patience_s: float = 0.0) -> bool:
         """True if a rank has left a result, good or bad."""
         deadline = time.monotonic() + patience_s
-        while not _is_in(self._folder, self._result(rank).name):
+        while not is_listed(self._result(rank)):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.2)
@@ -166,8 +168,3 @@ class Step:
         if self.is_alive:
             assert self._process is not None
             self._process.send_signal(signum)
-
-
-def _is_in(folder: Path, name: str) -> bool:
-    """Reads the directory: of a single name NFS may remember for a minute that it was not there."""
-    return any(path.name == name for path in folder.iterdir())

@@ -26,6 +26,7 @@ from launch.supervisor.outcome_classifier import asked_to_end
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.worker_job import WorkerJobSupervisor
 from rlhpc.errors import RlhpcError
+from rlhpc.files import is_listed
 
 RECORDED_S, RECORD_POLL_S = 60.0, 0.5
 LIMIT_S = 5.0  # a SIGTERM this close to the time limit is caused by the time limit
@@ -84,10 +85,9 @@ def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
 
     A job whose submission was not confirmed must not join a run that may have been submitted a second time.
     """
-    name, deadline = plan.layout.job_record(job.submitted_id).name, time.monotonic() + RECORDED_S
+    record, deadline = plan.layout.job_record(job.submitted_id), time.monotonic() + RECORDED_S
     while True:
-        # The directory is listed, because NFS may cache for half a minute that a name is missing.
-        if plan.layout.jobs.is_dir() and any(path.name == name for path in plan.layout.jobs.iterdir()):
+        if plan.layout.jobs.is_dir() and is_listed(record):
             return True
         if time.monotonic() > deadline or signals.end_requested:
             return False

@@ -23,13 +23,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.common.child_process import LONGEST_TEMPORARY_PATH, die_with_parent
+from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.exit_records import ExitRecord, last_error_line, write_record
 from launch.run_files.plan_file import JobPart, Part, read_plan
 from launch.run_files.run_state import is_complete, read_progress
 from launch.slurm.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.parent_death import end_with_parent
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
@@ -235,7 +236,7 @@ def _outlive_signals() -> None:
     """Ignore signals that are meant for the role, and die with the supervisor."""
     for number in _DEAF_TO:
         signal.signal(number, lambda *_: None)  # not SIG_IGN: the role would inherit that
-    die_with_parent()
+    end_with_parent()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlhpc.buffer.group_record import GroupRecord
-from rlhpc.buffer.lost_leases import LostLeases
-from rlhpc.buffer.quarantine import Quarantine, may_share
+from rlhpc.buffer.lost_leases import ANY_COMPANY, LostLeases
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
 from rlhpc.types import Prefix
@@ -68,8 +67,8 @@ class LeaseBook:
         held = {group_id: group for (group_id, _), group in self._held.get(holder, {}).items()}
         suspects = [group for group in self._free_groups() if group.company]
         if self._quarantine.is_kept_free(holder, held, suspects):
-            return next((group for group in suspects if may_share(held, group)), None)
-        return next((group for group in self._free_groups() if may_share(held, group)), None)
+            return next((group for group in suspects if _may_share(held, group)), None)
+        return next((group for group in self._free_groups() if _may_share(held, group)), None)
 
     def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
         """Record that a generator samples these free members; return the number of the lease."""
@@ -100,13 +99,13 @@ class LeaseBook:
         self._quarantine.forget(group)
 
     def hand_back(
-        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None], is_lost: bool
+        self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]
     ) -> None:
         """Free the members that the holder still holds; keep the longest prefix of those that are free."""
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
-                self._give_back(group, index, is_lost=is_lost)
+                self._give_back(group, index, is_lost=False)
             if member.is_free and prefixes:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
@@ -201,6 +200,54 @@ class LeaseBook:
         if is_lost:
             group.members[index].lost_leases += 1
             self.num_lost_members += 1
+
+
+class Quarantine:
+    """The suspect groups in flight, and the generators that are kept free for them.
+
+    Groups that may kill their generator are kept away from others, but not from being sampled.  A suspect says in whose
+    company it may be (`GroupRecord.company`).  Generators are full as a rule, so that one would never be free for it by
+    itself: for every suspect that waits, one is kept free of other work until the suspect has been granted.
+    """
+
+    def __init__(self) -> None:
+        self.holders: set[str] = set()
+        self._suspects: set[int] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no group in flight is a suspect."""
+        return not self._suspects
+
+    def take(self, group: GroupRecord, company: int) -> None:
+        """Set which company this group may be in."""
+        group.company = company
+        if company != ANY_COMPANY and not group.is_finished:
+            self._suspects.add(group.group_id)
+
+    def forget(self, group: GroupRecord) -> None:
+        """It is finished or dropped."""
+        self._suspects.discard(group.group_id)
+        if not self._suspects:
+            self.holders.clear()
+
+    def is_kept_free(self, holder: str, held: Mapping[int, GroupRecord], waiting: Sequence[GroupRecord]) -> bool:
+        """Whether this generator, which holds these groups, may be granted only waiting suspects."""
+        if not waiting:
+            self.holders.clear()
+            return False
+        if any(_may_share(held, group) for group in waiting):
+            return True
+        if len(self.holders) < len(waiting):
+            self.holders.add(holder)
+        return holder in self.holders
+
+
+def _may_share(held: Mapping[int, GroupRecord], group: GroupRecord) -> bool:
+    """True if a generator that holds these groups may be given members of this one."""
+    together = {**held, group.group_id: group}
+    limits = [other.company for other in together.values() if other.company != ANY_COMPANY]
+    return not limits or group.group_id in held or len(together) <= min(limits)
 
 
 def _longer(old: Prefix | None, new: Prefix | None) -> Prefix | None:

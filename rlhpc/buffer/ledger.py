@@ -136,10 +136,8 @@ class AdmissionLedger:
         group_id: int,
         sample_indices: Sequence[int],
         prefixes: Sequence[Prefix | None] = (),
-        *,
-        is_failure: bool = False,
     ) -> None:
-        """Make members grantable again, each with what was sampled of it; is_failure counts it as a lost attempt.
+        """Make members grantable again, each with what was sampled of it; that is no lost lease.
 
         Members that another generator holds, or that are delivered, are unchanged; an unknown group is ignored.
         prefixes: none, or one per sample index.  Raises LedgerError if not, or for an index outside the group; then
@@ -147,7 +145,7 @@ class AdmissionLedger:
         """
         group = self._group_of(group_id, sample_indices, prefixes)
         if group is not None:
-            self._leases.hand_back(group, holder, sample_indices, prefixes, is_failure)
+            self._leases.hand_back(group, holder, sample_indices, prefixes)
 
     def renew(
         self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()

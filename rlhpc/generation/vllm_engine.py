@@ -26,8 +26,7 @@ from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollou
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
-from rlhpc.generation.vllm_progress import num_tokens, partial_completion
-from rlhpc.generation.vllm_sampling import end_of_sequence_ids, vllm_sampling_params
+from rlhpc.generation.vllm_request import end_of_sequence_ids, num_tokens, partial_completion, vllm_sampling_params
 from rlhpc.generation.weight_updates import WeightUpdates
 from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 

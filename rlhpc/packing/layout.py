@@ -1,6 +1,7 @@
-"""Lay samples end to end as a plan says.
+"""Pack samples into the batch of one optimiser step: make a plan, and lay them end to end as it says.
 
-Input: TrainingSample and Plan.  Output: PackedBatch.  Pure; no token is dropped, doubled or padded.
+Input: TrainingSample.  Output: PackedBatch.  A pure function of its arguments: no clock, no randomness, no state, so
+that the same samples in the same order give the same batch after a restart.  No token is dropped, doubled or padded.
 """
 
 from __future__ import annotations
@@ -12,8 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.planner import Plan
+from rlhpc.packing.planner import Plan, plan
 from rlhpc.types import PackedBatch, PackedMicrobatch, TrainingSample
+
+
+def pack(
+    samples: Sequence[TrainingSample],
+    *,
+    token_budget: int,
+    num_ranks: int,
+    cost: FlopCost,
+    step: int,
+    policy_version: int,
+) -> PackedBatch:
+    """Plan and lay out.
+
+    Raises PackingError if a sample is longer than the budget; ValueError if there is no sample or one is malformed.
+    """
+    lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
+    planned = plan(lengths, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
+    return lay_out(samples, planned, step=step, policy_version=policy_version)
 
 
 def lay_out(samples: Sequence[TrainingSample], plan: Plan, *, step: int, policy_version: int) -> PackedBatch:

@@ -11,7 +11,7 @@ from rlhpc.training.process_group import RankContext
 
 # Module and class; imported when asked for, because a run with one backend need not have the others installed.
 _BACKENDS = {
-    "reference": ("rlhpc.training.reference", "ReferenceBackend"),
+    "reference": ("rlhpc.training.reference.backend", "ReferenceBackend"),
     "megatron": ("rlhpc.training.megatron.backend", "MegatronBackend"),
     "deepspeed": ("rlhpc.training.deepspeed.backend", "DeepSpeedBackend"),
 }

@@ -33,7 +33,6 @@ class Inbox(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
     def has_room(self) -> bool:
         """Whether put is allowed."""
         return len(self._items) < self._capacity
@@ -46,7 +45,7 @@ class Inbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Append; the caller has checked has_room."""
         self._items.append(item)
-        self._was_full |= not self.has_room
+        self._was_full |= not self.has_room()
         self._wake()
 
     async def take(self, timeout_s: float | None) -> Item:

@@ -191,7 +191,7 @@ class MemoryClient(ClientChannel):
 
     def accept(self, frames: list[Frame]) -> bool:
         """Queue the server's message, or return False with no effect."""
-        if not self._inbox.has_room:
+        if not self._inbox.has_room():
             return False
         _, message = self._incoming.decode(frames, self._server.name)
         self._inbox.put((sum(map(len, frames)), message))

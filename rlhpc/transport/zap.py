@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -52,7 +53,7 @@ class ZapHandler:
         """Bind and start.  Raises RunDirectoryError if the keys cannot be read."""
         self.num_admitted = 0
         self.num_denied = 0
-        self._allowed = AllowList(lambda: allowed_keys(secrets), clock)
+        self._allowed = AllowList(partial(allowed_keys, secrets), clock)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)

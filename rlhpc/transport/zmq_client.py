@@ -140,7 +140,7 @@ class ZmqClient(ClientChannel):
         """
         self._dealer = _Dealer(spec, address, **identity)
         self._inbox: Inbox[Any] = Inbox(receive_queue(spec), self._dealer.title, self._drain)
-        self._pump = SocketPump(self._dealer.socket, self._deliver, lambda: self._inbox.has_room)
+        self._pump = SocketPump(self._dealer.socket, self._deliver, self._inbox.has_room)
 
     @property
     def statistics(self) -> ChannelStatistics:

@@ -64,7 +64,7 @@ class ZmqServer(ServerChannel):
         if config.curve:
             secure_server(self._socket, secrets, name)
         self._binding = bind(self._socket, config.kind, interface)
-        self._pump = SocketPump(self._socket, self._deliver, lambda: self._inbox.has_room)
+        self._pump = SocketPump(self._socket, self._deliver, self._inbox.has_room)
 
     @property
     def address(self) -> str:

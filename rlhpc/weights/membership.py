@@ -5,14 +5,12 @@ torch.
 
 Rules:
 1. A membership epoch is a fixed roster.  A generator that comes, goes or restarts makes a new epoch necessary; an
-existing epoch is never joined or left.
-2. A member that is lost, leaves or fails is no longer waited for and makes the epoch broken.  One that failed is in the
-   next epoch; one that was lost or left is in the next epoch after it has said hello again.  A late joiner enters the
-   next epoch.
+   existing epoch is never joined or left.
+2. A member that is lost or fails is no longer waited for and makes the epoch broken.  One that failed is in the next
+   epoch; one that was lost is in the next epoch after it has said hello again.  A late joiner enters the next epoch.
 3. Epoch numbers only grow, across restarts of the controller too: state() holds the last one.
 4. An acknowledgement counts if it is of the present epoch and of a member of it; a version counts for good until the
    member is lost or restarts, so that a member need not acknowledge again in a new epoch what it already serves.
-   A trainer that restarts behind its generators begins a new timeline: forget_versions().
 """
 
 from __future__ import annotations
@@ -63,10 +61,6 @@ class Membership:
         """A generator died or fell silent.  Unknown names are ignored."""
         self._members.pop(name, None)
         self._roster.pop(name, None)  # so that it is not a member of this epoch even if it comes back at once
-
-    def left(self, name: str) -> None:
-        """A generator left cleanly.  The same as lost: it serves no version any more."""
-        self.lost(name)
 
     def failed(self, name: str, epoch: int) -> None:
         """A generator could not join this epoch or receive in it, but is alive: it tries again in the next one.
@@ -129,23 +123,9 @@ class Membership:
             name for name in self._roster if name in self._members and not self._serves(name, policy_version)
         )
 
-    def everyone_on(self, policy_version: int) -> bool:
-        """True if no member is waited for, also when none is alive: a late one gets no lease before it has the
-        version."""
-        return not self.waiting_for(policy_version)
-
     def live_members(self, policy_version: int) -> frozenset[str]:
         """Live generators that serve this version or a newer one, of whatever epoch: these may get leases."""
         return frozenset(name for name in self._members if self._serves(name, policy_version))
-
-    def policy_version(self, name: str) -> int:
-        """Version that a generator serves; −1 if it is unknown or has acknowledged nothing."""
-        member = self._members.get(name)
-        return member.policy_version if member else NO_VERSION
-
-    def forget_versions(self) -> None:
-        """The trainer went back to an older version: no generator serves a version of the new timeline yet."""
-        self._members = {name: replace(m, policy_version=NO_VERSION) for name, m in self._members.items()}
 
     # ----------------------------------------------------------------------------------------------- restart
 

@@ -293,7 +293,10 @@ _BATCH = sorted(
 )
 _PLAIN = [
     *_BATCH,
-    *(ROOT / "rlhpc" / name for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "run_layout.py")),
+    *(
+        ROOT / "rlhpc" / name
+        for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "parent_death.py", "run_layout.py")
+    ),
 ]
 
 
@@ -327,6 +330,7 @@ def test_what_runs_in_a_batch_step_is_python_3_9_and_the_standard_library(path: 
             assert not node.keywords, f"{path.name}: zip(strict=…) is Python 3.10"
 
 
+@pytest.mark.starts
 def test_the_config_loads_without_torch_in_a_third_of_a_second_of_cpu() -> None:
     program = (
         "import sys; from pathlib import Path; from rlhpc.config_file import load_config; "

@@ -18,7 +18,7 @@ from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.pack import pack
+from rlhpc.packing.layout import pack
 from rlhpc.types import (
     PackedMicrobatch,
     Prompt,

@@ -190,6 +190,7 @@ def test_a_writer_that_does_not_stop_cannot_keep_its_place(layout: RunLayout) ->
     assert [path.name.partition("_")[0] for path in layout.rollouts.iterdir()] == [".owner"]
 
 
+@pytest.mark.starts
 def test_of_many_that_take_over_at_once_one_owns_at_the_end(layout: RunLayout) -> None:
     code = (
         "import sys; from pathlib import Path; from rlhpc.ownership import take_over; from rlhpc.run_layout import "

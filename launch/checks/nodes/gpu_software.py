@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from launch.checks.site.component_check import Finding, Verdict
+from launch.checks.finding import Finding, Verdict
 from launch.plan.jobs import Component
 from rlhpc.config import Config
 

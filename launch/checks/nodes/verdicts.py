@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from launch.checks.finding import Finding, Verdict
 from launch.checks.memory.plan import GIB
 from launch.checks.nodes.gpu_software import judge_gpu_software
 from launch.checks.nodes.probe_jobs import Reports
-from launch.checks.site.component_check import Finding, Verdict
 from launch.checks.site.login_checks import skew_verdict
 from launch.plan.jobs import Component, JobPlan
 from rlhpc.config import Config

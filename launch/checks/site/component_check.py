@@ -8,38 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
+from launch.checks.finding import Finding, Verdict
 from launch.checks.site.node_features import fulfils, words_of
 from launch.plan.jobs import Component
 from launch.plan.site_values import slurm_time
 from launch.slurm.cluster_facts import ClusterFacts, NodeFacts, PartitionFacts
-
-Verdict = Literal["pass", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    key: str  # of the site file, if it has one
-    value: str
-    verdict: Verdict
-    text: str
-    remedy: str = ""  # what to do; of a failure "legal: …"
-    sbatch_decides: bool = False  # a failure that becomes a warning if sbatch accepts the component
-
-    @property
-    def component(self) -> str:
-        """Section of the site file that the key belongs to."""
-        return self.key.partition(".")[0]
-
-    @property
-    def line(self) -> str:
-        """All of it, for an error message."""
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.key}={self.value!r}: {self.text}{remedy}"
 
 
 def check_component(component: Component, facts: ClusterFacts) -> list[Finding]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from launch.checks.site.component_check import Finding, Verdict
+from launch.checks.finding import Finding, Verdict
 from launch.checks.site.shared_directory import SHARED_TYPES, filesystem_type
 from launch.plan.jobs import JobPlan
 from launch.plan.site_file import PrologueConfig

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from launch.checks.site.component_check import Finding
+from launch.checks.finding import Finding
 
 KEY = "cluster.shared_directory"
 # Filesystems that several machines mount; "fuse." and a name of these counts too.

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.checks.site.component_check import Finding, candidate_nodes, check_component, partitions_of
+from launch.checks.finding import Finding
+from launch.checks.site.component_check import candidate_nodes, check_component, partitions_of
 from launch.checks.site.shared_directory import check_directory
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.script import component_directives

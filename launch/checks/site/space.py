@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.finding import Finding, Verdict
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import ELEMENT_BYTES, GIB
-from launch.checks.site.component_check import Finding, Verdict
 from launch.checks.site.shared_directory import filesystem_type
 from rlhpc.config import Config
 

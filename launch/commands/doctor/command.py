@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launch.checks.finding import Finding
 from launch.checks.nodes.probe_jobs import Reports, probe_nodes
 from launch.checks.nodes.verdicts import judge
 from launch.checks.site import login_checks
-from launch.checks.site.component_check import Finding
 from launch.checks.site.shared_directory import KEY, check_directory
 from launch.checks.site.slurm_check import ask_sbatch, check_plan
 from launch.checks.site.space import check_space, forecast

@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launch.checks.finding import Finding
 from launch.checks.nodes import probe
 from launch.checks.nodes.probe_jobs import Reports
-from launch.checks.site.component_check import Finding
 from launch.commands.doctor.redaction import REMOVED, Private, is_secret_name, redact
 from launch.commands.doctor.table import render
 from launch.slurm.cluster_facts import slurm_versions

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from launch.checks.site.component_check import Finding
+from launch.checks.finding import Finding
 
 _CHECK, _LEAST = 30, 40  # columns of the check; at least so many for result and remedy together
 

@@ -1,40 +1,23 @@
-"""`rlhpc list`: which runs are shown.
-
-Input: the command line.  Output: a table, or JSON.  Imports little until called, because every command builds this
-parser.
-"""
+"""`rlhpc list`: which runs are shown.  Input: the command line.  Output: a table, or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+from launch.commands.arguments import MOST_ROWS
+from launch.commands.overview.find import DEPTH
+from launch.commands.overview.standing import State, is_mine
+from launch.commands.overview.survey import survey
+from launch.commands.overview.table import document_of, lines_of
+from launch.common.paths import without_dots
+from launch.common.text_table import printable
 from rlhpc.errors import ConfigError
-
-MOST_ROWS = 40
-
-
-def add_parser(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
-    """Add `list` to the commands."""
-    parser = command("list", list_runs, "Show your runs below a directory and in the queue, one line each.")
-    text = "default: runs/ if it exists, else the current directory"
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=text)
-    parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
-    parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
-    parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
 
 
 def list_runs(options: argparse.Namespace) -> int:
     """Print the list; returns exit status 0.  Raises ConfigError: no such directory, no such state."""
-    from launch.commands.overview.find import DEPTH
-    from launch.commands.overview.standing import is_mine
-    from launch.commands.overview.survey import survey
-    from launch.commands.overview.table import document_of, lines_of
-    from launch.common.text_table import printable
-
     wanted, tops = _states(options.state), _tops(options.directories)
     depth = DEPTH if options.depth is None else options.depth
     if depth < 0:
@@ -56,8 +39,6 @@ def list_runs(options: argparse.Namespace) -> int:
 
 def _tops(given: list[Path]) -> list[Path]:
     """Absolute, so that the queue's names of a directory are the same."""
-    from launch.common.paths import without_dots
-
     for directory in given:
         if not directory.is_dir():
             raise ConfigError(f"{directory}: no such directory")
@@ -66,8 +47,6 @@ def _tops(given: list[Path]) -> list[Path]:
 
 
 def _states(text: str | None) -> set[str]:
-    from launch.commands.overview.standing import State
-
     legal = [state.value for state in State]
     words = legal if text is None else [word.strip() for word in text.split(",")]
     for word in words:

@@ -14,7 +14,7 @@ from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.saved_state import Totals, read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.saved_state import RunState, Totals, read_run_state, set_aside_later_segments
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership
@@ -46,23 +46,9 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     lost_leases = _read_lost_leases(layout)
     settings = _ledger_settings(context, tokenizer, clock) | {"lost_leases": lost_leases}
     ledger = (
-        AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
-        if saved is not None
-        else AdmissionLedger(**settings)
+        AdmissionLedger(**settings) if not saved else AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
     )
-    if context.fence is not None:
-        context.fence.check()  # what is set aside next may be a successor's otherwise
-    segments = SegmentWriter(
-        layout.rollouts,
-        set_aside_later_segments(layout, saved, context.attempt),
-        run_name=config.run.name,
-        run_attempt=context.attempt,
-        max_groups=config.buffer.segment_groups,
-        max_s=config.buffer.segment_s,
-        compression=config.buffer.compression,
-        clock=clock,
-        fence=context.fence,
-    )
+    segments = _open_segments(context, saved, clock)
     buffer = RolloutBuffer(ledger, segments)
     totals, step, policy_version = Totals(), 0, 0
     if saved is not None:
@@ -70,16 +56,25 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
     return ControllerState(
-        prompts,
-        tokenizer,
-        segments,
-        buffer,
-        membership,
-        totals,
-        step,
-        policy_version,
-        context.attempt,
-        lost_leases,
+        prompts, tokenizer, segments, buffer, membership, totals, step, policy_version, context.attempt, lost_leases
+    )
+
+
+def _open_segments(context: RoleContext, saved: RunState | None, clock: Clock) -> SegmentWriter:
+    """Set aside the segments that a resume undoes, and go on after the others.  Raises OwnershipLost."""
+    if context.fence is not None:
+        context.fence.check()  # what is set aside next may be a successor's otherwise
+    config = context.config
+    return SegmentWriter(
+        context.layout.rollouts,
+        set_aside_later_segments(context.layout, saved, context.attempt),
+        run_name=config.run.name,
+        run_attempt=context.attempt,
+        max_groups=config.buffer.segment_groups,
+        max_s=config.buffer.segment_s,
+        compression=config.buffer.compression,
+        clock=clock,
+        fence=context.fence,
     )
 
 

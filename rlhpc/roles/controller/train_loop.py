@@ -23,8 +23,7 @@ from rlhpc.contracts import AdvantageEstimator
 from rlhpc.errors import LedgerError, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import batch_slowdown
-from rlhpc.packing.pack import pack
+from rlhpc.packing.layout import batch_slowdown, pack
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample

@@ -246,7 +246,7 @@ def test_splitting_a_group_over_leases_does_not_make_it_poison(ledger):
     assert ledger.poisoned() == []
 
 
-def test_a_hand_back_counts_as_an_attempt_only_when_it_is_a_failure(ledger):
+def test_a_hand_back_counts_as_no_attempt_and_an_expiry_does(ledger, clock):
     admit(ledger, 1)
     for _ in range(5):
         ledger.grant("g-0", 2)
@@ -254,7 +254,8 @@ def test_a_hand_back_counts_as_an_attempt_only_when_it_is_a_failure(ledger):
     assert ledger.poisoned() == []
     for _ in range(3):
         ledger.grant("g-0", 2)
-        ledger.hand_back("g-0", 0, [0, 1], is_failure=True)
+        clock.advance(61.0)
+        ledger.expire()
     assert ledger.poisoned() == [0]
 
 

@@ -101,10 +101,10 @@ class Ring(RuleBasedStateMachine):
             if is_wanted:
                 self.delivered.add(key)
 
-    @rule(data=st.data(), holder=HOLDERS, is_failure=st.booleans())
-    def hand_back(self, data: st.DataObject, holder: str, is_failure: bool) -> None:
+    @rule(data=st.data(), holder=HOLDERS)
+    def hand_back(self, data: st.DataObject, holder: str) -> None:
         group_id = data.draw(st.integers(max(0, self.num_admitted - 12), self.num_admitted))
-        self.ledger.hand_back(holder, group_id, range(self.ledger.group_size), is_failure=is_failure)
+        self.ledger.hand_back(holder, group_id, range(self.ledger.group_size))
 
     @rule(data=st.data(), holder=HOLDERS)
     def go_on(self, data: st.DataObject, holder: str) -> None:

@@ -75,6 +75,7 @@ def test_nothing_is_looked_for_on_the_network() -> None:
         assert environment["HF_HUB_OFFLINE"] == environment["VLLM_NO_USAGE_STATS"] == "1"
 
 
+@pytest.mark.starts
 def test_no_environment_of_a_user_makes_vllm_fork_its_engine() -> None:
     """A forked child of a process that has asked for CUDA cannot use it; on CPU vLLM spawns whatever it is told."""
     code = (

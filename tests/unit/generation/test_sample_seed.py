@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.generation.vllm_sampling import sample_seed
+from rlhpc.generation.vllm_request import sample_seed
 from rlhpc.types import Prefix, Prompt, RolloutRequest, SamplingParams
 
 

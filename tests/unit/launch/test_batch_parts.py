@@ -155,16 +155,19 @@ def test_signals_become_flags_and_end_a_sleep() -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.starts
 def test_a_command_that_is_not_there_is_named() -> None:
     with pytest.raises(SlurmError, match="no-such-sbatch: no such command here"):
         slurm("no-such-sbatch", "--version")
 
 
+@pytest.mark.starts
 def test_a_command_that_fails_is_quoted() -> None:
     with pytest.raises(SlurmError, match="sh: line of its own, and another"):
         slurm("sh", "-c", "echo line of its own, >&2; echo and another >&2; exit 3")
 
 
+@pytest.mark.starts
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     away = "echo Unable to contact slurm controller >&2; (sleep 0.3; touch $1) & exit 1"
     script = f"test -e $1 && echo fine || {{ {away}; }}"
@@ -173,6 +176,7 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
         slurm("sh", "-c", "echo Unable to contact slurm controller >&2; exit 1", patience_s=0.2)
 
 
+@pytest.mark.starts
 def test_a_controller_that_scontrol_finds_down_is_away() -> None:
     """`scontrol show config` of 24.11 prints what it knows, asks every controller, and fails with this."""
     with pytest.raises(SlurmError) as caught:
@@ -206,6 +210,7 @@ def stand_in(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Pat
     return words
 
 
+@pytest.mark.starts
 def test_a_task_of_an_array_speaks_of_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last task has the id of the whole array: by it, all of the array would be requeued."""
     last = ThisJob.of({"SLURM_JOB_ID": "36", "SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "3"})

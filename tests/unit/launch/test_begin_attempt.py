@@ -22,6 +22,8 @@ from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:

@@ -26,6 +26,8 @@ from rlhpc.training.checkpoint import directory
 from rlhpc.training.checkpoint.directory import complete, describe, prune
 from tests.unit.launch.site_kit import config_of
 
+pytestmark = pytest.mark.starts
+
 STEPS = (8, 10, 12)
 
 

@@ -30,6 +30,8 @@ from tests.ring.run_kit import ROOT, Lab, command_environment, make_lab
 from tests.unit.launch.launchers import controller_elsewhere, launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:

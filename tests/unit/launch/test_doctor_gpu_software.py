@@ -116,6 +116,7 @@ def fake_nvidia_smi(directory: Path, script: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.starts
 def test_an_nvidia_smi_that_knows_no_architectures_is_asked_again(tmp_path, monkeypatch):
     fake_nvidia_smi(
         tmp_path,
@@ -128,6 +129,7 @@ def test_an_nvidia_smi_that_knows_no_architectures_is_asked_again(tmp_path, monk
     ]
 
 
+@pytest.mark.starts
 def test_an_nvidia_smi_that_fails_gives_no_gpus(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -141,6 +143,7 @@ def test_a_libcuda_of_the_compatibility_package_is_seen_by_its_version(tmp_path)
     assert probe.cuda_library("/nowhere") == ""
 
 
+@pytest.mark.starts
 def test_a_probe_tells_compiler_and_headers_of_the_interpreter_it_runs_under():
     program = "import json, sys; sys.path.insert(0, sys.argv[1]); import probe; print(probe.compiler())"
     said = subprocess.run(

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from launch.checks.finding import Finding
 from launch.checks.nodes import probe
 from launch.checks.nodes.probe_jobs import Reports, probe_component, probe_script
 from launch.checks.nodes.verdicts import judge as judge_reports
 from launch.checks.site import login_checks
-from launch.checks.site.component_check import Finding
 from launch.checks.site.space import Forecast, Room, check_space, forecast, judge, parse_lfs, parse_quota
 from launch.commands.doctor.command import plan_of as made_up_plan
 from launch.commands.doctor.table import exit_status, render
@@ -152,6 +152,7 @@ def test_what_the_prologue_names_and_is_not_here_fails(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the probe
 
 
+@pytest.mark.starts
 def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path: Path) -> None:
     content = os.urandom(1000)
     (tmp_path / "known.bin").write_bytes(content)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.checks.finding import Finding
 from launch.checks.nodes.probe_jobs import Reports
-from launch.checks.site.component_check import Finding
 from launch.cli import main
 from launch.commands.doctor.redaction import Private, is_secret_name, redact
 from launch.commands.doctor.report_file import write_report
+
+pytestmark = pytest.mark.starts
 
 ADA = Private(names=("ada",), homes=("/lustre/home/ada",), values=("open sesame 1",))
 SECRETS = {

@@ -91,6 +91,7 @@ def test_gpus_that_the_installed_torch_cannot_use_are_not_there(monkeypatch: pyt
     assert gpus.gpus_here({"CUDA_VISIBLE_DEVICES": "1"}).words == ("1",)
 
 
+@pytest.mark.starts
 def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n[ $# = 1 ] && [ $1 = -L ] && cat <<'END'\n{TWO_WHOLE}END\n")

@@ -38,6 +38,7 @@ def script(parts: tuple[Part, ...] = THREE) -> str:
     return script_text(parts, Path("/shared/jobs"), batch_python="/usr/bin/python3", code=Path("/shared/code"))
 
 
+@pytest.mark.starts
 def test_the_script_has_the_directives_of_each_component_and_one_start() -> None:
     blocks = script().split("#SBATCH hetjob\n")
     assert len(blocks) == 3
@@ -154,6 +155,7 @@ def test_unknown_parameters_are_named_with_their_component(executor: Heterogeneo
         executor.submit_components([Component("a", nothing), Component("gen", nothing, {"gpus": 2})])
 
 
+@pytest.mark.starts
 def test_a_refused_submission_leaves_nothing_behind(executor: HeterogeneousSlurmExecutor) -> None:
     with pytest.raises(SlurmError, match=r"gen: sbatch: .*no partition free"):
         executor.submit_components([Component("gen", nothing)])

@@ -148,7 +148,7 @@ def test_other_ranks_only_say_that_they_do_nothing(tmp_path: Path, monkeypatch: 
 
 
 def test_submitit_writes_beside_the_file_removes_it_and_then_renames(tmp_path: Path) -> None:
-    """callable_step cleans up what is left by a kill in between."""
+    """step.py cleans up what is left by a kill in between."""
     path, half = tmp_path / "9_submitted.pkl", tmp_path / f"9_submitted.pkl{UNFINISHED}"
     path.write_text("old")
     with temporary_save_path(path) as written:

@@ -20,6 +20,8 @@ from launch.submitit_hetjob.step import LEAVES_VARIABLE
 from launch.submitit_hetjob.supervisor import read_plan
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "5"}
 

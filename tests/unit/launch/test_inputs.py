@@ -24,6 +24,8 @@ from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import content_of
 
+pytestmark = pytest.mark.starts
+
 TENSORS = {"a": 3000, "b": 5000, "c": 2}
 
 

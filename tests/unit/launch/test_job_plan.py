@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from launch.plan.jobs import Elastic, JobPlan, RoleShare, plan_elastic, plan_jobs
+from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
 from launch.plan.processes import ROLE_ENVIRONMENT, plan_run
 from launch.plan.report import describe_jobs, plan_document, plan_report, shared_layout
 from launch.plan.script import render_scripts
 from launch.plan.site_file import load_site
-from launch.run_files.plan_file import read_plan
+from launch.run_files.plan_file import Share, read_plan
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
@@ -85,7 +85,7 @@ def test_cores_and_memory_of_a_replica_grow_with_its_gpus() -> None:
 def test_reward_services_run_beside_the_controller_unless_they_have_a_section() -> None:
     run = ("rewards.num_replicas=2", "rewards.workers_per_replica=8")
     beside = component_of(plan_of(*run), "controller")
-    assert beside.roles == (RoleShare("controller", 1), RoleShare("reward", 2))
+    assert beside.roles == (Share("controller", 1), Share("reward", 2))
     assert (beside.num_tasks, beside.cpus_per_task, beside.runs_in_batch_step) == (1, 2 + 2 * 9, True)
     apart = plan_of(*run, rewards={"partition": "cpu"})
     assert component_of(apart, "controller").cpus_per_task == 2
@@ -132,7 +132,7 @@ def test_jobs_are_one_a_role_with_an_array_task_a_replica() -> None:
 def test_an_array_task_is_a_node_where_nodes_are_whole(keys: dict[str, Any]) -> None:
     plan = plan_of("generation.num_replicas=16", generation=keys, **JOBS)
     job = job_of(plan, "generation")
-    assert (job.array_size, job.components[0].roles) == (2, (RoleShare("generator", 8),))
+    assert (job.array_size, job.components[0].roles) == (2, (Share("generator", 8),))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -264,7 +264,7 @@ def test_added_generators_are_an_array_of_single_replicas_of_the_planned_size() 
     (job,) = plan.jobs
     (part,) = job.components
     assert (job.name, job.array_size, plan.placement) == ("generation-3", 2, "hetjob")
-    assert part.roles == (RoleShare("generator", 1, first_replica=7),)
+    assert part.roles == (Share("generator", 1, first_replica=7),)
     assert (part.nodes, part.tasks_per_node, part.gpus_per_task, part.cpus_per_task) == (1, 1, 2, 8)
     assert (part.allocation.partition, part.allocation.time_s, part.allocation.qos) == ("scavenge", 600, "low")
     (script,) = render_scripts(plan).values()

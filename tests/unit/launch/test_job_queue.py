@@ -15,6 +15,8 @@ from launch.slurm.queue import job_rows, look_at_jobs, moment_unix_s
 from launch.slurm.states import Life
 from launch.slurm.values import duration_s
 
+pytestmark = pytest.mark.starts
+
 QUEUE = """\
 12+0      |RUNNING  |1  |None  |cpu  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |c0  |hetjob  |
 12+1      |RUNNING  |1  |None  |train  |1:13  |58:47  |1:00:00  |2026-03-01T14:05:00  |t[0-1]  |a|b  |

@@ -167,12 +167,14 @@ def witness(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.starts
 def test_bash_understands_every_golden_script(pair: Pair) -> None:
     for script in pair.golden.read_text().split("\n----- ")[1:]:
         _, _, text = script.partition("\n")
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.starts
 def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(tmp_path: Path) -> None:
     venv = tmp_path / "my venv"
     (venv / "bin").mkdir(parents=True)
@@ -213,6 +215,7 @@ def test_the_supervisor_takes_the_place_of_the_shell_with_what_the_prologue_set(
         ({"commands": ["true", "test -d /nowhere"]}, "test -d /nowhere"),
     ],
 )
+@pytest.mark.starts
 def test_a_prologue_that_fails_says_so_and_starts_nothing(tmp_path: Path, keys: dict[str, Any], culprit: str) -> None:
     plan = plan_of(prologue={"python": witness(tmp_path), **keys})
     done = run_script(render_script(plan, plan.jobs[0]), tmp_path)

@@ -22,6 +22,8 @@ from rlhpc.run_layout import RunLayout
 from tests.unit.launch.launchers import launcher_elsewhere
 from tests.unit.launch.runs_kit import Runs, age
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:

@@ -20,6 +20,8 @@ from launch.run_directory.owner import RunOwner
 from launch.run_files.exit_records import last_error_line, read_failures
 from rlhpc.run_layout import RunLayout
 
+pytestmark = pytest.mark.starts
+
 PATIENT = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(60)"
 WITH_CHILD = (

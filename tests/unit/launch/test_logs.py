@@ -159,6 +159,7 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning(
     assert capsys.readouterr().out.splitlines()[-1] == "trainer-1 | anew"
 
 
+@pytest.mark.starts
 def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
     register_launcher(layout)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -28,6 +28,7 @@ def test_preflight_knows_the_shape_of_the_model(tmp_path: Path) -> None:
     assert (findings.model_type, findings.max_positions, findings.dataset.num_records) == ("qwen2", 32768, 1)
 
 
+@pytest.mark.starts
 def test_a_large_run_is_checked_without_loading_torch_or_megatron(tmp_path: Path) -> None:
     code = (
         "import sys; from launch.cli import main; status = main(sys.argv[1:]);"

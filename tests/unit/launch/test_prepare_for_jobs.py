@@ -30,6 +30,8 @@ from tests.unit.launch.launchers import launcher_elsewhere, living_launcher
 from tests.unit.launch.regenerate_scripts import PAIRS
 from tests.unit.launch.site_kit import config_of, plan_of, site_of
 
+pytestmark = pytest.mark.starts
+
 RECORD = JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 2, "gpu", 100.0)
 
 

@@ -25,6 +25,8 @@ from launch.supervisor.giving_up import RetryBudget
 from launch.supervisor.resubmitter import Resubmitter
 from rlhpc.run_layout import RunLayout
 
+pytestmark = pytest.mark.starts
+
 LONG_AGO, NOW = 100.0, 4e9
 # squeue --me --all --array --states=all --format="%i|%T": the controller, the trainer, an array of four generators.
 ALIVE = ["5310224|RUNNING", "5310225|RUNNING", *(f"5310226_{task}|RUNNING" for task in range(4))]

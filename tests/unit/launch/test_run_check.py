@@ -21,6 +21,8 @@ from tests.unit.buffer.rollout_samples import ManualClock, make_group
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:

@@ -22,6 +22,8 @@ from launch.supervisor.other_jobs import submit_again
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT
 
+pytestmark = pytest.mark.starts
+
 TIMED_OUT = "Batch job submission failed: Socket timed out on send/recv operation"
 REFUSED = "Batch job submission failed: Invalid partition name specified"
 AWAY = "Batch job submission failed: Unable to contact slurm controller (connect failure)"

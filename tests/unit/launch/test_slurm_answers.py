@@ -27,6 +27,8 @@ from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import plan_of
 from tests.unit.launch.test_slurm_check import CONFIG, NODES, PARTITIONS
 
+pytestmark = pytest.mark.starts
+
 AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
 TIMED_OUT = 'echo "allocation failure: Socket timed out on send/recv operation" >&2; exit 1'
 DENIED = 'echo "slurm_load_{}s error: Access/permission denied" >&2; exit 1'

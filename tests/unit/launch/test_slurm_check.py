@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.checks.site.component_check import Finding, Verdict
+from launch.checks.finding import Finding, Verdict
 from launch.checks.site.node_features import fulfils
 from launch.checks.site.shared_directory import check_directory, filesystem_type
 from launch.checks.site.slurm_check import check_plan, settle

@@ -16,6 +16,8 @@ from launch.supervisor.steps import start_part
 from rlhpc.run_layout import RunLayout
 from tests.unsettling import UNSETTLING
 
+pytestmark = pytest.mark.starts
+
 # Of a batch step: by these srun finds its job, its components and its nodes.
 OF_THE_JOB = {
     "SLURM_JOB_ID": "12", "SLURM_JOBID": "12", "SLURM_HET_SIZE": "3", "SLURM_JOB_NODELIST": "c0",

@@ -12,6 +12,8 @@ import pytest
 
 from tests.unit.launch.test_status_of_jobs import STATUS, Run, line, run, separate  # noqa: F401  fixtures
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture
 def living(run: Run) -> Run:  # noqa: F811

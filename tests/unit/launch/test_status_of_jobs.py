@@ -22,6 +22,8 @@ from launch.run_directory.owner import register_launcher
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.run_layout import RunLayout
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).parents[3]
 STATUS = {
     "name": "first", "unix_time_s": 0.0, "num_steps": 100, "staleness_bound": 1, "queue": {"in_flight": 3}, "roles": [],

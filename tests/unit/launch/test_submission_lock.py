@@ -50,6 +50,7 @@ def test_it_is_given_up_when_a_submission_fails(lock: Path) -> None:
     assert not lock.exists()
 
 
+@pytest.mark.starts
 def test_that_of_a_process_which_has_ended_is_taken_over_with_a_word(lock: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -92,6 +93,7 @@ def test_one_that_is_half_written_counts_as_held_until_it_is_old(lock: Path) -> 
         pass
 
 
+@pytest.mark.starts
 def test_of_many_at_once_one_holds_it(lock: Path) -> None:
     """Also where a stale one is to be taken over by all of them."""
     left_behind(lock, holder(start_ticks=0))

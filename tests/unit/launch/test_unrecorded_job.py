@@ -9,11 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from launch.commands.submit import write_plan
 from launch.run_files.job_records import JobRecord, write_record
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT
 from tests.unit.launch.site_kit import plan_of
+
+pytestmark = pytest.mark.starts
 
 SUPERVISOR = (
     "import sys; from launch.supervisor import __main__ as supervisor\n"

@@ -136,6 +136,7 @@ def test_a_run_that_begins_once_more_shows_nothing_of_what_was_before(tmp_path):
     assert read(tmp_path).Tensors("custom_scalars__config__")
 
 
+@pytest.mark.starts
 def test_writing_metrics_imports_neither_tensorflow_nor_torch():
     code = (
         "import sys, tempfile; from pathlib import Path\n"

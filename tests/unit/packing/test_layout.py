@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rlhpc.errors import PackingError
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.layout import lay_out, lockstep_slowdown, packing_fill, unpack
-from rlhpc.packing.pack import pack
+from rlhpc.packing.layout import lay_out, lockstep_slowdown, pack, packing_fill, unpack
 from rlhpc.packing.planner import plan
 from rlhpc.types import PackedBatch, TrainingSample
 

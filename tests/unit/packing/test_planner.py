@@ -59,6 +59,7 @@ def test_rows_of_a_micro_step_are_neighbours_in_cost(batch: tuple[np.ndarray, in
         assert row_costs[:, m].min() >= row_costs[:, m + 1].max() * (1 - 1e-12)
 
 
+@pytest.mark.starts
 def test_the_same_lengths_give_the_same_plan_in_another_process() -> None:
     program = (
         "import numpy as np; from rlhpc.packing.cost import FlopCost; from rlhpc.packing.planner import plan;"
@@ -143,6 +144,7 @@ def test_row_sums_add_up() -> None:
     assert isinstance(planned, Plan)
 
 
+@pytest.mark.starts
 def test_an_installation_that_cannot_be_written_to_still_plans(tmp_path: Path) -> None:
     """numba refuses to decorate where it finds no place for its cache; the planner then does without one."""
     program = (

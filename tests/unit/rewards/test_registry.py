@@ -39,6 +39,7 @@ def test_a_missing_function_or_something_that_cannot_be_called_is_named():
         resolve("sample_rewards.deeper:f")
 
 
+@pytest.mark.starts
 def test_reading_the_table_imports_neither_a_verifier_nor_torch():
     code = (
         "import sys; from rlhpc.rewards.registry import validate_task; validate_task('math_answer');"

@@ -12,6 +12,8 @@ from rlhpc.errors import RoleFailed
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.types import Verdict
 
+pytestmark = pytest.mark.starts
+
 TASK = "sample_rewards:"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -136,13 +137,15 @@ async def test_the_longest_save_counts_from_the_request_until_it_is_complete(tmp
         await it.writer.finish()
         slow = it.writer.longest_s
         assert slow >= 0.2
+        began = time.monotonic()
         await it.complete_one(2)
-        assert it.writer.longest_s == slow
+        longest = it.writer.longest_s
+        assert slow <= longest <= max(slow, time.monotonic() - began)
         await it.writer.write(3, 3)
         it.trainer_has_written(3, error="the disk is full")
         with pytest.raises(CheckpointError):
             await it.writer.finish()
-        assert it.writer.longest_s == slow  # one that failed took no time to become complete
+        assert it.writer.longest_s == longest  # one that failed took no time to become complete
 
 
 async def test_a_second_checkpoint_begins_when_the_first_is_complete(tmp_path: Path) -> None:

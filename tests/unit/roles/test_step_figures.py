@@ -10,7 +10,7 @@ from rlhpc.algorithms.samples import to_samples
 from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
-from rlhpc.packing.pack import pack
+from rlhpc.packing.layout import pack
 from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.controller.rollout_sink import IntakeStats
 from rlhpc.roles.controller.train_loop import StepRecord

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlhpc.config_file import write_resolved
 from rlhpc.messages import Heartbeat, StopRole, TrainerReady
 from rlhpc.run_layout import RunLayout
@@ -24,7 +26,10 @@ from tests.patience import PATIENCE_S
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).parents[3]
+READY_S = 150.0  # a trainer is busy for five seconds with imports, on a quiet machine
 FROM_SLURM = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Starts a command and is killed before it.
 PARENT = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
@@ -37,7 +42,7 @@ class Trainer:
         self.process, self.control, self.batches, self.log = process, control, batches, log
 
     async def until_ready(self) -> None:
-        assert isinstance((await self.batches.receive(PATIENCE_S))[1], TrainerReady)
+        assert isinstance((await self.batches.receive(READY_S))[1], TrainerReady)
 
     async def until_next_heartbeat(self) -> Heartbeat:
         while not isinstance(message := (await self.control.receive(PATIENCE_S))[1], Heartbeat):
@@ -136,6 +141,6 @@ def has_ended(pid: int) -> bool:
 async def test_a_trainer_whose_controller_does_not_turn_up_says_so_after_the_time_it_was_given(tmp_path: Path) -> None:
     async with trainer(tmp_path, "--meet-timeout-s", "0.5") as it:
         await it.batches.close()
-        status = await it.ended(PATIENCE_S)
+        status = await it.ended(READY_S)
     assert status not in (0, 70)
     assert "ChannelTimeout: controller-0 has not opened channel 'batches'" in it.log.read_text()

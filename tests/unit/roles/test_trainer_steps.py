@@ -35,6 +35,9 @@ class Ear:
         self.versions.append(policy_version)
 
 
+pytestmark = pytest.mark.starts
+
+
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[Any]:
     backend = open_backend(

@@ -201,6 +201,7 @@ def save_while_training(rank: int, world_size: int, directory: Path) -> list[dic
     return files
 
 
+@pytest.mark.starts
 def test_two_ranks_write_one_checkpoint_of_the_state_at_the_call(tmp_path):
     lead, other = run_ranks(2, save_while_training, tmp_path, tmp_path / "out")
     assert other == [{}, {}, {}]
@@ -221,6 +222,7 @@ def fail_then_succeed(rank: int, world_size: int, directory: Path) -> str:
     return str(failure.value)
 
 
+@pytest.mark.starts
 def test_a_write_that_fails_is_known_on_both_ranks_and_the_next_one_succeeds(tmp_path):
     lead, other = run_ranks(2, fail_then_succeed, tmp_path, tmp_path)
     assert "cannot be written" in lead
@@ -244,6 +246,7 @@ def fail_half_way(rank: int, world_size: int, directory: Path) -> str:
     return str(error)
 
 
+@pytest.mark.starts
 def test_a_write_that_fails_half_way_leaves_no_rank_waiting(tmp_path):
     lead, other = run_ranks(2, fail_half_way, tmp_path, tmp_path / "out")
     assert "cannot be written" in lead
@@ -260,5 +263,6 @@ def lose_the_lead(rank: int, world_size: int, directory: Path) -> str:
     return type(error).__name__
 
 
+@pytest.mark.starts
 def test_a_rank_whose_lead_is_gone_hears_of_it(tmp_path):
     assert run_ranks(2, lose_the_lead, tmp_path, tmp_path / "out")[1] == "CheckpointError"

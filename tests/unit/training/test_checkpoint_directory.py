@@ -209,6 +209,7 @@ def test_killed_after_any_file_operation_the_run_goes_on_from_the_previous_or_th
     assert len(found) > 20
 
 
+@pytest.mark.starts
 def test_the_module_loads_without_torch():
     code = "import sys, rlhpc.training.checkpoint.directory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -28,6 +28,8 @@ from tests.unit.training.packed_rows import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.starts
+
 STAGES = (1, 2, 3)
 ROWS = [pack_row(draw_samples((20, 7, 8 + index), seed=index)) for index in range(6)]
 MORE_ROWS = [pack_row(draw_samples((11, 9, 14), seed=9 + index)) for index in range(4)]

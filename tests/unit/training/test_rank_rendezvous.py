@@ -154,6 +154,7 @@ def join(pipe: Any, file: Path, rank: int, host: str) -> None:
     close_process_group()
 
 
+@pytest.mark.starts
 def test_every_group_of_three_processes_listens_where_other_hosts_reach_it(file: Path) -> None:
     host = host_address({})
     pipes, processes = [], []

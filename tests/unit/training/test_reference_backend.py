@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import RankContext
-from rlhpc.training.reference import ReferenceBackend, ReferenceSettings
+from rlhpc.training.reference.backend import ReferenceBackend, ReferenceSettings
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import (
     clipped_loss,

@@ -10,6 +10,8 @@ from rlhpc.types import TensorSpec
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.rank_processes import run_ranks
 
+pytestmark = pytest.mark.starts
+
 CPU = torch.device("cpu")
 RANKS = 2
 SIZES = (40, 7, 300, 1, 64, 64, 5)  # of the pieces of each item

@@ -11,6 +11,8 @@ from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.rank_processes import run_ranks
 
+pytestmark = pytest.mark.starts
+
 HIDDEN, CHUNK = 16, 7
 NUM_RANKS = 2, 3
 

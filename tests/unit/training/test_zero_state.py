@@ -15,6 +15,8 @@ from rlhpc.training.sharded_tensors import gather_stream
 from tests.contracts.trainer_cluster import Rank, RankProcesses
 from tests.tiny_models import make_tiny_checkpoint
 
+pytestmark = pytest.mark.starts
+
 WORLD_SIZE = 3
 
 

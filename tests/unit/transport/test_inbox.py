@@ -78,7 +78,7 @@ async def test_room_is_announced_once_a_full_inbox_is_half_empty():
     assert announced == []  # it was never full
     inbox.put(3)
     inbox.put(4)
-    assert not inbox.has_room
+    assert not inbox.has_room()
     for _ in range(4):
         await inbox.take(1)
     assert announced == [2]

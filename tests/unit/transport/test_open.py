@@ -229,6 +229,7 @@ client.receive(60)
 """
 
 
+@pytest.mark.starts
 async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(layout: RunLayout):
     server = serve(layout)
     for incarnation in ("first", "second"):

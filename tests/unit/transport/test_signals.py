@@ -7,12 +7,16 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhpc.config_sections import TransportConfig
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import open_server
 from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.starts
 
 # The signal reaches a thread that is not the one that waits, so it interrupts no system call: just like a signal that
 # arrives between Python's last look for signals and the call.

@@ -19,6 +19,8 @@ from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
 from tests.listening import listening_addresses
 
+pytestmark = pytest.mark.starts
+
 TIMEOUT_S = 10.0
 BUCKET_BYTES = 1 << 16
 

@@ -19,6 +19,8 @@ from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import tiny_config
 from tests.unit.training.rank_processes import run_ranks
 
+pytestmark = pytest.mark.starts
+
 TP2 = {"backend": "megatron", "num_ranks": 2, "tensor_parallel": 2}
 DP2 = {"backend": "megatron", "num_ranks": 2}
 

@@ -22,6 +22,8 @@ from tests.contracts.trainer_layouts import LENGTHS, MODELS, layout_keys, make_m
 from tests.contracts.trainer_scenarios import refuse_to_load, train, weights_of
 from tests.unit.training.packed_rows import draw_samples, tiny_config
 
+pytestmark = pytest.mark.starts
+
 TIED, MIXTURE = "qwen2-tied", "qwen3_moe"
 
 

@@ -178,6 +178,7 @@ def check(results, checkpoint, number=0):
     assert len(seen[0].exported) == len(tensors)
 
 
+@pytest.mark.starts
 def test_two_ranks_load_and_export_interleaved_stages_and_experts_bit_for_bit(tmp_path):
     bf16, fp32 = torch.bfloat16, torch.float32
     wide = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -265,6 +266,7 @@ def failures(rank: int, world_size: int, checkpoints: list[Path]) -> list[str]:
     return said
 
 
+@pytest.mark.starts
 def test_a_missing_tensor_and_one_of_another_shape_are_named_and_so_is_a_mark_that_megatron_needs(tmp_path):
     sound, missing, other = (tmp_path / name for name in ("sound", "missing", "other"))
     for checkpoint in (sound, missing, other):

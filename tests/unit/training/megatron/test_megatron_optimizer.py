@@ -14,6 +14,8 @@ from tests.unit.training.megatron.optimizer_ranks import LEARNING_RATE, WEIGHT_D
 from tests.unit.training.packed_rows import draw_samples, pack_row
 from tests.unit.training.rank_processes import run_ranks
 
+pytestmark = pytest.mark.starts
+
 DENSE: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2-replicated": {"distributed_optimizer": False},

@@ -11,6 +11,8 @@ from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.megatron.policy_ranks import Case, Seen, mixed_row, rank_results, unpacked_logprobs
 from tests.unit.training.rank_processes import run_ranks
 
+pytestmark = pytest.mark.starts
+
 VOCABULARY = 101  # not a multiple of the tensor ranks
 ROWS = [mixed_row(1, VOCABULARY, (5, 17, 1, 30)), mixed_row(2, VOCABULARY, (40, 2, 9))]
 LLAMA3_ROTATION = {

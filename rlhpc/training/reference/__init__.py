@@ -1,0 +1,1 @@
+"""The trainer backend in plain PyTorch, by which the others are judged."""
