@@ -16,6 +16,7 @@ from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
+from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
@@ -40,12 +41,7 @@ pytestmark = pytest.mark.starts
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[Any]:
-    backend = open_backend(
-        tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)),
-        rank=0,
-        world_size=1,
-        store_address="",
-    )
+    backend = open_backend(tiny_config(make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)), RankContext())
     yield backend
     backend.close()
 
