@@ -455,6 +455,8 @@ def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:
 
 
 def _children() -> list[psutil.Process]:
-    """Processes below this one, python's own resource tracker apart."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if not any("resource_tracker" in word for word in child.cmdline())]
+    """Processes below this one, apart from python's resource tracker and the server that other tests' ranks come from."""
+    of_python = ("resource_tracker", "forkserver")
+    children = psutil.Process().children()
+    ours = [child for child in children if not any(name in " ".join(child.cmdline()) for name in of_python)]
+    return [process for child in ours for process in (child, *child.children(recursive=True))]

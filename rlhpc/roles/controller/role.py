@@ -251,6 +251,7 @@ class Controller:
             for group_id in self._state.buffer.poisoned():
                 log.warning("group %d dropped: every lease of one of its members was lost", group_id)
                 self._sink.drop(group_id, DropReason.POISON)
+                self._loop.groups_changed()
             await asyncio.to_thread(self._sealing.tick)
             await self._processes.write()
             self._dispatcher.wake()
