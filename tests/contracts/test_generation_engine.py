@@ -455,7 +455,7 @@ def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:
 
 
 def _children() -> list[psutil.Process]:
-    """Processes below this one, apart from python's resource tracker and the server that other tests' ranks come from."""
+    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from."""
     of_python = ("resource_tracker", "forkserver")
     children = psutil.Process().children()
     ours = [child for child in children if not any(name in " ".join(child.cmdline()) for name in of_python)]
