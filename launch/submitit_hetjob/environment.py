@@ -46,6 +46,8 @@ class HeterogeneousSlurmJobEnvironment(TaskEnvironment):
         _let_finish()
         note = note_path(self.paths.folder, self.job_id)
         write_atomically(note, json.dumps({"remaining_timeouts": int(countdown)}).encode())
+        for number in (self.warning_signal, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # an interpreter that ends takes away handlers, but not this
 
     def _follow_rank_0(self, ignore: Handler, signum: int, frame: FrameType | None) -> None:
         # Rank 0 may need this one for its checkpoint; once that is stored, to stay would cost the job KillWait seconds.

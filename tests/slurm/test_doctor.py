@@ -20,6 +20,7 @@ from launch.dev_cluster.shape import default_shape
 from launch.plan.site_file import Site
 from launch.plan.site_values import slurm_time
 from rlhpc.errors import ConfigError
+from tests.patience import PATIENCE_S
 from tests.slurm.cluster_kit import MakeCluster, submit, wait_state, wait_until
 from tests.slurm.doctor_kit import ROOT, site_of, turned_to
 
@@ -182,7 +183,7 @@ def test_ctrl_c_leaves_neither_jobs_nor_files(slurm: DevCluster, tmp_path: Path)
     ) as run:
         wait_until(lambda: bool(list(tmp_path.glob(".rlhpc-doctor-*/*.sbatch"))), "jobs are being submitted")
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) != 0
+        assert run.wait(PATIENCE_S) != 0
     assert [path.name for path in tmp_path.iterdir()] == ["site.toml"]
     assert not [line for line in slurm.run("squeue", "--noheader", "--format=%j").split() if line.startswith("rlhpc-d")]
     slurm.wait_idle()

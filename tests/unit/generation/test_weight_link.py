@@ -13,6 +13,7 @@ from rlhpc.types import TensorSpec, WeightGroup
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_scope import DeviceScope
 from rlhpc.weights.shadow import HostShadow
+from tests.patience import PATIENCE_S
 from tests.unit.weights.fake_cuda import FakeCuda
 
 GROUP = WeightGroup(1, "gloo", "file:///x", ("g",), (1,))
@@ -35,7 +36,7 @@ class GatedReceiver(WeightReceiver):
         self.rank = rank
 
     def receive(self, manifest: object, allocate: Allocate) -> Generator[torch.Tensor, None, None]:
-        assert self.gate.wait(5)
+        assert self.gate.wait(PATIENCE_S)
         try:
             for index in range(3):
                 if self.error is not None and index == self.error_after:

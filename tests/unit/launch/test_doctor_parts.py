@@ -28,6 +28,7 @@ from launch.commands.doctor.table import exit_status, render
 from launch.plan.site_file import PrologueConfig, load_site
 from launch.slurm.cluster_facts import parse_gpus
 from launch.supervisor import role_task
+from tests.patience import PATIENCE_S
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
 from tests.unit.launch.test_slurm_check import FACTS
 
@@ -167,7 +168,7 @@ def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path
         results = _answer_until(tmp_path, "result", 2)
     finally:
         (tmp_path / "done").touch()
-        assert [process.wait(20) for process in started] == [0, 0]
+        assert [process.wait(PATIENCE_S) for process in started] == [0, 0]
     for name, peer in (("trainer", "generation"), ("generation", "trainer")):
         assert ready[name]["known_sha256"] == hashlib.sha256(content).hexdigest()
         assert abs(ready[name]["skew_s"]) <= ready[name]["round_trip_s"] < 5
@@ -177,7 +178,7 @@ def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path
 
 def _answer_until(directory: Path, kind: str, number: int) -> dict[str, Any]:
     """Answer the probes' letters as the login node does, until so many files of a kind are there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(found := list(directory.glob(f"*.{kind}.json"))) < number:
         assert time.monotonic() < deadline
         for call in directory.glob("*.call.?"):

@@ -18,6 +18,7 @@ from submitit.core.utils import DelayedSubmission, pickle_load
 from launch.submitit_hetjob.script import Component, Part, plan_text
 from launch.submitit_hetjob.step import LEAVES_VARIABLE
 from launch.submitit_hetjob.supervisor import read_plan
+from tests.patience import PATIENCE_S
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 
 pytestmark = pytest.mark.starts
@@ -34,7 +35,7 @@ def begin(folder: Path, function: Callable[[], Any], **variables: str) -> subpro
     words = [sys.executable, "-u", "-m", "launch.submitit_hetjob.task", str(folder)]
     out = (folder / "out").open("wb")
     process = subprocess.Popen(words, env={**ENVIRONMENT, **variables}, stdout=out, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not {"counts 3", "asleep"} & set((folder / "out").read_text().replace("life 1 ", "").splitlines()):
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -47,7 +48,7 @@ def test_rank_0_stores_its_checkpoint_and_leaves_a_note(tmp_path: Path, signum: 
     process = begin(tmp_path, Counts(900))
     process.send_signal(signum)
     process.send_signal(signal.SIGUSR2)  # Slurm and the supervisor may both send one; the second does no harm
-    assert process.wait(20) == 255
+    assert process.wait(PATIENCE_S) == 255
     assert json.loads((tmp_path / "5_requeue.json").read_text()) == {"remaining_timeouts": 3}
     assert pickle_load(tmp_path / "5_submitted.pkl").function.lives == 2
     assert not (tmp_path / "5_0_result.pkl").exists()
@@ -61,13 +62,13 @@ def test_another_rank_stays_until_rank_0_has_stored(tmp_path: Path) -> None:
     assert process.poll() is None
     (tmp_path / "5_requeue.json").write_text("{}")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
 
 
 def test_every_task_leaves_in_good_order_when_told_to(tmp_path: Path) -> None:
     process = begin(tmp_path, sleep_long)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(20) == 128 + signal.SIGUSR1
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGUSR1
     assert "leaves in good order" in (tmp_path / "out").read_text()
 
 
@@ -75,7 +76,7 @@ def test_a_task_without_a_checkpoint_notes_that_it_was_taken_away(tmp_path: Path
     process = begin(tmp_path, sleep_long, **{LEAVES_VARIABLE: "1"})
     process.send_signal(signal.SIGUSR2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert (tmp_path / "5_requeue.json").exists()
 
 

@@ -13,6 +13,7 @@ import pytest
 from launch.cli import main
 from launch.plan.script import component_directives, render_script, render_scripts
 from launch.plan.site_file import GpuRequest
+from tests.patience import PATIENCE_S
 from tests.unit.launch.regenerate_scripts import GOLDEN, PAIRS, Pair
 from tests.unit.launch.site_kit import component_of, plan_of
 
@@ -155,7 +156,7 @@ def run_script(script: str, directory: Path) -> subprocess.CompletedProcess[str]
     path = directory / "job.sbatch"
     path.write_text(script)
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "16", "USER": "me"}
-    return subprocess.run(["bash", path], capture_output=True, text=True, env=environment, timeout=20)
+    return subprocess.run(["bash", path], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
 
 
 def witness(directory: Path) -> str:

@@ -376,10 +376,10 @@ def test_the_table_is_sorted_by_the_last_sign_of_life_and_cut_where_nobody_lives
         layout = runs.local(f"run-{number}")
         runs.status(layout, "training", 5)
         for path in layout.root.iterdir():
-            age(path, 1000.0 + number)
+            age(path, 1000.0 * (1 + number))
     oldest = RunLayout(runs.root / "run-44")
     register_launcher(oldest)
-    age(oldest.launcher, 5000.0)
+    age(oldest.launcher, 100_000.0)
     assert main(["list"]) == 0
     head, *rows, summary = capsys.readouterr().out.splitlines()
     names = [row.split()[0] for row in rows]

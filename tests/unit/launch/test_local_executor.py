@@ -19,6 +19,7 @@ from launch.plan.processes import ProcessPlan, RunPlan
 from launch.run_directory.owner import RunOwner
 from launch.run_files.exit_records import last_error_line, read_failures
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
 
@@ -138,7 +139,7 @@ def test_children_that_a_process_leaves_behind_end_with_it(
             while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
                 time.sleep(0.02)
         child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and _lives(child):
         time.sleep(0.02)
     assert not _lives(child)

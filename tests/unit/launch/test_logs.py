@@ -16,6 +16,7 @@ from launch.commands.logs import LAST_LINES, roles_there, show_logs
 from launch.run_directory.owner import register_launcher
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -172,7 +173,7 @@ def test_ctrl_c_ends_the_following(layout: RunLayout) -> None:
     assert viewer.stdout is not None
     assert viewer.stdout.readline() == "trainer-0 | first of trainer\n"
     viewer.send_signal(signal.SIGINT)
-    assert viewer.wait(10) == 130
+    assert viewer.wait(PATIENCE_S) == 130
     viewer.stdout.close()
 
 

@@ -20,6 +20,7 @@ from launch.slurm.commands import SlurmError
 from launch.slurm.sbatch import MayBeQueued, submit_script
 from launch.supervisor.other_jobs import submit_again
 from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
 from tests.ring.run_kit import ROOT
 
 pytestmark = pytest.mark.starts
@@ -173,11 +174,11 @@ def _interrupted(fake: FakeSlurm, times: int) -> tuple[str, str]:
         [sys.executable, "-c", SUBMITS, str(fake.script)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not (fake.here / "begun").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.3)
-    return process.communicate(timeout=30)
+    return process.communicate(timeout=PATIENCE_S)

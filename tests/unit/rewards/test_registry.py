@@ -5,6 +5,7 @@ import pytest
 
 from rlhpc.errors import ConfigError
 from rlhpc.rewards.registry import resolve, task_names, validate_task
+from tests.patience import PATIENCE_S
 
 
 def test_every_built_in_task_is_legal_and_resolves_to_a_function():
@@ -45,4 +46,4 @@ def test_reading_the_table_imports_neither_a_verifier_nor_torch():
         "import sys; from rlhpc.rewards.registry import validate_task; validate_task('math_answer');"
         "assert not {'math_verify', 'sympy', 'torch', 'zmq'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -15,6 +15,7 @@ from rlhpc.training.checkpoint.trainer_state import STATE_FILE, read_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.sharded_tensors import Shard, ShardedTensorSpec
 from rlhpc.types import TensorSpec
+from tests.patience import PATIENCE_S
 from tests.unit.training.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ class Gate:
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(PATIENCE_S)
 
 
 def halved(index: int, world_size: int, gate: Gate | None = None) -> ShardedTensorSpec:
@@ -98,7 +99,7 @@ def test_what_is_written_is_the_state_at_the_call_though_training_goes_on(tmp_pa
     saver = model.saver()
     model.train()
     future = saver.save(tmp_path / "a", num_steps_applied=1, rng=RNG)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     for _ in range(3):
         model.train()
     assert not future.done()
@@ -115,7 +116,7 @@ def test_a_second_save_waits_for_the_first_one_to_be_written(tmp_path):
     saver = model.saver()
     first = saver.save(tmp_path / "a", num_steps_applied=0, rng=RNG)
     model.train()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     timer = threading.Timer(0.2, gate.opened.set)
     timer.start()
     second = saver.save(tmp_path / "b", num_steps_applied=1, rng=RNG)
@@ -150,7 +151,7 @@ def test_a_directory_that_vanishes_while_it_is_written_fails_the_future(tmp_path
     gate = Gate()
     saver = Model(gate=gate).saver()
     future = saver.save(tmp_path / "a", num_steps_applied=0, rng=RNG)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     shutil.rmtree(tmp_path / "a")
     gate.opened.set()
     with pytest.raises(CheckpointError, match="cannot be written"):
@@ -162,7 +163,7 @@ def test_closing_waits_for_the_write(tmp_path):
     gate = Gate()
     saver = Model(gate=gate).saver()
     future = saver.save(tmp_path / "a", num_steps_applied=0, rng=RNG)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     timer = threading.Timer(0.2, gate.opened.set)
     timer.start()
     saver.close()
@@ -176,7 +177,7 @@ def test_a_save_that_is_given_up_ends_at_the_next_tensor_and_leaves_no_manifest(
     gate = Gate()
     saver = Model(gate=gate).saver()
     future = saver.save(tmp_path / "a", num_steps_applied=0, rng=RNG)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE_S)
     assert future.cancel()
     gate.opened.set()
     saver.close()
@@ -237,7 +238,7 @@ def fail_half_way(rank: int, world_size: int, directory: Path) -> str:
     saver = model.saver()
     future = saver.save(directory, num_steps_applied=0, rng=RNG)
     if rank == 0:
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(PATIENCE_S)
         shutil.rmtree(directory)
     gate.opened.set()
     error = future.exception(20)

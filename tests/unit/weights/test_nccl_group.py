@@ -15,6 +15,7 @@ from torch import distributed
 from rlhpc.errors import GroupFailed
 from rlhpc.weights.nccl_group import WITHOUT_WATCHDOG
 from rlhpc.weights.process_group import SideGroup
+from tests.patience import PATIENCE_S
 
 GPU = torch.device("cuda", 3)
 
@@ -38,7 +39,7 @@ class FakeNccl:
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> FakeNccl:
         if not self.connects:
-            assert self.is_aborted.wait(60)
+            assert self.is_aborted.wait(PATIENCE_S)
             raise RuntimeError("NCCL communicator was aborted")
         return self
 
@@ -94,7 +95,7 @@ def test_a_rendezvous_that_nccl_waits_in_for_ever_ends_and_is_aborted(
     monkeypatch.setattr(nccl, "connects", False)
     with pytest.raises(GroupFailed, match="NCCL did not connect to all ranks"):
         side_group(tmp_path, timeout_s=0.1)
-    assert nccl.made[0].is_aborted.wait(10)
+    assert nccl.made[0].is_aborted.wait(PATIENCE_S)
 
 
 def test_tensors_of_a_collective_live_on_the_ranks_own_gpu(tmp_path: Path, nccl: type[FakeNccl]) -> None:
