@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -455,8 +456,14 @@ def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:
 
 
 def _children() -> list[psutil.Process]:
-    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from."""
-    of_python = ("resource_tracker", "forkserver")
-    children = psutil.Process().children()
-    ours = [child for child in children if not any(name in " ".join(child.cmdline()) for name in of_python)]
-    return [process for child in ours for process in (child, *child.children(recursive=True))]
+    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from.
+
+    One that has ended is none, though whoever started it, perhaps another test, has not asked for its status yet.
+    """
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a zombie is one, too
+            words = " ".join(child.cmdline())
+            if "resource_tracker" not in words and "forkserver" not in words:
+                found += [child, *child.children(recursive=True)]
+    return found
