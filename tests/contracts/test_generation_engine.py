@@ -415,6 +415,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tmp_path: Path) -> None:
     subject = await VllmSubject.start(tmp_path, family="llama", tied=False, recompute_kv=True)
     try:

@@ -146,6 +146,7 @@ def saved_step(layout: RunLayout) -> int:
     return found[0]
 
 
+@pytest.mark.long
 def test_a_second_launcher_waits_for_nothing_of_a_living_run(lab: Lab) -> None:
     run_file, layout = lab.run_file("lived-in", run=ENDLESS, data=SLOW), lab.layout("lived-in")
     with Run(run_file, layout) as run:

@@ -155,6 +155,7 @@ def test_replicas_continue_in_any_layout(target, saved, continued):
 
 
 @pytest.mark.parametrize("source", ["megatron-cp2", "megatron-dp2_replicated", "megatron-pp2", "megatron-dp1"])
+@pytest.mark.long
 def test_any_layout_continues_in_replicas(source, saved, continued):
     assert_continues(saved(source, TIED), source, "megatron-dp2", continued)
 
@@ -164,6 +165,7 @@ def test_tensor_ranks_with_an_odd_vocabulary_continue_in_a_pipeline(saved, conti
 
 
 @pytest.mark.parametrize("source", ["megatron-dp2", "megatron-sp", "megatron-sp_ep2"])
+@pytest.mark.long
 def test_a_mixture_continues_with_its_experts_elsewhere(source, saved, continued):
     assert_continues(saved(source, MIXTURE), source, "megatron-ep2", continued)
 
