@@ -7,11 +7,13 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -195,3 +197,17 @@ class VllmSubject(Subject):
             logits = self._reference(tokens[None]).logits[0, len(prompt) - 1 : -1]
             picked = torch.log_softmax(logits.float(), -1).gather(1, tokens[len(prompt) :, None])
         return picked[:, 0].numpy()
+
+
+def living_children() -> list[psutil.Process]:
+    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from.
+
+    One that has ended is none, though whoever started it, perhaps another test, has not asked for its status yet.
+    """
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a zombie is one, too
+            words = " ".join(child.cmdline())
+            if "resource_tracker" not in words and "forkserver" not in words:
+                found += [child, *child.children(recursive=True)]
+    return found

@@ -6,14 +6,21 @@ import asyncio
 import itertools
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
-from engine_subjects import LONG_PROMPT, MAX_TOKENS, PublisherDied, ScriptedSubject, Subject, VllmSubject, request_of
+from engine_subjects import (
+    LONG_PROMPT,
+    MAX_TOKENS,
+    PublisherDied,
+    ScriptedSubject,
+    Subject,
+    VllmSubject,
+    living_children,
+    request_of,
+)
 
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import WeightTiming
@@ -388,7 +395,7 @@ async def test_statistics_count(subject: Subject) -> None:
 async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject) -> None:
     running = asyncio.create_task(subject.engine.generate(_long(1, 200)))
     await until_sampling()
-    for process in _children():
+    for process in living_children():
         for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             process.send_signal(notice)
     assert (await asyncio.wait_for(running, PATIENCE_S)).finish_reason is FinishReason.LENGTH
@@ -399,7 +406,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
     running = asyncio.create_task(subject.engine.generate(_long(1)))
     await until_sampling()
     if isinstance(subject, VllmSubject):
-        for process in _children():
+        for process in living_children():
             process.kill()
         with pytest.raises(EngineError):
             await asyncio.wait_for(running, PATIENCE_S)
@@ -409,7 +416,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
     await subject.engine.close()
     if not isinstance(subject, VllmSubject):
         assert (await running).finish_reason is FinishReason.ABORT
-    assert _children() == []
+    assert living_children() == []
     with pytest.raises(EngineError):
         await subject.engine.generate(request_of(1))
 
@@ -437,7 +444,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
         await subject.engine.close()
         subject.publisher.dissolve()
     assert (await last).finish_reason is FinishReason.ABORT
-    assert _children() == []
+    assert living_children() == []
 
 
 def _fails_at_the_end() -> Callable[..., None]:
@@ -454,17 +461,3 @@ def _fails_at_the_end() -> Callable[..., None]:
 
 def _long(index: int, max_tokens: int = MAX_TOKENS) -> RolloutRequest:
     return request_of(index, max_tokens=max_tokens)
-
-
-def _children() -> list[psutil.Process]:
-    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from.
-
-    One that has ended is none, though whoever started it, perhaps another test, has not asked for its status yet.
-    """
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # a zombie is one, too
-            words = " ".join(child.cmdline())
-            if "resource_tracker" not in words and "forkserver" not in words:
-                found += [child, *child.children(recursive=True)]
-    return found

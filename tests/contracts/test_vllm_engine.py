@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 import torch
-from engine_subjects import VllmSubject, request_of
+from engine_subjects import VllmSubject, living_children, request_of
 
 from rlhpc.types import FinishReason, Rollout
 
@@ -60,9 +59,7 @@ async def subject(
 
 
 async def test_the_engines_processes_are_spawned_whatever_the_users_environment_says(subject: SharpSubject) -> None:
-    engines = [
-        child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())
-    ]
+    engines = [child for child in living_children() if "spawn_main" in " ".join(child.cmdline())]
     assert engines
     assert {engine.environ()["VLLM_WORKER_MULTIPROC_METHOD"] for engine in engines} == {"spawn"}
 

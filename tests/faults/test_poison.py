@@ -102,6 +102,7 @@ def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_i
     assert num_strikes(layout) == 1
 
 
+@pytest.mark.long
 def test_a_controller_whose_last_generator_falls_silent_saves_and_ends(lab: Lab) -> None:
     """Nobody tells it: there is no launcher."""
     settings = {

@@ -48,7 +48,7 @@ def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> No
     assert all(rollout.consumed_step == -1 for rollout in rollouts_on_disk(lab.layout("unjudged").rollouts))
 
 
-@pytest.mark.parametrize("role", ["controller", "trainer"])
+@pytest.mark.parametrize("role", ["trainer", pytest.param("controller", marks=pytest.mark.long)])
 def test_a_run_that_loses_what_it_cannot_do_without_ends_at_once_and_says_what(lab: Lab, role: str) -> None:
     name = f"without-{role}"
     with Run(lab.run_file(name, run={"num_steps": 100_000}), lab.layout(name)) as run:

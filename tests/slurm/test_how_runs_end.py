@@ -31,6 +31,7 @@ def test_a_file_abort_ends_everything_at_once(slurm: DevCluster, lab: Lab) -> No
     run.wait(lambda: not slurm.job_processes(), "no process left")
 
 
+@pytest.mark.long
 def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
         slurm, lab, "end-failing", run=ENDLESS, checkpoint={"every_steps": 1000},

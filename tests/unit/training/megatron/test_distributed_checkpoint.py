@@ -150,6 +150,7 @@ def assert_continues(run: Saved, source: str, target: str, continued: Any) -> No
 
 
 @pytest.mark.parametrize("target", ["megatron-tp2", "megatron-pp2", "megatron-dp2_replicated", "megatron-dp1"])
+@pytest.mark.long
 def test_replicas_continue_in_any_layout(target, saved, continued):
     assert_continues(saved("megatron-dp2", TIED), "megatron-dp2", target, continued)
 
