@@ -45,13 +45,7 @@ async def _serve_one(pool: RewardPool, session: ControllerSession) -> None:
         return
     async with AsyncExitStack() as stack:
         stack.push_async_callback(control.close)
-        server = open_server(
-            REWARDS,
-            layout=context.layout,
-            config=context.config.transport,
-            replica=context.replica,
-            incarnation=context.incarnation,
-        )
+        server = open_server(REWARDS, **context.listener)
         stack.push_async_callback(server.close)
         await control.send(hello(context))
         service = RewardService(server, pool)

@@ -28,9 +28,7 @@ from rlhpc.weights.buckets import plan_buckets
 GIB = 1 << 30
 FIXED_ALLOWANCE = 2 * GIB  # guess: CUDA context, cuBLAS workspaces and NCCL's buffers; grows with the groups
 FRAGMENTATION = 0.05  # guess: of everything else
-_ZERO_BUCKET = (
-    64 << 20
-)  # numbers; BUCKET_ELEMENTS of rlhpc/training/deepspeed/engine.py, which needs DeepSpeed to be read
+_ZERO_BUCKET = 64 << 20  # numbers; BUCKET_ELEMENTS of training/deepspeed/engine.py, which needs DeepSpeed to be read
 _ZERO_LIVE = 1_000_000_000  # numbers; DeepSpeed's default of stage3_max_live_parameters
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 

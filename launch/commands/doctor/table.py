@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launch.checks.finding import Finding
 
-_CHECK, _LEAST = 30, 40  # columns of the check; at least so many for result and remedy together
+_CHECK, _LEAST = 30, 40  # columns of the check; the least for result and remedy together
 
 
 def render(findings: Sequence[Finding], width: int = 120) -> str:

@@ -22,7 +22,7 @@ _LONGEST_REMARK, _MOST_JOBS = 160, 4
 def lines_of(runs: Sequence[Standing], now: float, most: int | None) -> list[str]:
     """Head, a line a run, and how many there are of each state; no line where there is no run.
 
-    most: so many lines; those that live come before those that do not, if not all have room.  None: all.
+    most: the greatest number of lines; those that live come before those that do not, if not all have room.  None: all.
     """
     if not runs:
         return []

@@ -38,14 +38,19 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; wi
 LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
 
 
-class Caller(TypedDict):
-    """Arguments of transport.open.connect that are the same for all channels of a process."""
+class Listener(TypedDict):
+    """Arguments of transport.open.open_server that are the same for all channels of a process."""
 
     layout: RunLayout
     config: TransportConfig
-    role: str
     replica: int
     incarnation: str
+
+
+class Caller(Listener):
+    """Arguments of transport.open.connect that are the same for all channels of a process."""
+
+    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +73,19 @@ class RoleContext:
     is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlives restarts of the controller
 
     @property
-    def caller(self) -> Caller:
-        """The identity with which this process connects."""
-        return Caller(
+    def listener(self) -> Listener:
+        """The identity with which this process opens channels to others."""
+        return Listener(
             layout=self.layout,
             config=self.config.transport,
-            role=self.role,
             replica=self.replica,
             incarnation=self.incarnation,
         )
+
+    @property
+    def caller(self) -> Caller:
+        """The identity with which this process connects."""
+        return Caller(role=self.role, **self.listener)
 
     @property
     def fence(self) -> Fence | None:

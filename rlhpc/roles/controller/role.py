@@ -77,13 +77,7 @@ async def _control(context: RoleContext) -> None:
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
-            channel = open_server(
-                spec,
-                layout=context.layout,
-                config=context.config.transport,
-                replica=context.replica,
-                incarnation=context.incarnation,
-            )
+            channel = open_server(spec, **context.listener)
             stack.push_async_callback(channel.close)
             channels.append(channel)
         controller = Controller(context, *channels)
