@@ -98,18 +98,6 @@ def group_has_reward_variance(config: Config) -> None:
         )
 
 
-def ratio_is_unbiased(config: Config) -> None:
-    """Processed log-probabilities are renormalised over the nucleus: the ratio is off by the nucleus' mass S."""
-    generation = config.generation
-    for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if is_cut:
-            raise ValueError(
-                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-"
-                "probabilities are renormalised over the tokens that were kept, the trainer's are not, so that every "
-                f"ratio is too small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
-            )
-
-
 def warmup_is_shorter_than_run(config: Config) -> None:
     """Otherwise the learning rate is never reached."""
     if config.trainer.warmup_steps > config.run.num_steps:
@@ -223,7 +211,6 @@ RULES = (
     engine_step_holds_every_sequence,
     window_leaves_slots,
     group_has_reward_variance,
-    ratio_is_unbiased,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     death_takes_longer_than_a_beat,

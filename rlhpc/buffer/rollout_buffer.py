@@ -44,7 +44,8 @@ class FrozenBuffer:
         Raises SegmentError when it cannot be written.
         """
         next_index = self.segments.seal_to_cut()
-        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, "none"))
+        # Uncompressed: it is read once, by a resume, or never.
+        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
         return {"ledger": self.ledger, "next_segment_index": next_index}
 
 
