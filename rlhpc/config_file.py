@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from rlhpc.config import Config
+from rlhpc.config import HAS_BEGUN, Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.retired_keys import without_retired_keys
@@ -105,11 +105,11 @@ def _parse_value(text: str) -> Any:
 
 
 def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
-    """is_begun: settings of a run that has begun, whose retired keys cannot be taken back."""
+    """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
     document, retired = without_retired_keys(document)
     faults = [] if is_begun else retired
     try:
-        config = Config.model_validate(document)
+        config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
         faults += [_explain(detail) for detail in error.errors(include_url=False)]
     if faults:

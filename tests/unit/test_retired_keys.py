@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config import Config
-from rlhpc.config_file import config_hash, load_config, read_resolved
+from rlhpc.config_file import config_hash, load_config, override, read_resolved
 from rlhpc.errors import ConfigError
 from rlhpc.retired_keys import RETIRED
 from rlhpc.run_layout import RunLayout
@@ -47,6 +47,16 @@ def test_a_run_directory_of_before_loads_whatever_its_retired_keys_say(old_run: 
     assert config.trainer.learning_rate == 1.2345678901234567e-7
     assert config.checkpoint.every_steps == 50
     assert config_hash(config) != digest
+
+
+def test_a_run_that_began_with_a_key_without_effect_goes_on_and_a_change_is_told(old_run: RunLayout) -> None:
+    config, _ = read_resolved(old_run)
+    assert (config.algorithm.clip_high, config.algorithm.proximal) == (0.3, "current")
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_high=0\.3 has no effect") as error:
+        override(config, ["run.num_steps=9"])
+    assert "legal: 0.28, its default" in str(error.value)
+    words = ["algorithm.clip_high=0.28", "generation.gpu_memory_utilization=0.9", "run.num_steps=9"]
+    assert override(config, words).run.num_steps == 9
 
 
 @pytest.mark.parametrize(("old", "new"), [('"num_steps": 4', '"num_steps": 5'), (',\n   "max_skipped_steps": 7', "")])
