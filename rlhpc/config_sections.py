@@ -205,8 +205,6 @@ class TrainerConfig(Section):
     """"auto": cuda if there is a device."""
     token_budget: Positive
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
-    logprob_chunk_tokens: Positive = 1024
-    """Rows of logits in memory at once."""
     recompute_activations: Literal["none", "selective", "full"] = "none"
     """Trade time for memory: attention alone (Megatron) or whole layers."""
     learning_rate: PositiveFloat = 1e-6

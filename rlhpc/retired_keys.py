@@ -33,6 +33,9 @@ _WHOLE_DISTRIBUTION = (
 RETIRED = {
     "generation.top_p": RetiredKey(1.0, _WHOLE_DISTRIBUTION),
     "generation.top_k": RetiredKey(0, _WHOLE_DISTRIBUTION),
+    "trainer.logprob_chunk_tokens": RetiredKey(
+        1024, "1024 rows of logits are in memory at once; fewer save next to nothing beside the head's gradient"
+    ),
     "trainer.max_skipped_steps": RetiredKey(5, "a run stops after 5 consecutive non-finite steps"),
     "buffer.compression": RetiredKey("gzip", "segments are compressed with gzip, which HDF5 readers undo unasked"),
     "transport.max_message_bytes": RetiredKey(1 << 30, "a message of more than 1 GiB closes the connection"),
