@@ -129,7 +129,7 @@ class RolloutBuffer:
                 f"sample {rollout.sample_index} of group {rollout.group_id} answers another prompt, "
                 f"{rollout.prompt.prompt_id}"
             )
-        self._ledger.deliver(holder, rollout.group_id, rollout.sample_index)
+        self._ledger.deliver(rollout.group_id, rollout.sample_index)
         return self._add(scored)
 
     def is_open(self, group_id: int) -> bool:
