@@ -16,11 +16,12 @@ from types import UnionType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
-from rlhpc.config import Config
+from rlhpc.config import HAS_BEGUN, Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
+from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 
 
@@ -53,7 +54,7 @@ def override(config: Config, words: Sequence[str]) -> Config:
 
 def config_hash(config: Config) -> str:
     """Short digest of the settings; roles of one run must agree on it."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    return _digest(config.model_dump(mode="json"))
 
 
 def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
@@ -63,17 +64,24 @@ def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
 
 
 def read_resolved(layout: RunLayout) -> tuple[Config, str]:
-    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered."""
+    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered.
+
+    The hash is of the file as it was written, so that a run that began under a version with other keys goes on.
+    """
     try:
         document = json.loads(layout.config.read_bytes())
-        config = _validate(document["config"], str(layout.config))
+        config = _validate(document["config"], str(layout.config), is_begun=True)
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    if config_hash(config) != document["hash"]:
+    if _digest(document["config"]) != document["hash"]:
         raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {document['hash']}")
     return config, document["hash"]
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(settings)).hexdigest()[:16]
 
 
 def _apply_override(document: dict[str, Any], word: str) -> None:
@@ -96,12 +104,17 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _validate(document: dict[str, Any], source: str) -> Config:
+def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
+    """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
+    document, retired = without_retired_keys(document)
+    faults = [] if is_begun else retired
     try:
-        return Config.model_validate(document)
+        config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
-        lines = [f"{source}: {_explain(detail)}" for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(lines)) from None
+        faults += [_explain(detail) for detail in error.errors(include_url=False)]
+    if faults:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+    return config
 
 
 def _explain(detail: ErrorDetails) -> str:

@@ -101,16 +101,6 @@ class Progress:
         """True once all roles have met, until the run ends."""
         return self.phase == "training"
 
-    @property
-    def has_trainer(self) -> bool:
-        """True if its rank 0 is registered."""
-        return any(role["name"] == "trainer-0" for role in self.roles)
-
-    @property
-    def has_rewards(self) -> bool:
-        """True if a reward service is registered."""
-        return bool(self.names("reward"))
-
     def generators(self) -> list[str]:
         """Names of the registered generators."""
         return self.names("generator")

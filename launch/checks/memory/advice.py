@@ -69,7 +69,6 @@ def _cheap_changes(config: Config) -> Iterator[Change]:
         {"sequence_parallel": True},
         *({"zero_stage": stage} for stage in range(trainer.zero_stage + 1, 4) if trainer.backend == "deepspeed"),
         *({"recompute_activations": kind} for kind in ("selective", "full") if trainer.recompute_activations != "full"),
-        {"logprob_chunk_tokens": min(256, trainer.logprob_chunk_tokens)},
         {"token_budget": max(longest, trainer.token_budget // 2)},
         {"optimizer_offload": True},
     )
