@@ -19,7 +19,7 @@ from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
-from rlhpc.roles.controller.saved_state import read_run_state
+from rlhpc.roles.controller.saved_state import read_saved_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import (
     CheckpointState,
@@ -169,7 +169,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
 def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:
     """The segments that the chosen checkpoint counts on, which a gap at their end would not show."""
     try:
-        first_free = 0 if step is None else int(read_run_state(layout, step).buffer["next_segment_index"])
+        first_free = 0 if step is None else int(read_saved_state(layout, step).buffer["next_segment_index"])
     except (CheckpointError, KeyError, TypeError, ValueError):
         return  # it was pruned meanwhile, or is not of this version: a resume will say so
     missing = [index for index in range(first_free) if not layout.segment(index).exists()]
