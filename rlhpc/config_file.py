@@ -65,14 +65,17 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered."""
     try:
         document = json.loads(layout.config.read_bytes())
-        config = _validate(document["config"], str(layout.config))
+        settings, digest = document["config"], document["hash"]
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    if config_hash(config) != document["hash"]:
-        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {document['hash']}")
-    return config, document["hash"]
+    config = _validate(settings, str(layout.config))
+    if config_hash(config) != digest:
+        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
+    return config, digest
 
 
 def _apply_override(document: dict[str, Any], word: str) -> None:

@@ -52,8 +52,8 @@ class Row:
 
 def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
-    if not layout.config.exists():
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    if not layout.is_run:
+        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
     parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
     rows = [row for part in parts for row in part(layout, progress)]
     return [*rows, *_segments_that_are_needed(layout, chosen_step(rows)), *_leftovers(layout)]
