@@ -60,12 +60,9 @@ def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
 
 
 def chosen_step(rows: list[Row]) -> int | None:
-    """Step of the checkpoint that a resume takes; None if it begins at step 0 or is refused."""
-    steps = [int(row.name.removeprefix("step_")) for row in rows if row.part == "checkpoints" and _CHOSEN in row.text]
-    return steps[0] if steps else None
-
-
-_CHOSEN = "a resume starts from here"
+    """Step of the checkpoint that a resume takes, the newest sound one; None if it begins at step 0 or is refused."""
+    sound = (row for row in rows if row.part == "checkpoints" and row.verdict is Verdict.SOUND)
+    return next((int(row.name.removeprefix("step_")) for row in sound), None)
 
 
 def _settings(layout: RunLayout, progress: Progress) -> Iterator[Row]:
@@ -133,7 +130,8 @@ def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
     name = state.path.name
     match state.fate:
         case Fate.SOUND:
-            return Row("checkpoints", name, Verdict.SOUND, _CHOSEN if is_chosen else "older than the one resumed from")
+            text = "a resume starts from here" if is_chosen else "older than the one resumed from"
+            return Row("checkpoints", name, Verdict.SOUND, text)
         case Fate.UNDONE:
             return Row("checkpoints", name, Verdict.NOTE, f"a resume sets it aside: {state.problem}")
         case Fate.UNREADABLE:
