@@ -25,7 +25,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     findings = preflight(config)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
-    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
+    size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset
     print(
@@ -34,3 +34,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     )
     print(memory)
     return 0
+
+
+def _millions_or_more(number: int) -> str:
+    """Three digits, in millions up to a thousand of them: "0.304 M", "7.62 G"."""
+    return f"{number / 1e6:.3g} M" if number < 1e9 else f"{number / 1e9:.3g} G"

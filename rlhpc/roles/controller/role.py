@@ -217,7 +217,7 @@ class Controller:
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, ScoredRollout):
-                if not self._sink.take(name, message):
+                if not self._sink.receive(name, message):
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):

@@ -174,7 +174,7 @@ def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
 
     layout = RunLayout(tmp_path / "run")
     layout.jobs.mkdir(parents=True)
-    layout.config.write_text("{}")
+    layout.config.write_text('{"config": {}, "hash": ""}')
     write_record(layout, JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, 1.0))
     row = "12+0|RUNNING|0|None|cpu|1:13|58:47|1:00:00|2026-03-01T14:05:00|c0|hetjob|"
     commands.put("squeue", f"echo '{row}'")
