@@ -190,7 +190,7 @@ class _Task:
         if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
         start = options.start * STARTS_OF_A_STEP + self._starts
-        words += ["--incarnation", self._job.incarnation(start), "--supervised"]
+        words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
 
     def _step(self) -> int:
