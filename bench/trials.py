@@ -2,8 +2,9 @@
 
     python -m bench.trials orphans               the launcher is killed 0 … 3 s after its start, in steps of 0.1 s
     python -m bench.trials zombies --trials 20   a controller that stood still wakes up in its successor's timeline
-    python -m bench.trials kills --trials 200    any process is killed at a random instant, and the run resumed;
-                                                 every tenth time the newest checkpoint is damaged in between
+    python -m bench.trials kills --trials 200    any process is killed at a random instant; the run goes on by itself,
+                                                 or is resumed if it was the launcher; every tenth time it is, and the
+                                                 newest checkpoint is damaged in between
 
 Exit status 1 if a process was left, or a group was lost, trained twice, or trained on by two timelines.
 """
@@ -110,7 +111,7 @@ def zombies(trial: Trial) -> int:
         with trial.start(name) as first:
             first.wait_for_step(5)
             time.sleep(trial.chance.random())
-            stale = _role(first, "controller")
+            stale = first.role("controller")
             stale.suspend()
             first.interrupt(signal.SIGKILL)
             first.process.wait()
@@ -130,46 +131,71 @@ def zombies(trial: Trial) -> int:
 
 
 def kills(trial: Trial) -> int:
-    """SIGKILL of a random process at a random instant, and a resume; one run all the way."""
+    """SIGKILL of a random process at a random instant; one run all the way, resumed if the victim was its launcher."""
     failures, name = 0, "killed"
     layout = trial.lab.layout(name)
-    words: tuple[str, ...] = ()
+    run: Run | None = None
     for number in range(trial.num_trials):
-        with trial.start(name, *words) as run:
-            begins_at = _saved_step(layout)
-            instant_s = trial.chance.choice((3.0, 8.0)) * trial.chance.random()
-            if trial.chance.random() < 0.7:  # in the middle of training, and not at the start, where little is at stake
-                _wait_for_attempts_step(run, begins_at + 1)
-            time.sleep(instant_s)
-            victim = _victim(run, trial.chance)
-            if victim is not None:
-                victim[1].kill()
-            if run.process.poll() is None and (victim is None or victim[0] == "reward-worker"):
-                run.interrupt(signal.SIGKILL)  # a worker is replaced, and the run goes on
-            try:
-                run.finish(60.0)
-                run.assert_nothing_is_left(within_s=20.0)
-            except AssertionError as error:
-                failures += 1
-                print(f"kill {number}: {error}", flush=True)
-        damaged = _damage_newest(layout, trial.chance) if number % DAMAGE_EVERY == DAMAGE_EVERY - 1 else ""
-        who = victim[0] if victim is not None else "launcher"
-        print(f"kill {number}: {who}, step {_saved_step(layout)} saved {damaged}", flush=True)
-        words = ("--resume",) if layout.config.exists() else ()
+        if run is None:
+            resume = ("--resume",) if layout.config.exists() else ()
+            run = trial.start(name, *resume, "--max-retries", "1000")
+        if trial.chance.random() < 0.7:  # in the middle of training, and not at the start, where little is at stake
+            _wait_for_a_step(run)
+        time.sleep(trial.chance.choice((3.0, 8.0)) * trial.chance.random())
+        has_trained = _has_trained(run)
+        is_to_damage = number % DAMAGE_EVERY == DAMAGE_EVERY - 1
+        who, victim = ("launcher", run.process) if is_to_damage else _victim(run, trial.chance)
+        victim.kill()
+        began = time.monotonic()
+        went_on = who != "launcher" and _wait_for_a_step(run)
+        problem, damaged = "", ""
+        if not went_on:
+            problem = _end(run) or (
+                f"the run ended with it: {run.output.splitlines()[-1]}" if who != "launcher" and has_trained else ""
+            )
+            run = None
+            damaged = _damage_newest(layout, trial.chance) if is_to_damage else ""
+        failures += bool(problem)
+        how = f"went on after {time.monotonic() - began:.1f} s" if went_on else "ended"
+        print(f"kill {number}: {who}, {how}, step {_saved_step(layout)} saved {damaged}{problem}", flush=True)
+    if run is not None:
+        _end(run)
     problem = trial.verdict(name)
     print(problem or "every step has one whole batch, and no group stands twice")
     return failures + bool(problem)
 
 
-def _wait_for_attempts_step(run: Run, step: int) -> None:
-    """Wait until this attempt has trained a step, or the run has ended."""
-    deadline = time.monotonic() + 90.0
-    while run.process.poll() is None and time.monotonic() < deadline and run.status().get("step", -1) < step:
+def _wait_for_a_step(run: Run) -> bool:
+    """Wait until a step has been trained from now on; False: the run has ended, or none was trained."""
+    deadline, before = time.monotonic() + 180.0, run.status()
+    while run.process.poll() is None and time.monotonic() < deadline:
+        now = run.status()
+        if now.get("attempt") == before.get("attempt") and now.get("step", -1) > max(before.get("step", -1), 0):
+            return True
+        before = now if now.get("attempt") != before.get("attempt") else before
         time.sleep(0.05)
+    return False
 
 
-def _victim(run: Run, chance: random.Random) -> tuple[str, psutil.Process] | None:
-    """A process of the run and what it is; each kind is as likely as the others."""
+def _has_trained(run: Run) -> bool:
+    """Whether this attempt has trained a step."""
+    status = run.status()
+    return bool(status) and status["phase"] == "training" and status["step"] > (status["resume_step"] or 0)
+
+
+def _end(run: Run) -> str:
+    """End a run at once; says what is left of it."""
+    run.interrupt(signal.SIGKILL)
+    try:
+        run.finish(60.0)
+        run.assert_nothing_is_left(within_s=20.0)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _victim(run: Run, chance: random.Random) -> tuple[str, psutil.Process]:
+    """A process of the run and what it is; each kind is as likely as the others.  The launcher, if none is left."""
     kinds: dict[str, list[psutil.Process]] = {}
     for process in run.survivors():
         try:
@@ -178,19 +204,17 @@ def _victim(run: Run, chance: random.Random) -> tuple[str, psutil.Process] | Non
             continue
         if "launch.cli" in words:
             kind = "launcher"
+        elif "launch.supervisor.role_task" in words:
+            kind = f"task of the {words[words.index('--role') + 1]}"
         elif "rlhpc.roles" in words:
             kind = words[words.index("rlhpc.roles") + 1]
         else:
             kind = "reward-worker" if any("rewards" in word for word in words) else "engine"
         kinds.setdefault(kind, []).append(process)
     if not kinds:
-        return None
+        return "launcher", psutil.Process(run.process.pid)
     kind = chance.choice(sorted(kinds))
     return kind, chance.choice(kinds[kind])
-
-
-def _role(run: Run, role: str) -> psutil.Process:
-    return next(process for process in run.survivors() if process.cmdline()[2:4] == ["rlhpc.roles", role])
 
 
 def _saved_step(layout: RunLayout) -> int:
