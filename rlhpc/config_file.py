@@ -70,14 +70,15 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """
     try:
         document = json.loads(layout.config.read_bytes())
-        config = _validate(document["config"], str(layout.config), is_begun=True)
+        settings, digest = dict(document["config"]), str(document["hash"])
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    if _digest(document["config"]) != document["hash"]:
-        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {document['hash']}")
-    return config, document["hash"]
+    config = _validate(settings, str(layout.config), is_begun=True)
+    if _digest(settings) != digest:
+        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
+    return config, digest
 
 
 def _digest(settings: dict[str, Any]) -> str:

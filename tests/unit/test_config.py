@@ -87,9 +87,11 @@ def test_settings_that_were_altered_by_hand_are_refused(run_file: Path, tmp_path
     layout.config.write_text(layout.config.read_text().replace('"num_steps": 4', '"num_steps": 5'))
     with pytest.raises(ConfigError, match="altered since the run was started"):
         read_resolved(layout)
-    layout.config.write_text("{}")
-    with pytest.raises(ConfigError, match="damaged"):
-        read_resolved(layout)
+    whole = json.loads(layout.config.read_text())
+    for damaged in ({}, [], {**whole, "config": "x"}, {**whole, "config": ["x"]}, {"config": whole["config"]}):
+        layout.config.write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match="damaged"):
+            read_resolved(layout)
 
 
 def test_the_hash_is_of_all_settings(run_file: Path) -> None:
