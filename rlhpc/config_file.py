@@ -69,7 +69,7 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """
     try:
         document = json.loads(layout.config.read_bytes())
-        settings, digest = document["config"], document["hash"]
+        settings, digest = dict(document["config"]), str(document["hash"])
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
     except KeyError as error:
