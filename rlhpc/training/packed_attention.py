@@ -25,6 +25,8 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from rlhpc.training.row_tensors import on_device
+
 PACKED_ATTENTION = "rlhpc_packed"
 MIN_FILL = 0.8  # a bucket's shortest segment over its longest: padding costs at most a quarter more tokens
 SHORT_TOKENS = 16  # segments up to this length share a bucket regardless of padding
@@ -48,7 +50,7 @@ class SegmentPlan:
         members = _buckets_of(lengths)
         gather, scatter = _padding_of(cu_seqlens, members)
         return cls(
-            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
+            cu_seqlens=on_device(cu_seqlens.astype(np.int32), device),
             max_tokens=int(lengths.max()),
             buckets=tuple((len(bucket), int(lengths[bucket[0]])) for bucket in members),
             _gather=gather,
@@ -64,12 +66,12 @@ class SegmentPlan:
     @cached_property
     def gather(self) -> Tensor:
         """int64 [P] on the device."""
-        return torch.from_numpy(self._gather).to(self.cu_seqlens.device)
+        return on_device(self._gather, self.cu_seqlens.device)
 
     @cached_property
     def scatter(self) -> Tensor:
         """int64 [T] on the device."""
-        return torch.from_numpy(self._scatter).to(self.cu_seqlens.device)
+        return on_device(self._scatter, self.cu_seqlens.device)
 
 
 def _buckets_of(lengths: NDArray[np.integer[Any]]) -> list[list[int]]:

@@ -15,8 +15,14 @@ from rlhpc.types import PackedMicrobatch
 
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to `device`: arrays of a message are read-only, which torch cannot express for tensors."""
-    return torch.from_numpy(array.copy()).to(device)
+    """Copy an array to `device`, in the order of its current stream; the host does not wait for it.
+
+    Through page-locked memory: a copy from other memory waits until the GPU has done everything before it, and the host
+    could not prepare the next row meanwhile.  torch keeps the memory until the copy has ended.  The array itself is
+    never shared: arrays of a message are read-only, which torch cannot express for tensors.
+    """
+    own = torch.from_numpy(array.copy())
+    return own if device.type == "cpu" else own.pin_memory().to(device, non_blocking=True)
 
 
 def all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:

@@ -59,7 +59,7 @@ class SideGroup:
         self._store = store
         self._group: Any = None
         self._lifeline: Lifeline | None = None
-        self._is_abandoned = False  # with a collective under way
+        self._num_under_way = 0  # collectives that were begun and not waited for to their end
         try:
             self._connect(backend, store, rank, device, host)
         except BaseException:
@@ -94,6 +94,7 @@ class SideGroup:
         with _failures_named("a broadcast could not be started"):
             if self._group is None:
                 raise GroupFailed("this member has left the group")
+            self._num_under_way += 1
             work = self._group.broadcast([tensor], options)
 
         def wait() -> None:
@@ -111,12 +112,14 @@ class SideGroup:
         with _failures_named("a sum over all ranks did not complete"):
             if self._group is None:
                 raise GroupFailed("this member has left the group")
+            self._num_under_way += 1
             self._finish(self._group.allreduce([tensor], options))
         return int(tensor.item())
 
     def lost(self) -> str:
         """Who is gone, as far as this rank can know; "" if nobody is known to be.  Never blocks."""
-        return self._lifeline.lost() if self._lifeline is not None else "this member has left the group"
+        lifeline = self._lifeline  # close() may be called meanwhile
+        return lifeline.lost() if lifeline is not None else "this member has left the group"
 
     def _finish(self, work: Any) -> None:
         """Wait for the end of a collective.
@@ -128,10 +131,10 @@ class SideGroup:
             now = time.monotonic()
             lost_at = min(lost_at, now) if self.lost() else math.inf
             if now - lost_at > GRACE_S or now > deadline:
-                self._is_abandoned = True
                 raise RuntimeError(self.lost() or f"not within {self._timeout.total_seconds():g} s")
             time.sleep(interval_s)
             interval_s = min(1.5 * interval_s, POLL_S[1])
+        self._num_under_way -= 1
         work.wait(self._timeout)
 
     def close(self) -> None:
@@ -141,8 +144,8 @@ class SideGroup:
         group, self._group, self._lifeline, self._store = self._group, None, None, None
         if group is not None and not isinstance(group, c10d.ProcessGroupGloo):
             group.abort()
-        elif group is not None and self._is_abandoned:
-            # Gloo ends no collective early, and its destructor waits for the one that this rank has given up.
+        elif group is not None and self._num_under_way:
+            # Gloo ends no collective early, and its destructor waits for the one that this rank gives up.
             left = [group]
             del group
             threading.Thread(target=left.clear, name="weights-abandoned", daemon=True).start()

@@ -52,13 +52,16 @@ def judge_devices(
     memory_gib: of each GPU, by its word of CUDA_VISIBLE_DEVICES; one that is missing is not judged.
     """
     spare: dict[str, float] = {}
-    for word, processes in _holders(gpus).items():
-        if word not in memory_gib:
-            return f"fits        not judged: the memory of GPU {word} is not known"
+    holders = _holders(gpus)
+    known = [word for word in holders if word in memory_gib]
+    for word, processes in ((word, holders[word]) for word in known):
         _refuse(config, model, shape, processes, word, memory_gib[word])
         spare[word] = memory_gib[word] - _total(config, shape, processes) / GIB
+    if len(known) < len(holders):
+        unknown = next(word for word in holders if word not in known)
+        return f"fits        not judged: the memory of GPU {unknown} is not known"
     word = min(spare, key=spare.__getitem__)
-    shares = _shares(config, shape, _holders(gpus)[word])
+    shares = _shares(config, shape, holders[word])
     sums = " + ".join(f"{share.process} {share.total / GIB:.1f}" for share in shares)
     return f"fits        {_named(word, memory_gib[word])}: {sums} GiB, {spare[word]:.1f} GiB to spare ({AN_ESTIMATE})"
 

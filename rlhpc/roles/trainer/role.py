@@ -44,6 +44,7 @@ from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
+from rlhpc.training.row_tensors import on_device
 from rlhpc.transport.open import connect_blocking
 from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
@@ -178,7 +179,7 @@ class Trainer:
                 return self._backend.logprobs(microbatches)
             case _:
                 shares = (current_share(row.versions, version) for row in microbatches)
-                return [torch.from_numpy(share).to(self._backend.device) for share in shares]
+                return [on_device(share, torch.device(self._backend.device)) for share in shares]
 
     # -------------------------------------------------------------------------------------------------------- weights
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.attention import PackedRow
 from rlhpc.training.megatron.row_plan import RowPlan, held, held_tokens, row_order
+from rlhpc.training.row_tensors import on_device
 from rlhpc.types import PackedMicrobatch
 
 
@@ -56,10 +57,10 @@ class LocalRow:
         is_predictor = np.pad(wanted[1:], (0, padding + 1))[tokens]
         predictors = np.flatnonzero(is_predictor)
         return cls(
-            token_ids=torch.from_numpy(token_ids[tokens]).to(device),
-            position_ids=torch.from_numpy(position_ids[tokens]).to(device),
-            targets=torch.from_numpy(token_ids[tokens[predictors] + 1]).to(device),
-            predictors=torch.from_numpy(predictors).to(device),
+            token_ids=on_device(token_ids[tokens], device),
+            position_ids=on_device(position_ids[tokens], device),
+            targets=on_device(token_ids[tokens[predictors] + 1], device),
+            predictors=on_device(predictors, device),
             packed=PackedRow(RowPlan.of(borders, layout.context, context_rank, device)),
         )
 

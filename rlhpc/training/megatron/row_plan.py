@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.training.packed_attention import SegmentPlan
+from rlhpc.training.row_tensors import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class ChunkPlan:
             key_end=end,
             num_continued=num_continued,
             begun=SegmentPlan.of(own.astype(np.int32), device) if len(own) > 1 else None,
-            query_borders=torch.from_numpy(queries.astype(np.int32)).to(device),
-            key_borders=torch.from_numpy(keys.astype(np.int32)).to(device),
+            query_borders=on_device(queries.astype(np.int32), device),
+            key_borders=on_device(keys.astype(np.int32), device),
             max_queries=int(np.diff(queries).max()),
             max_keys=int(np.diff(keys).max()),
         )
@@ -77,7 +78,7 @@ class RowPlan:
         size, remainder = divmod(num_tokens, 2 * num_ranks)
         assert not remainder, f"a row of {num_tokens} tokens is not cut by {num_ranks} context ranks"
         return cls(
-            borders=torch.from_numpy(borders.astype(np.int32)).to(device),
+            borders=on_device(borders.astype(np.int32), device),
             max_tokens=longest,
             whole=None,
             chunks=tuple(
@@ -102,4 +103,4 @@ def held_tokens(num_tokens: int, num_ranks: int, rank: int) -> NDArray[np.int64]
 def row_order(num_tokens: int, num_ranks: int, device: torch.device) -> Tensor:
     """int64 [P]: where each token of the row lies when the ranks' parts are laid end to end."""
     parts = np.concatenate([held_tokens(num_tokens, num_ranks, rank) for rank in range(num_ranks)])
-    return torch.from_numpy(np.argsort(parts, kind="stable")).to(device)
+    return on_device(np.argsort(parts, kind="stable"), device)

@@ -125,6 +125,18 @@ def test_a_receiver_notices_a_dead_publisher_though_its_connections_stay_open(
     link.leave()
 
 
+def test_a_worker_may_leave_while_it_waits_for_a_publisher_that_hangs(doomed: Doomed, tmp_path: Path) -> None:
+    """Its thread ends, and whoever calls leave() is not held up: in a worker that is the thread that decodes."""
+    link = joined(doomed, tmp_path, SECOND_BUCKET)
+    link.begin_shadow(MANIFEST)
+    deaf = doomed.hear("deaf")
+    assert link.poll()[0] == BUSY
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(link.leave).result(PATIENCE_S)
+    assert "has left the group" in reached(link, FAILED)
+    os.kill(deaf, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("stop_at", [NOTHING_SENT, 0])
 def test_the_trainer_notices_a_dead_receiver_though_its_connections_stay_open(
     doomed: Doomed, tmp_path: Path, stop_at: int

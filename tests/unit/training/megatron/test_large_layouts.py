@@ -6,6 +6,10 @@ world size; its process groups are torch's "fake" backend, which connects to nob
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,7 @@ def maps_of(name: str) -> tuple[ParameterMap, ...]:
 
 
 def expected_by_engines(name: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of an HF checkpoint of this model: what vLLM's loaders take."""
+    """Names and shapes of an HF checkpoint of this model, which is what engines read."""
     with META:
         module = AutoModelForCausalLM.from_config(recipe(name)[1])
     specs = (TensorSpec(key, "bfloat16", tuple(tensor.shape)) for key, tensor in module.named_parameters())
@@ -104,6 +108,23 @@ def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: st
     sent, counted = [bucket.num_bytes for bucket in buckets_of(manifest)], bucket_sizes(config, shape)
     assert (len(sent), sum(sent)) == (len(counted), sum(counted))
     assert counted == pytest.approx(sent, rel=1e-3)
+
+
+@pytest.mark.vllm
+@pytest.mark.starts
+def test_vllms_own_models_take_every_tensor_and_are_whole_then() -> None:
+    """In a process of its own; the engine's ranks cut what they take by vLLM's own rules."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.training.megatron.engine_on_meta", *RECIPES],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["qwen')]
+    assert [name for name, *_ in answers] == list(RECIPES)
+    for name, missing, missing_without_the_last in answers:
+        assert missing == [], name
+        assert len(missing_without_the_last) == 1, name
 
 
 # ------------------------------------------------------------------------------------------------ Megatron's own ranks
