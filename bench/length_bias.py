@@ -136,7 +136,7 @@ class Run:
 
     def _ends(self, name: str, serial: int) -> None:
         flight = self.flights[name].pop(serial, None)
-        if flight is not None and self.ledger.deliver(name, flight.group_id, 0):
+        if flight is not None and self.ledger.deliver(flight.group_id, 0):
             self.arrived_s.append(flight.total_s)
             self.ledger.drop(flight.group_id, DropReason.CANCELLED)  # the slot is all that is wanted
 

@@ -281,7 +281,6 @@ def main() -> None:
                 "device": options.device,
                 "recompute_activations": options.recompute,
                 "token_budget": options.tokens,
-                "logprob_chunk_tokens": 1024,
             }
             times, peak, gpu = measure(Task(model, keys, options.dtype, rows, options.repeats, place))
             replicas = keys["num_ranks"] if layout.startswith("dp") else 1

@@ -80,7 +80,7 @@ def main() -> None:
     num_tokens = sum(len(row.token_ids) for row in rows)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_tiny_checkpoint(Path(scratch), hidden=128, layers=options.layers)
-        backend = open_backend(tiny_config(directory, logprob_chunk_tokens=1024), RankContext())
+        backend = open_backend(tiny_config(directory), RankContext())
         num_parameters = sum(int(np.prod(spec.shape)) for spec in backend.tensor_specs())
         print(
             f"{num_parameters} parameters, {num_tokens} tokens in {sum(len(r.cu_seqlens) - 1 for r in rows)} segments"

@@ -85,7 +85,7 @@ class Ring:
                 self._after(self.g * length, "sampled", lease.group_id, index)
 
     def _sampled(self, group_id: int, index: int) -> None:
-        self.ledger.deliver("g", group_id, index)
+        self.ledger.deliver(group_id, index)
 
     def _train(self) -> None:
         if self.is_training or len(self.queued) > 1:

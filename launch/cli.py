@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     is_family,
+    number,
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
@@ -76,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
     takes_resume_point(run)
+    run.add_argument(
+        "--max-retries",
+        type=number,
+        metavar="N",
+        help="attempts after failed ones without a new checkpoint; default: 5",
+    )
     check = command(
         "check", _check, "Validate a run file, its model and its data; or verify everything that a run has written."
     )
@@ -169,7 +176,8 @@ def _run(options: argparse.Namespace) -> int:
     from launch.commands.run import run_locally
 
     resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
-    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from)
+    how = {} if options.max_retries is None else {"max_retries": options.max_retries}
+    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from, **how)
 
 
 def _submit(options: argparse.Namespace) -> int:

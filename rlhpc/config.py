@@ -1,7 +1,8 @@
 """The settings of a run: a whole run file, and the rules that tie one of its keys to another.
 
 Input: the tables of config_sections.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
-values and what is legal; RULES is the list that every Config obeys.
+values and what is legal.  Every Config obeys RULES; EFFECTS, that each key does something beside the others, is asked
+of whoever writes a run file or an override, and not of a run that has begun.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from rlhpc.config_sections import (
     AdmissionConfig,
@@ -27,6 +28,8 @@ from rlhpc.config_sections import (
     TransportConfig,
     WeightsConfig,
 )
+
+HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
 
 
 class Config(Section):
@@ -52,8 +55,9 @@ class Config(Section):
         return (self.run.directory or Path("runs") / self.run.name).absolute()
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Self:
-        for rule in RULES:
+    def _keys_agree(self, info: ValidationInfo) -> Self:
+        has_begun = info.context == HAS_BEGUN
+        for rule in RULES if has_begun else (*RULES, *EFFECTS):
             rule(self)
         return self
 
@@ -96,18 +100,6 @@ def group_has_reward_variance(config: Config) -> None:
             f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: the rewards of a group "
             "of one have zero variance, so every advantage is zero; legal: 2 or more"
         )
-
-
-def ratio_is_unbiased(config: Config) -> None:
-    """Processed log-probabilities are renormalised over the nucleus: the ratio is off by the nucleus' mass S."""
-    generation = config.generation
-    for key, is_cut in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if is_cut:
-            raise ValueError(
-                f"generation.{key}={getattr(generation, key)} with an importance ratio: the sampler's log-"
-                "probabilities are renormalised over the tokens that were kept, the trainer's are not, so that every "
-                f"ratio is too small by the mass that was kept; legal: {key}={'1.0' if key == 'top_p' else '0'}"
-            )
 
 
 def warmup_is_shorter_than_run(config: Config) -> None:
@@ -223,7 +215,6 @@ RULES = (
     engine_step_holds_every_sequence,
     window_leaves_slots,
     group_has_reward_variance,
-    ratio_is_unbiased,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     death_takes_longer_than_a_beat,
@@ -231,4 +222,83 @@ RULES = (
     ranks_fill_the_layout,
     layout_keys_need_their_partner,
     format_has_its_backend,
+)
+
+
+# -------------------------------------------------------------------------------------------------- keys without effect
+
+
+def clip_has_a_ratio(config: Config) -> None:
+    """One optimiser step a batch: where the ratio starts at the policy before the step, it is 1."""
+    algorithm = config.algorithm
+    if algorithm.proximal in ("current", "recompute"):
+        beside = f"algorithm.proximal={algorithm.proximal!r}, where the ratio is 1 and nothing is clipped"
+        other = "algorithm.proximal='behaviour' or 'loglinear'"
+        _refuse_without_effect(config, "algorithm.clip_low", beside, other)
+        _refuse_without_effect(config, "algorithm.clip_high", beside, other)
+
+
+def cap_has_a_weight(config: Config) -> None:
+    """PPO around the sampler has no importance weight."""
+    if config.algorithm.proximal == "behaviour" and config.algorithm.importance_cap != "off":
+        beside = "algorithm.proximal='behaviour', where the importance weight is 1"
+        _refuse_without_effect(config, "algorithm.importance_cap", beside, "'off', or another algorithm.proximal")
+
+
+def utilization_decides(config: Config) -> None:
+    """A KV cache of a given size leaves nothing to measure."""
+    if config.generation.kv_cache_bytes is not None:
+        beside = f"generation.kv_cache_bytes={config.generation.kv_cache_bytes}, which says how much the engine takes"
+        _refuse_without_effect(config, "generation.gpu_memory_utilization", beside, "no generation.kv_cache_bytes")
+
+
+def something_is_sampled_at_an_update(config: Config) -> None:
+    """Synchronous: all slots belong to the batch that was trained."""
+    if config.admission.max_staleness == 0:
+        beside = "admission.max_staleness=0: nothing is being sampled when weights are updated"
+        _refuse_without_effect(config, "generation.recompute_kv", beside, "admission.max_staleness of 1 or more")
+
+
+def schedule_has_an_end(config: Config) -> None:
+    """A constant rate goes nowhere."""
+    if config.trainer.lr_schedule == "constant":
+        _refuse_without_effect(
+            config,
+            "trainer.min_learning_rate",
+            "trainer.lr_schedule='constant'",
+            "trainer.lr_schedule='linear' or 'cosine'",
+        )
+
+
+def gradients_are_summed(config: Config) -> None:
+    """One rank has nobody to sum with."""
+    trainer = config.trainer
+    if trainer.num_ranks == trainer.pipeline_parallel:
+        beside = (
+            f"one rank in a pipeline stage (trainer.num_ranks={trainer.num_ranks}): no gradients are summed over ranks"
+        )
+        _refuse_without_effect(config, "trainer.overlap_grad_reduce", beside, "more trainer.num_ranks")
+
+
+def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
+    """other: what else would be legal."""
+    section, _, key = name.partition(".")
+    table = getattr(config, section)
+    value, default = getattr(table, key), type(table).model_fields[key].default
+    if value != default:
+        text, plain = (_in_toml(v) for v in (value, default))
+        raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
+
+
+def _in_toml(value: bool | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+EFFECTS = (
+    clip_has_a_ratio,
+    cap_has_a_weight,
+    utilization_decides,
+    something_is_sampled_at_an_update,
+    schedule_has_an_end,
+    gradients_are_summed,
 )

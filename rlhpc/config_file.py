@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
-from rlhpc.config import Config
+from rlhpc.config import HAS_BEGUN, Config
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
+from rlhpc.retired_keys import without_retired_keys
 from rlhpc.run_layout import RunLayout
 
 
@@ -52,7 +53,7 @@ def override(config: Config, words: Sequence[str]) -> Config:
 
 def config_hash(config: Config) -> str:
     """Short digest of the settings; roles of one run must agree on it."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    return _digest(config.model_dump(mode="json"))
 
 
 def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
@@ -62,7 +63,10 @@ def write_resolved(config: Config, layout: RunLayout, commit: str) -> None:
 
 
 def read_resolved(layout: RunLayout) -> tuple[Config, str]:
-    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered."""
+    """Return the settings a run was started with, and their hash.  Raises ConfigError if missing or altered.
+
+    The hash is of the file as it was written, so that a run that began under a version with other keys goes on.
+    """
     try:
         document = json.loads(layout.config.read_bytes())
         settings, digest = document["config"], document["hash"]
@@ -72,10 +76,14 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
         raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    config = _validate(settings, str(layout.config))
-    if config_hash(config) != digest:
+    config = _validate(settings, str(layout.config), is_begun=True)
+    if _digest(settings) != digest:
         raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
     return config, digest
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(settings)).hexdigest()[:16]
 
 
 def _apply_override(document: dict[str, Any], word: str) -> None:
@@ -146,11 +154,17 @@ def _is_pydantics_own(part: str | int) -> bool:
     return part in ("[key]", "constrained-float") or str(part).startswith("literal[")
 
 
-def _validate(document: dict[str, Any], source: str) -> Config:
+def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
+    """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
+    document, retired = without_retired_keys(document)
+    faults = [] if is_begun else retired
     try:
-        return Config.model_validate(document)
+        config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in fault_lines(error, _explain))) from None
+        faults += fault_lines(error, _explain)
+    if faults:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+    return config
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:

@@ -81,10 +81,6 @@ class GenerationConfig(Section):
     """Sampling stops here."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits, in the engine and in the trainer."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 the sampler renormalises over the nucleus; not allowed with an importance ratio."""
-    top_k: NonNegative = 0
-    """0: all tokens; other values are not allowed with an importance ratio."""
     max_num_seqs: Positive = 256
     """Upper bound of sequences decoded at once by one replica."""
     max_num_batched_tokens: Positive | None = None
@@ -209,8 +205,6 @@ class TrainerConfig(Section):
     """"auto": cuda if there is a device."""
     token_budget: Positive
     """Tokens of one packed micro-batch, never exceeded; at least max_prompt_tokens + max_completion_tokens."""
-    logprob_chunk_tokens: Positive = 1024
-    """Rows of logits in memory at once."""
     recompute_activations: Literal["none", "selective", "full"] = "none"
     """Trade time for memory: attention alone (Megatron) or whole layers."""
     learning_rate: PositiveFloat = 1e-6
@@ -231,8 +225,6 @@ class TrainerConfig(Section):
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
     """Clip the global norm to this."""
-    max_skipped_steps: Positive = 5
-    """Stop after this many consecutive non-finite steps."""
 
     @property
     def data_parallel(self) -> int:
@@ -274,8 +266,6 @@ class BufferConfig(Section):
     """A segment is sealed after this many groups…"""
     segment_s: PositiveFloat = 60.0
     """…or this many seconds, whichever is first."""
-    compression: Literal["none", "gzip"] = "gzip"
-    """Of the sealed file."""
 
 
 class TransportConfig(Section):
@@ -285,8 +275,6 @@ class TransportConfig(Section):
     """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
     """Encrypt and admit only this run's keys.  False leaves the sockets open to every user of the node."""
-    max_message_bytes: Positive = 1 << 30
-    """A longer frame closes the connection."""
     heartbeat_s: PositiveFloat = 1.0
     """Interval of heartbeats."""
     dead_after_s: PositiveFloat = 15.0

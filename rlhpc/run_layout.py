@@ -108,6 +108,11 @@ class RunLayout:
         """Prompts that lost leases because a generator died: JSON lines, appended; outlives every attempt."""
         return self.root / "strikes.jsonl"
 
+    @property
+    def local_plan(self) -> Path:
+        """What `rlhpc run` starts on this machine, as JSON: job_plan.json without Slurm."""
+        return self.root / "local_plan.json"
+
     # ------------------------------------------------------------------------------------------------- of Slurm jobs
 
     @property

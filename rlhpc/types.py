@@ -36,8 +36,6 @@ class SamplingParams:
 
     max_tokens: int  # completion tokens, a prefix included
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
 
 

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 MOST_ROWS = 40  # of a list
 
 
+def number(text: str) -> int:
+    """Parse 0, 1, 2, …  Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a whole number, 0 or more")
+    return int(text)
+
+
 def takes_submission(parser: argparse.ArgumentParser) -> None:
     """Run file, site file, and how to submit."""
     takes_run_file(parser)

@@ -42,6 +42,13 @@ Continuation = Literal["requeue", "successor"]
 MailEvent = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT_90", "ALL"]
 
 
+def _refuse_without(section: Section, key: str, other: str) -> None:
+    """`other` is not given, without which `key` does nothing."""
+    value = getattr(section, key)
+    if value != type(section).model_fields[key].default:
+        raise ValueError(f"{key}={value!r}: has no effect without {other}; legal: both, or neither")
+
+
 class ClusterConfig(Section):
     """[cluster]: what holds for the whole run."""
 
@@ -72,6 +79,12 @@ class ClusterConfig(Section):
     def _path_is_absolute(self) -> Self:
         if not self.shared_directory.is_absolute():
             raise ValueError(f"shared_directory={str(self.shared_directory)!r}: legal: an absolute path")
+        return self
+
+    @model_validator(mode="after")
+    def _mail_has_an_address(self) -> Self:
+        if self.mail is None:
+            _refuse_without(self, "mail_events", "mail")
         return self
 
 
@@ -146,6 +159,13 @@ class GpuConfig(CommonConfig):
                 f"gpu={self.gpu!r}: its memory is not known here; give gpu_memory_gib, or one of "
                 f"{', '.join(sorted(GPU_MEMORY_GIB))}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _request_has_a_number(self) -> Self:
+        if self.gpus_per_node is None:
+            _refuse_without(self, "gres_type", "gpus_per_node")
+            _refuse_without(self, "gpu_request", "gpus_per_node")
         return self
 
 

@@ -97,18 +97,17 @@ class Progress:
         return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "no role has registered")
 
     @property
-    def has_trainer(self) -> bool:
-        """True if its rank 0 is registered."""
-        return any(role["name"] == "trainer-0" for role in self.roles)
-
-    @property
-    def has_rewards(self) -> bool:
-        """True if a reward service is registered."""
-        return any(role["name"].startswith("reward-") for role in self.roles)
+    def is_training(self) -> bool:
+        """True once all roles have met, until the run ends."""
+        return self.phase == "training"
 
     def generators(self) -> list[str]:
         """Names of the registered generators."""
-        return [role["name"] for role in self.roles if role["name"].startswith("generator-")]
+        return self.names("generator")
+
+    def names(self, role: str) -> list[str]:
+        """Names of the registered processes of a role."""
+        return [each["name"] for each in self.roles if each["name"].startswith(f"{role}-")]
 
 
 def read_progress(layout: RunLayout) -> Progress | None:

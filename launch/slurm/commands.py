@@ -42,6 +42,12 @@ _NOT_FOR_STEPS = frozenset(
         "TASK_EPILOG", "PROLOG", "EPILOG", "THREADS", "USE_MIN_NODES", "WAIT4SWITCH", "REQ_SWITCH", "MULTI", "QUIET",
     )
 )  # fmt: skip
+# GPUs of component 0, which Slurm sets in the batch step too.  A step of the same component keeps them, since
+# --gpus-per-task reaches srun so; srun would apply them to every other component.
+_OF_COMPONENT_0 = frozenset(
+    f"SLURM_{name}"
+    for name in ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
+)
 
 
 class SlurmError(RlhpcError):
@@ -113,15 +119,16 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     return {key: value for key, value in known.items() if key in _KEPT or not key.startswith(_INPUTS)}
 
 
-def srun_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def srun_environment(environment: Mapping[str, str] | None = None, *, any_component: bool = False) -> dict[str, str]:
     """The part of a batch step's environment, by default this process's, that an srun in its own job needs.
 
     The variables by which Slurm identifies the job and its components, and all variables that are not Slurm's, which
-    the tasks inherit.
+    the tasks inherit.  any_component: the step may be in another component than the batch step, with other GPUs.
     """
     known = os.environ if environment is None else environment
     others = tuple(prefix for prefix in _INPUTS if prefix not in ("SLURM_", "SLURMD_"))
-    kept = {key: value for key, value in known.items() if key not in _NOT_FOR_STEPS and not key.startswith(others)}
+    without = _NOT_FOR_STEPS | _OF_COMPONENT_0 if any_component else _NOT_FOR_STEPS
+    kept = {key: value for key, value in known.items() if key not in without and not key.startswith(others)}
     return {**kept, "SLURM_EXPORT_ENV": "ALL"}  # else a site's --export=NONE would apply to steps, too
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.slurm.commands import srun_environment
 from rlhpc.files import is_listed
 
 LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
@@ -21,13 +22,6 @@ LEAVES_VARIABLE = "RLHPC_HET_LEAVES"  # set for a component that stores no check
 UNFINISHED = ".save_tmp"  # the suffix that submitit appends to a file while writing it
 NAME_VARIABLE = "RLHPC_HET_COMPONENT"
 RESULT_PATIENCE_S = 15.0  # a shared filesystem may show a file some seconds after it was written on another node
-# Variables that Slurm sets for component 0 in the batch step; srun would apply them to every other component.
-LEAKING = (
-    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU"),
-    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK"),
-    *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXCLUSIVE"),
-)
 # A task opens its own log: the %t of srun's --output counts from -1 in a heterogeneous group since Slurm 24.11.
 _INTO_OWN_LOG = 'exec >> "$1${SLURM_PROCID}_log.out" 2>> "$1${SLURM_PROCID}_log.$2"; shift 2; exec "$@"'
 
@@ -64,7 +58,7 @@ class Step:
             self._process = self._start_here()
         else:
             words = [*self._srun_words(), *self._plan["command"], str(self._folder)]
-            self._process = subprocess.Popen(words, env=self._environment(without=LEAKING))
+            self._process = subprocess.Popen(words, env=self._environment(srun_environment(any_component=True)))
 
     def forget(self) -> None:
         """Remove results and the note."""
@@ -141,9 +135,9 @@ class Step:
     def _log(self, rank: str, ending: str) -> Path:
         return self._folder / f"{self._job_id}_{rank}_log.{ending}"
 
-    def _environment(self, without: tuple[str, ...] = ()) -> dict[str, str]:
+    def _environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         # LEAVES_VARIABLE is set if another component has submitted this job.
-        kept = {key: value for key, value in os.environ.items() if key not in (*without, LEAVES_VARIABLE)}
+        kept = {key: value for key, value in inherited.items() if key != LEAVES_VARIABLE}
         leaves = {} if self.stores_checkpoint else {LEAVES_VARIABLE: "1"}
         return {**kept, NAME_VARIABLE: self.name, "SLURM_EXPORT_ENV": "ALL", **leaves}
 
@@ -159,7 +153,7 @@ class Step:
     def _start_here(self) -> subprocess.Popen[bytes]:
         out = self._log("0", "out").open("ab")
         err = out if self._plan["stderr_to_stdout"] else self._log("0", "err").open("ab")
-        variables = {**self._environment(), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        variables = {**self._environment(os.environ), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
         words = [*self._plan["command"], str(self._folder)]
         with out, err:
             return subprocess.Popen(words, env=variables, stdout=out, stderr=err, start_new_session=True)

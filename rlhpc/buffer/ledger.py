@@ -119,7 +119,7 @@ class AdmissionLedger:
         """Samples leased to this generator that it neither delivered, lost nor handed back."""
         return self._leases.outstanding(holder)
 
-    def deliver(self, holder: str, group_id: int, sample_index: int) -> bool:
+    def deliver(self, group_id: int, sample_index: int) -> bool:
         """Record that a member arrived; True if it is new and wanted.
 
         False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not

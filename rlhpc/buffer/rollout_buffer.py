@@ -44,7 +44,8 @@ class FrozenBuffer:
         Raises SegmentError when it cannot be written.
         """
         next_index = self.segments.seal_to_cut()
-        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, "none"))
+        # Uncompressed: it is read once, by a resume, or never.
+        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
         return {"ledger": self.ledger, "next_segment_index": next_index}
 
 
@@ -128,7 +129,7 @@ class RolloutBuffer:
                 f"sample {rollout.sample_index} of group {rollout.group_id} answers another prompt, "
                 f"{rollout.prompt.prompt_id}"
             )
-        self._ledger.deliver(holder, rollout.group_id, rollout.sample_index)
+        self._ledger.deliver(rollout.group_id, rollout.sample_index)
         return self._add(scored)
 
     def is_open(self, group_id: int) -> bool:

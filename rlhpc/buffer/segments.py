@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import h5py
 import numpy as np
@@ -26,7 +25,6 @@ from rlhpc.errors import SegmentError
 from rlhpc.ownership import Fence
 from rlhpc.run_layout import RunLayout
 
-Compression = Literal["none", "gzip"]
 Attributes = Mapping[str, str | int | float]
 
 # The HDF5 format leaves a block at the head of a file to the application.  Ours holds the checksum of all that follows,
@@ -54,7 +52,6 @@ class SegmentWriter:
         run_attempt: int,
         max_groups: int,
         max_s: float,
-        compression: Compression,
         clock: Clock,
         wall_clock: Clock = time.time,
         fence: Fence | None = None,
@@ -63,7 +60,6 @@ class SegmentWriter:
         self._next_index = first_index
         self._attributes: Attributes = {"run_name": run_name, "run_attempt": run_attempt}
         self._max_groups, self._max_s = max_groups, max_s
-        self._compression: Compression = compression
         self._clock, self._wall_clock = clock, wall_clock
         self._pending: list[ResolvedGroup] = []
         self._pending_since_s = 0.0
@@ -135,7 +131,7 @@ class SegmentWriter:
                 "sealed_unix_s": self._wall_clock(),
             }
             try:
-                write_sealed(path, to_hdf5(groups, attributes, self._compression), staging=self._staging())
+                write_sealed(path, to_hdf5(groups, attributes), staging=self._staging())
             except SegmentError as error:
                 raise SegmentError(f"{error}; {len(self._pending)} resolved groups stay in memory") from error
             self._count_sealed(len(groups))
@@ -164,7 +160,7 @@ class SegmentWriter:
                 self._index_after_cut = self._next_index
 
 
-def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression: Compression) -> bytes:
+def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, *, compress: bool = True) -> bytes:
     """The bytes of a segment file with these groups and file attributes."""
     columns = to_columns(groups)
     image = io.BytesIO()
@@ -175,16 +171,15 @@ def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, compression
         file.attrs["num_groups"] = len(columns["groups/group_id"])
         file.attrs["num_rollouts"] = len(columns["rollouts/group_id"])
         file.attrs["num_completion_tokens"] = len(columns["rollouts/token_ids"])
-        _write_columns(file, columns, compression)
+        _write_columns(file, columns, compress)
     body = image.getbuffer()[USER_BLOCK_BYTES:]
     head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {crc32(body):08x}\n".encode()
     image.getbuffer()[: len(head)] = head
     return image.getvalue()
 
 
-def _write_columns(file: h5py.File, columns: Columns, compression: Compression) -> None:
+def _write_columns(file: h5py.File, columns: Columns, compress: bool) -> None:
     for name, values in columns.items():
-        is_compressed = compression == "gzip" and values.nbytes >= _COMPRESS_FROM_BYTES
         layout = (
             {
                 "chunks": (min(len(values), max(1, _CHUNK_BYTES // values.itemsize)),),
@@ -192,7 +187,7 @@ def _write_columns(file: h5py.File, columns: Columns, compression: Compression) 
                 "compression_opts": 1,  # higher levels cost several times as much for a few per cent
                 "shuffle": True,
             }
-            if is_compressed
+            if compress and values.nbytes >= _COMPRESS_FROM_BYTES
             else {}
         )
         file.create_dataset(name, data=np.ascontiguousarray(values), track_times=False, **layout)

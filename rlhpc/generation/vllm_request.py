@@ -31,8 +31,10 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
     return SamplingParams(
         max_tokens=sampling.max_tokens - request.num_done,
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        # The whole distribution: log-probabilities over a part of it would be renormalised, the trainer's are not, and
+        # every importance ratio would be too small by the mass that was kept.
+        top_p=1.0,
+        top_k=0,
         stop_token_ids=sorted({*sampling.stop_token_ids, *model_stop_token_ids}),
         ignore_eos=True,  # end-of-sequence tokens are among stop_token_ids: one rule instead of two
         logprobs=0,  # of the sampled token only

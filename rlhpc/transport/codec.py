@@ -39,7 +39,7 @@ SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
 SMALL_ARRAY_BYTES = 4 << 10  # below this an array is always part of the head
 MAX_FRAME_BYTES = 4 << 20
 MAX_DIMENSIONS = 4
-DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 30  # far above the largest batch; what is longer is an error of ours or an attack
 
 Frame: TypeAlias = bytes | memoryview
 Array: TypeAlias = NDArray[Any]
@@ -66,7 +66,7 @@ class Codec:
     read-only.  Messages of an older sender without the newest fields, which come last and have defaults, decode too.
     """
 
-    def __init__(self, message_types: Iterable[type], max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, message_types: Iterable[type], max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         """Compile one plan per type.  Raises TypeError for a field that cannot be encoded."""
         self._max_message_bytes = max_message_bytes
         self._arrays: list[Array] = []  # of the message that is being encoded

@@ -49,7 +49,7 @@ def make_socket(context: Context, kind: int, spec: ChannelSpec, config: Transpor
     socket.linger = LINGER_MS
     socket.sndhwm = spec.capacity_messages
     socket.rcvhwm = receive_queue(spec)
-    socket.maxmsgsize = min(config.max_message_bytes, MAX_FRAME_BYTES) + FRAME_OVERHEAD_BYTES  # of one frame
+    socket.maxmsgsize = MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES  # of one frame
     socket.handshake_ivl = HANDSHAKE_MS
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1_000
     third_s = max(1, int(config.dead_after_s / 3))

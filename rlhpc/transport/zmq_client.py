@@ -53,8 +53,8 @@ class _Dealer:
         self.counters = Counters()
         self.received = SequenceCheck()
         self.is_open = True
-        self._incoming = Codec(spec.to_client, config.max_message_bytes)
-        self._outgoing = Codec((*spec.to_server, Greeting), config.max_message_bytes)
+        self._incoming = Codec(spec.to_client)
+        self._outgoing = Codec((*spec.to_server, Greeting))
         self._next_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = make_socket(self._context, zmq.DEALER, spec, config)

@@ -51,8 +51,8 @@ class ZmqServer(ServerChannel):
         """
         self.name = checked_name(name)
         self._title = f"channel {spec.name} of {name}"
-        self._incoming = Codec((*spec.to_server, Greeting), config.max_message_bytes)
-        self._outgoing = Codec(spec.to_client, config.max_message_bytes)
+        self._incoming = Codec((*spec.to_server, Greeting))
+        self._outgoing = Codec(spec.to_client)
         self._peers = PeerBook()
         self._counters = Counters()
         self._inbox: Inbox[tuple[str, Any]] = Inbox(receive_queue(spec), self._title, self._drain)

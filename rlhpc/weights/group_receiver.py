@@ -75,6 +75,10 @@ class GroupReceiver(WeightReceiver):
                 self.leave()
             raise
 
+    def lost(self) -> str:
+        """The publisher is gone, or this rank has left; see WeightReceiver."""
+        return self._group.lost() if self._group is not None else "not a member of a group"
+
     def leave(self) -> None:
         """Cut the connections; see WeightReceiver."""
         if self._group is not None:

@@ -88,7 +88,7 @@ def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_n
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
 
 
-def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_it_sampled(
+def test_a_local_run_whose_only_generator_dies_of_a_prompt_goes_on_without_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = lab.layout("alone")
@@ -96,10 +96,11 @@ def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_i
     # So long that nobody's silence is noticed.
     sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0, "heartbeat_s": 0.2}}
     with Run(lab.run_file("alone", **sections), layout) as run:
-        assert run.finish() != 0, run.story()
+        assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
-    assert "generator-0 ended with signal SIGKILL" in run.output
-    assert num_strikes(layout) == 1
+    assert run.output.count("ended with signal SIGKILL") == 3
+    assert poisoned_references(layout.rollouts) == [LETHAL]
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
 
 
 @pytest.mark.long

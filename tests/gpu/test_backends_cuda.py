@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-ON_GPU = {"num_ranks": 1, "device": "cuda", "logprob_chunk_tokens": 256}
+ON_GPU = {"num_ranks": 1, "device": "cuda"}
 REFERENCE = ON_GPU | {"backend": "reference"}
 BACKENDS = {
     "megatron": ON_GPU | {"backend": "megatron"},

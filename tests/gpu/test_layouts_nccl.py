@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-ON_GPU = {"device": "cuda", "logprob_chunk_tokens": 256}
+ON_GPU = {"device": "cuda"}
 ALONE = ON_GPU | {"backend": "megatron", "num_ranks": 1}
 MEGATRON = ON_GPU | {"backend": "megatron", "num_ranks": 2}
 DEEPSPEED = ON_GPU | {"backend": "deepspeed", "num_ranks": 2}

@@ -71,7 +71,6 @@ def test_a_step_takes_what_the_planner_says(layout, recompute, model, process, t
         "num_ranks": 1,
         "device": "cuda",
         "token_budget": TOKENS,
-        "logprob_chunk_tokens": 1024,
         "recompute_activations": recompute,
     }
     config = tiny_config(model, dtype="bfloat16", **keys)

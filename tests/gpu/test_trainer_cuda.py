@@ -19,7 +19,7 @@ ROW = pack_row(draw_samples((200, 370, 80, 330, 1, 64)))
 
 
 def open_on(device, model, **settings):
-    config = tiny_config(model, device=device, logprob_chunk_tokens=256, **settings)
+    config = tiny_config(model, device=device, **settings)
     return open_backend(config, RankContext())
 
 

@@ -121,6 +121,33 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
     assert load_config(run_file, ["admission.max_staleness=4", "admission.window_groups=3"]).admission.window == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "refused", "way_out"),
+    [
+        (["algorithm.clip_low=0.1"], "algorithm.clip_low=0.1", ["algorithm.proximal=behaviour"]),
+        (["algorithm.clip_high=0.3", "algorithm.proximal=recompute"], "algorithm.clip_high=0.3",
+         ["algorithm.clip_high=0.28"]),
+        (["algorithm.importance_cap=5.0", "algorithm.proximal=behaviour"], "algorithm.importance_cap=5",
+         ["algorithm.importance_cap=off"]),
+        (["generation.gpu_memory_utilization=0.5", "generation.kv_cache_bytes=1_000_000"],
+         "generation.gpu_memory_utilization=0.5", ["generation.gpu_memory_utilization=0.9"]),
+        (["generation.recompute_kv=true", "admission.max_staleness=0"], "generation.recompute_kv=true",
+         ["admission.max_staleness=1"]),
+        (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
+        (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
+    ],
+)  # fmt: skip
+def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
+    run_file: Path, words: list[str], refused: str, way_out: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, words)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"{run_file}: {refused} has no effect with ")
+    assert "; legal: " in line
+    load_config(run_file, [*words, *way_out])
+
+
 def test_every_key_explains_itself() -> None:
     for section in Config.model_fields.values():
         for key, field in section.annotation.model_fields.items():

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from rlhpc.config_sections import TrainerConfig
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 
 ROUTING_IMBALANCE = 1.5  # tokens of the fullest rank of experts over the mean; a guess, routing is not bounded
 
@@ -121,7 +121,7 @@ class RowMemory:
         """
         shape, b = self.shape, self.element_bytes
         vocabulary = self.layout.padded_vocabulary(shape.vocabulary) // self.layout.tensor
-        logits = 4 * min(self.trainer.logprob_chunk_tokens, self.num_tokens) * vocabulary
+        logits = 4 * min(LOGPROB_CHUNK_TOKENS, self.num_tokens) * vocabulary
         weight = 4 * vocabulary * shape.hidden
         backward = logits + weight if b == 4 else logits // 4 + weight * 13 // 8
         hidden = self.num_tokens * shape.hidden * (self._norm_bytes // self._norm_share + 3 * b)

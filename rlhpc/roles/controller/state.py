@@ -72,7 +72,6 @@ def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock)
         run_attempt=context.attempt,
         max_groups=config.buffer.segment_groups,
         max_s=config.buffer.segment_s,
-        compression=config.buffer.compression,
         clock=clock,
         fence=context.fence,
     )
@@ -95,8 +94,6 @@ def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Cl
         "sampling": SamplingParams(
             max_tokens=generation.max_completion_tokens,
             temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
             stop_token_ids=tokenizer.eos_token_ids,
         ),
         "lease_deadline_s": admission.lease_deadline_s,

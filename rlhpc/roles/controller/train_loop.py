@@ -30,6 +30,9 @@ from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 
 log = logging.getLogger("rlhpc.train_loop")
 
+# Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
+MAX_SKIPPED_STEPS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -224,9 +227,9 @@ class TrainLoop:
             return
         self._num_skipped_in_a_row += 1
         log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
-        if self._num_skipped_in_a_row >= self._config.trainer.max_skipped_steps:
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
-                f"{self._num_skipped_in_a_row} steps in a row were not finite (trainer.max_skipped_steps); lower "
+                f"{self._num_skipped_in_a_row} steps in a row were not finite; lower "
                 f"trainer.learning_rate={self._config.trainer.learning_rate:g} or resume from an earlier checkpoint"
             )
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from rlhpc.config import Config
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.deepspeed.environment import accelerator_environment
@@ -75,7 +76,7 @@ class DeepSpeedBackend(TrainerBackend):
             masters = {name: parameter.detach() for name, parameter in model.parameters.items()}
             cast_parameters(model, settings.dtype)
         self._specs = model.tensor_specs()
-        policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=settings.trainer.logprob_chunk_tokens)
+        policy = ZeroPolicy(model, temperature=settings.temperature, chunk_tokens=LOGPROB_CHUNK_TOKENS)
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
             # DeepSpeed reads the environment while it is imported, once for the process.

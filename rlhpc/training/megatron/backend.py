@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
 from rlhpc.errors import ConfigError
-from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
 from rlhpc.training.megatron.distributed_checkpoint import (
@@ -120,9 +120,7 @@ class MegatronBackend(TrainerBackend):
             model,
             optimizer,
             Schedule(wrapped, model.layout, device),
-            MegatronSettings(
-                config.generation.temperature, trainer.logprob_chunk_tokens, config.checkpoint.trainer_format
-            ),
+            MegatronSettings(config.generation.temperature, LOGPROB_CHUNK_TOKENS, config.checkpoint.trainer_format),
         )
         if dtype != torch.float32:
             # Main weights were copied from rounded ones; the checkpoint may have them in full precision.

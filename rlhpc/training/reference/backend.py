@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
@@ -93,7 +94,7 @@ class ReferenceBackend(TrainerBackend):
         settings = ReferenceSettings(
             dtype=DTYPES[config.model.dtype],
             temperature=config.generation.temperature,
-            chunk_tokens=config.trainer.logprob_chunk_tokens,
+            chunk_tokens=LOGPROB_CHUNK_TOKENS,
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
             eps=config.trainer.adam_eps,
         )

@@ -29,7 +29,7 @@ def admit(ledger: AdmissionLedger, count: int, version: int = 0) -> list[int]:
 def finish(ledger: AdmissionLedger, *group_ids: int) -> None:
     for group_id in group_ids:
         for index in range(ledger.group_size):
-            assert ledger.deliver("g-0", group_id, index)
+            assert ledger.deliver(group_id, index)
 
 
 def make_prefix(length: int) -> Prefix:
@@ -81,17 +81,17 @@ def test_a_lease_never_exceeds_the_credit_so_a_group_is_split(ledger):
 def test_a_second_copy_is_not_wanted(ledger):
     admit(ledger, 1)
     ledger.grant("g-0", 2)
-    assert ledger.deliver("g-0", 0, 1)
-    assert not ledger.deliver("g-0", 0, 1)
+    assert ledger.deliver(0, 1)
+    assert not ledger.deliver(0, 1)
     assert ledger.outstanding("g-0") == 1
 
 
 def test_members_of_unknown_and_dropped_groups_are_not_wanted(ledger):
     admit(ledger, 1)
     ledger.drop(0, DropReason.CANCELLED)
-    assert not ledger.deliver("g-0", 0, 0)
-    assert not ledger.deliver("g-0", 77, 0)
-    assert not ledger.deliver("g-0", 0, 99)
+    assert not ledger.deliver(0, 0)
+    assert not ledger.deliver(77, 0)
+    assert not ledger.deliver(0, 99)
 
 
 def test_an_overdue_lease_is_granted_again_before_fresh_groups(ledger, clock):
@@ -109,7 +109,7 @@ def test_an_overdue_lease_is_granted_again_before_fresh_groups(ledger, clock):
 def test_only_what_is_missing_of_an_overdue_lease_is_granted_again(ledger, clock):
     admit(ledger, 1)
     ledger.grant("slow", 2)
-    ledger.deliver("slow", 0, 0)
+    ledger.deliver(0, 0)
     clock.advance(60.0)
     ledger.expire()
     assert ledger.grant("g-1", 2).sample_indices == (1,)
@@ -121,9 +121,9 @@ def test_a_generator_that_lost_its_lease_may_still_be_the_first_to_deliver(ledge
     clock.advance(60.0)
     ledger.expire()
     ledger.grant("fast", 2)
-    assert ledger.deliver("slow", 0, 0)
+    assert ledger.deliver(0, 0)
     assert ledger.outstanding("fast") == 1
-    assert not ledger.deliver("fast", 0, 0)
+    assert not ledger.deliver(0, 0)
 
 
 def test_the_deadline_of_an_old_lease_does_not_touch_a_newer_one_of_the_same_holder(ledger, clock):
@@ -141,7 +141,7 @@ def test_everything_a_dead_generator_held_is_grantable_again(ledger):
     admit(ledger, 2)
     ledger.grant("dead", 2)
     ledger.grant("dead", 2)
-    ledger.deliver("dead", 0, 0)
+    ledger.deliver(0, 0)
     assert ledger.forget_holder("dead") == [0, 1]
     assert ledger.outstanding("dead") == 0
     assert [ledger.grant(holder, 2).sample_indices for holder in ("g-1", "g-2")] == [(1,), (0, 1)]
@@ -170,7 +170,7 @@ def test_what_a_holder_has_shown_of_a_rollout_survives_its_death(ledger):
     ledger.forget_holder("g-0")
     lease = ledger.grant("g-1", 2)
     assert [None if prefix is None else len(prefix.token_ids) for prefix in lease.prefixes] == [3, None]
-    ledger.deliver("g-0", 0, 0)  # it was not dead after all
+    ledger.deliver(0, 0)  # it was not dead after all
     ledger.forget_holder("g-1")
     assert ledger.grant("g-2", 2).prefixes == ()
 
@@ -331,7 +331,7 @@ def test_the_age_of_the_oldest_group_in_flight_is_known(ledger, clock):
 def test_leases_in_flight_are_granted_again_after_a_restart_under_the_same_ids(ledger, clock):
     admit(ledger, 3, version=4)
     ledger.grant("g-0", 2)
-    ledger.deliver("g-0", 0, 1)
+    ledger.deliver(0, 1)
     ledger.grant("g-1", 2)
     ledger.drop(2, DropReason.NO_SPREAD)
     restored = restore(ledger, clock, next_step=0)

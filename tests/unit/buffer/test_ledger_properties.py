@@ -87,8 +87,8 @@ class Ring(RuleBasedStateMachine):
         assert not {(lease.group_id, index) for index in lease.sample_indices} & self.delivered
         assert lease.group_id not in self.dropped | self.taken
 
-    @rule(data=st.data(), holder=HOLDERS, whole=st.booleans())
-    def deliver(self, data: st.DataObject, holder: str, whole: bool) -> None:
+    @rule(data=st.data(), whole=st.booleans())
+    def deliver(self, data: st.DataObject, whole: bool) -> None:
         """Any member of any group ever admitted: new ones, second copies, those of dropped groups."""
         if not self.num_admitted:
             return
@@ -97,7 +97,7 @@ class Ring(RuleBasedStateMachine):
         for index in range(size) if whole else [data.draw(st.integers(0, size - 1))]:
             key = (group_id, index)
             is_wanted = group_id < self.num_admitted and key not in self.delivered and group_id not in self.dropped
-            assert self.ledger.deliver(holder, group_id, index) == is_wanted
+            assert self.ledger.deliver(group_id, index) == is_wanted
             if is_wanted:
                 self.delivered.add(key)
 
@@ -189,12 +189,12 @@ class Ring(RuleBasedStateMachine):
             return
         while lease := self.ledger.grant("last", 100):
             for index in lease.sample_indices:
-                self.ledger.deliver("last", lease.group_id, index)
+                self.ledger.deliver(lease.group_id, index)
         self.clock.advance(11.0)
         self.ledger.expire()
         while lease := self.ledger.grant("last", 100):
             for index in lease.sample_indices:
-                self.ledger.deliver("last", lease.group_id, index)
+                self.ledger.deliver(lease.group_id, index)
         for group_id in self.ledger.poisoned():
             self.ledger.drop(group_id, DropReason.POISON)
         while group_ids := self.ledger.take(1, step=self.num_batches):
@@ -234,12 +234,12 @@ def worst_staleness_with_a_straggler(admission: AdmissionConfig, straggler: int,
             admitted_versions.append(step)
             if group_id == straggler:
                 continue
-            ledger.deliver("g-0", group_id, 0)
+            ledger.deliver(group_id, 0)
             if drop_every and group_id % drop_every == 0:
                 ledger.drop(group_id, DropReason.NO_SPREAD)
         batch = ledger.take(admission.groups_per_step, step)
         if batch is None:
-            assert ledger.deliver("g-0", straggler, 0)
+            assert ledger.deliver(straggler, 0)
             batch = ledger.take(admission.groups_per_step, step)
         assert batch is not None, "the ring is stuck"
         worst = max(worst, *(step - admitted_versions[group_id] for group_id in batch))

@@ -83,7 +83,7 @@ class Ring:
 
     def deliver(self, name: str, group_id: int, index: int) -> None:
         del self.holders[name][group_id, index]
-        assert self.ledger.deliver(name, group_id, index)
+        assert self.ledger.deliver(group_id, index)
         if self.ledger.group(group_id).is_finished:
             self.finished.add(self.prompt(group_id))
             self.ledger.take(1, 0)
@@ -147,7 +147,7 @@ def test_a_suspect_waits_until_a_busy_generator_is_empty_and_then_has_it_to_itse
     assert ledger.grant("g-1", 4).group_id == 2  # who is empty may have it at once
     assert ledger.grant("g-1", 4) is None  # and nothing else
     assert ledger.grant("g-0", 4).group_id == 3  # now there is no need to keep anybody free
-    ledger.deliver("g-1", 2, 0)
+    ledger.deliver(2, 0)
     assert ledger.grant("g-1", 4).group_id == 4
 
 
@@ -192,7 +192,7 @@ def test_who_completes_is_forgiven_and_a_prompt_that_is_drawn_again_keeps_its_st
     ledger.forget_holder("g-0")
     file.append(book)
     assert ledger.grant("g-1", 1).group_id == 0
-    ledger.deliver("g-1", 0, 0)
+    ledger.deliver(0, 0)
     file.append(book)
 
     again = LostLeases(file.read())

@@ -27,7 +27,6 @@ def make_writer(directory: Path, first_index: int = 0) -> SegmentWriter:
         run_attempt=0,
         max_groups=8,
         max_s=60.0,
-        compression="none",
         clock=ManualClock(),
     )
 

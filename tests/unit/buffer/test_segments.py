@@ -30,7 +30,6 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
         "run_attempt": 0,
         "max_groups": 3,
         "max_s": 60.0,
-        "compression": "gzip",
         "clock": clock or ManualClock(),
         "wall_clock": lambda: 1_700_000_000.0,
     }
@@ -70,16 +69,24 @@ def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> N
         assert_same_group(mine.group, theirs.group)
 
 
-@pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_what_is_sealed_is_read_back_bit_for_bit(tmp_path, compression):
-    writer = make_writer(tmp_path, max_groups=100, compression=compression)
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_file_is_read_back_bit_for_bit_compressed_or_not(tmp_path, compress):
+    groups = [*sample_groups(), ResolvedGroup(make_group(6, length=2000))]
+    write_sealed(tmp_path / "file.h5", to_hdf5(groups, {}, compress=compress))
+    assert_same(read_segment(tmp_path / "file.h5"), groups)
+    with h5py.File(tmp_path / "file.h5") as file:
+        assert file["rollouts/token_ids"].compression == ("gzip" if compress else None)
+
+
+def test_what_is_sealed_is_read_back_bit_for_bit(tmp_path):
+    writer = make_writer(tmp_path, max_groups=100)
     for resolved in sample_groups():
         writer.add(resolved)
     assert_same(read_segment(writer.seal()), sample_groups())
 
 
 def test_a_segment_of_nothing_can_be_written_and_read(tmp_path):
-    write_sealed(tmp_path / "empty.h5", to_hdf5([], {}, "gzip"))
+    write_sealed(tmp_path / "empty.h5", to_hdf5([], {}))
     assert read_segment(tmp_path / "empty.h5") == []
 
 
@@ -107,7 +114,7 @@ def test_a_segment_is_sealed_when_its_oldest_group_has_waited_long_enough(tmp_pa
 
 
 def test_a_failed_write_leaves_no_file_and_loses_no_group(tmp_path):
-    writer = make_writer(tmp_path, max_groups=2, compression="none")
+    writer = make_writer(tmp_path, max_groups=2)
     for index in range(2):
         writer.add(ResolvedGroup(make_group(index, length=2000)))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -268,9 +275,7 @@ def test_segments_of_a_lost_timeline_are_set_aside_and_their_numbers_used_again(
     assert [r.group.group_id for r in read_rollouts_directory(tmp_path / "lost_attempt_1")] == [2, 3]
     assert not list(tmp_path.glob("*.partial"))
     assert set_aside_lost_segments(tmp_path, first_lost_index=2, attempt=1) == []
-    writer = SegmentWriter(
-        tmp_path, 2, run_name="t", run_attempt=1, max_groups=1, max_s=1.0, compression="none", clock=ManualClock()
-    )
+    writer = SegmentWriter(tmp_path, 2, run_name="t", run_attempt=1, max_groups=1, max_s=1.0, clock=ManualClock())
     writer.add(ResolvedGroup(make_group(8)))
     writer.seal()
     assert [r.group.group_id for r in read_rollouts_directory(tmp_path)] == [0, 1, 8]

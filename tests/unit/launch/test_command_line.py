@@ -413,7 +413,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
-    monkeypatch.setattr("launch.commands.local_executor.subprocess.Popen", refuse)
+    monkeypatch.setattr("launch.supervisor.steps.subprocess.Popen", refuse)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -48,7 +48,6 @@ def write_segments(layout: RunLayout, group_ids: range, first_index: int = 0) ->
         run_attempt=0,
         max_groups=2,
         max_s=60.0,
-        compression="none",
         clock=ManualClock(),
     )
     for group_id in group_ids:

@@ -119,6 +119,12 @@ def test_a_time_limit_that_is_none_or_reads_two_ways_is_refused(value: object, s
         ('[cluster]\nshared_directory = "work"', ["cluster.shared_directory='work': legal: an absolute path"]),
         ('[cluster]\nshared_directory = "/a"\nplacement = "het"', ["cluster.placement='het'", "'hetjob' or 'jobs'"]),
         ('[cluster]\nshared_directory = "/a"\nmail_events = ["EN"]', ["cluster.mail_events.0='EN'", "'END', 'FAIL'"]),
+        (
+            '[cluster]\nshared_directory = "/a"\nmail_events = ["ALL"]',
+            ["cluster.mail_events=('ALL',): ", "without mail"],
+        ),
+        ('gres_type = "h100"', ["generation.gres_type='h100': ", "without gpus_per_node", "legal: both"]),
+        ('gpu_request = "gpus-per-task"', ["generation.gpu_request='gpus-per-task': ", "without gpus_per_node"]),
         ('[cluster]\nshared_directory = "/a"\nwarn_s = 0', ["cluster.warn_s=0", "legal: above 0"]),
         ('[common]\npartitions = "gpu"', ["common.partitions='gpu': unknown", "(did you mean partition?)"]),
         ('[common]\npartition = "gpu --wrap=x"', ["common.partition='gpu --wrap=x'", "would break a script"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import ask, clean_environment, slurm, srun_environment
 from launch.slurm.values import task_numbers
+from launch.submitit_hetjob.step import Step as ComponentStep
 from launch.supervisor.steps import start_part
 from rlhpc.run_layout import RunLayout
 from tests.unsettling import UNSETTLING
@@ -59,6 +61,39 @@ def test_a_step_keeps_its_job_and_loses_what_would_make_it_another_step() -> Non
     }  # fmt: skip
     assert {key: seen.get(key) for key in {**OF_THE_JOB, **REACHES_ALL}} == {**OF_THE_JOB, **REACHES_ALL}
     assert seen["SLURM_EXPORT_ENV"] == "ALL"
+
+
+def test_a_step_in_another_component_than_the_batch_step_does_not_take_over_its_gpus() -> None:
+    sizes = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GRES", "CPUS_PER_GPU", "NTASKS_PER_GPU", "CPU_BIND")
+    of_component_0 = {f"SLURM_{name}": "1" for name in sizes}
+    given = {**OF_THE_JOB, **of_component_0, "SLURM_MEM_PER_NODE": "1024"}
+    plain = {**OF_THE_JOB, "SLURM_EXPORT_ENV": "ALL"}
+    assert srun_environment(given) == {**plain, **of_component_0}
+    assert srun_environment(given, any_component=True) == plain
+
+
+@pytest.mark.usefixtures("shell")
+def test_a_component_of_the_executor_is_started_in_such_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "srun"
+    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
+    plan = {
+        "name": "learner", "is_essential": True, "stores_checkpoint": True, "restarts": 0, "group": 1, "num_tasks": 1,
+        "in_batch_step": False, "command": [sys.executable], "srun": [], "stderr_to_stdout": False,
+    }  # fmt: skip
+    component = ComponentStep(plan, tmp_path, "12")
+    component.start()
+    while component.is_alive:
+        time.sleep(0.01)
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    assert "SLURM_GPUS_PER_NODE" not in seen
+    assert "SLURM_NTASKS" not in seen
+    assert seen["SLURM_JOB_ID"] == "12"
+    assert seen["RLHPC_HET_COMPONENT"] == "learner"
 
 
 @pytest.mark.usefixtures("shell")

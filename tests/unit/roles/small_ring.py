@@ -107,7 +107,7 @@ def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> Adm
 def make_buffer(config: Config, directory: Path, ledger: AdmissionLedger | None = None) -> RolloutBuffer:
     """Keeps all segments in memory until sealed into `directory`."""
     segments = SegmentWriter(
-        directory, 0, run_name="small", run_attempt=0, max_groups=1000, max_s=1e9, compression="none",
+        directory, 0, run_name="small", run_attempt=0, max_groups=1000, max_s=1e9,
         clock=lambda: 0.0,
     )  # fmt: skip
     return RolloutBuffer(ledger or make_ledger(config), segments)

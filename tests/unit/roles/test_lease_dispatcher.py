@@ -118,7 +118,7 @@ async def test_a_generator_is_given_no_more_than_its_credit_and_leases_are_split
 async def test_delivery_gives_credit_back(exchange: Exchange) -> None:
     exchange.capacity["generator-0"] = 4
     await exchange.leases()
-    exchange.ledger.deliver("generator-0", 0, 2)
+    exchange.ledger.deliver(0, 2)
     (lease,) = (await exchange.leases())["generator-0"]
     assert len(lease.sample_indices) == 1
     assert exchange.ledger.outstanding("generator-0") == 4

@@ -35,7 +35,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def seal(layout: RunLayout, *groups: ResolvedGroup) -> None:
     writer = SegmentWriter(
-        layout.rollouts, 0, run_name="r", run_attempt=0, max_groups=2, max_s=1e9, compression="none",
+        layout.rollouts, 0, run_name="r", run_attempt=0, max_groups=2, max_s=1e9,
         clock=lambda: 0.0,
     )  # fmt: skip
     for resolved in groups:

@@ -92,7 +92,6 @@ def tiny_config(model: Path, **trainer: object) -> Config:
                 "token_budget": 4096,
                 "device": "cpu",
                 "adam_eps": 1e-3,  # large, so that round-off in tiny gradients does not decide the sign of a step
-                "logprob_chunk_tokens": 37,
                 **trainer,
             },
         }

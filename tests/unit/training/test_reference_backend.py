@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.factory import open_backend
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import RankContext
@@ -101,12 +102,6 @@ def test_arrays_that_may_not_be_written_to_are_taken_as_they_are(model, recwarn)
     assert not [warning for warning in recwarn if "writable" in str(warning.message)]
 
 
-def test_the_chunk_size_changes_nothing(model):
-    small, large = (train(open_one(model, logprob_chunk_tokens=size), [ROW]) for size in (3, 1024))
-    assert small.grad_norm == pytest.approx(large.grad_norm, abs=1e-6)
-    assert small.metrics == pytest.approx(large.metrics, rel=1e-5)
-
-
 class NoMatrixOfLogits(TorchDispatchMode):
     """Fails when an operation makes more rows of logits than a chunk, or a mask over pairs of tokens."""
 
@@ -128,10 +123,11 @@ class NoMatrixOfLogits(TorchDispatchMode):
 
 
 def test_neither_all_logits_nor_a_mask_of_pairs_is_ever_made(model):
-    backend = open_one(model, logprob_chunk_tokens=16)
-    with NoMatrixOfLogits(len(ROW.token_ids), vocabulary=100, chunk_tokens=16, hidden=32):
-        backend.logprobs([ROW])
-        assert train(backend, [ROW]).applied
+    long = pack_row(draw_samples((700, 600, 500)))
+    backend = open_one(model)
+    with NoMatrixOfLogits(len(long.token_ids), vocabulary=100, chunk_tokens=LOGPROB_CHUNK_TOKENS, hidden=32):
+        backend.logprobs([long])
+        assert train(backend, [long]).applied
 
 
 def test_a_bfloat16_model_learns_through_its_float32_masters(model, tmp_path):

@@ -1,0 +1,59 @@
+"""Keys that run files once had: nobody needed to choose, or nothing but one value was legal.
+
+Input: a run file, or the settings of a run directory, as parsed.  Output: the same without such keys, and a line for
+each whose value is not what holds now.  Only keys that do not change what is computed are here, so that a run that
+began with another value can be continued without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredKey:
+    """A key that a run file may still have, at the one value that holds anyway."""
+
+    value: object
+    """The default that it had."""
+    reason: str
+    """What holds now."""
+
+
+_WHOLE_DISTRIBUTION = (
+    "samples are drawn from the whole distribution, because the sampler's log-probabilities are renormalised over the "
+    "tokens that are kept, the trainer's are not, and every importance ratio would be too small by the mass that was "
+    "kept"
+)
+
+RETIRED = {
+    "generation.top_p": RetiredKey(1.0, _WHOLE_DISTRIBUTION),
+    "generation.top_k": RetiredKey(0, _WHOLE_DISTRIBUTION),
+    "trainer.logprob_chunk_tokens": RetiredKey(
+        1024, "1024 rows of logits are in memory at once; fewer save next to nothing beside the head's gradient"
+    ),
+    "trainer.max_skipped_steps": RetiredKey(5, "a run stops after 5 consecutive non-finite steps"),
+    "buffer.compression": RetiredKey("gzip", "segments are compressed with gzip, which HDF5 readers undo unasked"),
+    "transport.max_message_bytes": RetiredKey(1 << 30, "a message of more than 1 GiB closes the connection"),
+}
+
+
+def without_retired_keys(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the document without retired keys, and one line for each that had a value of its own."""
+    left, faults = dict(document), []
+    for name, retired in RETIRED.items():
+        section, _, key = name.partition(".")
+        table = left.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table[key]
+        left[section] = {other: table[other] for other in table if other != key}
+        if value != retired.value or isinstance(value, bool):  # True == 1
+            faults.append(f"{name}={value!r}: there is no such key any more: {retired.reason}; legal: leave it out")
+        if not left[section] and section not in Config.model_fields:
+            del left[section]
+    return left, faults
