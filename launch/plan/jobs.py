@@ -277,8 +277,8 @@ def _refuse_directory(layout: RunLayout, cluster: ClusterConfig) -> None:
     strange = re.search(r"[^\w./+@,:=-]", str(root))
     if strange:
         raise ConfigError(
-            f"run.directory={str(root)!r}: {strange[0]!r} is not taken by sbatch as it stands; legal: letters, digits "
-            "and ./+@,:=_-"
+            f"run.directory={str(root)!r}: {strange[0]!r} is not safe in a batch script; legal: letters, digits and "
+            "./+@,:=_-"
         )
 
 

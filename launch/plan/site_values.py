@@ -64,7 +64,7 @@ def walltime_s(value: object) -> int:
         value = str(value)
     seconds = _seconds_of_text(value)
     if seconds <= 0:
-        raise ValueError(f"a job needs time; legal: {_TIME_FORMS}")
+        raise ValueError(f"must be longer than 0; legal: {_TIME_FORMS}")
     return seconds
 
 

@@ -101,7 +101,9 @@ def _read_key(file: Path, *, is_secret: bool) -> bytes:
                 _refuse_loose_status(file, os.fstat(stream.fileno()))
             key = stream.read(_KEY_CHARACTERS + 2).removesuffix(b"\n")
     except OSError as error:
-        raise RunDirectoryError(f"key file {file}: {error.strerror}; mint_run_keys makes it") from error
+        raise RunDirectoryError(
+            f"key file {file}: {error.strerror}; every start of a run makes new ones: resume it"
+        ) from error
     if len(key) != _KEY_CHARACTERS:
         raise RunDirectoryError(f"key file {file} holds {len(key)} characters, not {_KEY_CHARACTERS}")
     return key
@@ -111,7 +113,9 @@ def _refuse_loose(path: Path) -> None:
     try:
         status = path.stat()
     except OSError as error:
-        raise RunDirectoryError(f"secrets {path}: {error.strerror}; mint_run_keys makes them") from error
+        raise RunDirectoryError(
+            f"secrets {path}: {error.strerror}; every start of a run makes them: resume it"
+        ) from error
     _refuse_loose_status(path, status)
 
 

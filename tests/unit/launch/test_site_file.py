@@ -91,8 +91,8 @@ def test_a_time_limit_is_read_as_slurm_reads_it(value: object, seconds: int, wri
     ("value", "said"),
     [
         ("4:00", 'minutes and seconds; legal: "4:00:00" for hours'),
-        ("0:00:00", "needs time"),
-        (0, "needs time"),
+        ("0:00:00", "longer than 0"),
+        (0, "longer than 0"),
         (-5, "not a time limit; legal: minutes"),
         (True, "not a time limit"),
         (1.5, "not a time limit"),
