@@ -6,6 +6,7 @@ import os
 import sys
 
 from launch.checks.gpus import gpus_here
+from launch.checks.memory.device_verdict import judge_devices
 from launch.checks.preflight import preflight
 from launch.commands.watch import Watch
 from launch.plan.gpu_map import map_gpus
@@ -18,6 +19,7 @@ from launch.run_directory.prepare import mint_keys, prepare_run_dir
 from launch.run_files.run_state import Attempt
 from launch.supervisor.local_run import LocalSignals, supervise_locally
 from rlhpc.config import Config
+from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
@@ -36,10 +38,16 @@ def run_locally(
 
     max_retries: attempts that may follow failed ones, without a new checkpoint in between.
     """
-    gpus = map_gpus(config, gpus_here(os.environ))
-    preflight(config)
+    here = gpus_here(os.environ)
+    gpus = map_gpus(config, here)
+    findings = preflight(config)
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr)
+    if gpus.devices and findings.shape is not None:
+        try:
+            judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)
+        except ConfigError as error:  # an estimate: `rlhpc check` refuses, a start only warns
+            watch.tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
         begun = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
         write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
