@@ -158,7 +158,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
     ended.
     """
     entries = set(os.listdir(layout.root)) if layout.root.exists() else set()  # noqa: PTH208  names are enough
-    if entries - OWN_FILES and not (may_take_over and layout.config.exists()):
+    if entries - OWN_FILES and not (may_take_over and layout.is_run):
         yield RunOwner(layout, None)
         return
     layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)

@@ -96,7 +96,7 @@ def prepare_run_dir_for_jobs(
     No attempt begins: the controller's job does that.  A directory in which no attempt ever began may be reused without
     options.  Raises RunDirectoryError as prepare_run_dir does, and on resume of a run that is complete.
     """
-    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    is_untouched = layout.is_run and num_attempts(layout) == 0
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
@@ -120,7 +120,7 @@ def refuse_run_dir_for_jobs(
 
     Returns whether the directory has content, and what a resume records.
     """
-    is_untouched = layout.config.exists() and num_attempts(layout) == 0
+    is_untouched = layout.is_run and num_attempts(layout) == 0
     exists = _look(layout, resume=resume or is_untouched, fresh=fresh, for_jobs=True)
     if not resume:
         return exists, None
@@ -174,7 +174,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
         return False
     refuse_launcher(layout)
     _refuse_living_jobs(layout, must_know=for_jobs)
-    if not layout.config.exists() and not resume:
+    if not layout.is_run and not resume:
         raise RunDirectoryError(f"{layout.root} exists and is not a run directory; choose another run.directory")
     if not resume and not fresh:
         raise RunDirectoryError(
@@ -261,7 +261,7 @@ class _Renewal:
 
 def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     """Compare settings, model and data with those of the run; changes nothing.  Raises RunDirectoryError."""
-    if not layout.config.exists():
+    if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: no run to resume; start it without --resume")
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()

@@ -310,3 +310,17 @@ def test_a_dry_run_of_an_addition_prints_its_script_and_makes_nothing(
     assert sorted(layout.root.rglob("*")) == before
     assert main([*words, "--time", "4:00"]) == EXIT_CONFIG
     assert "--time '4:00': Slurm reads this as minutes and seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [{"fresh": False}, {"fresh": True}])
+def test_a_model_which_has_a_config_json_too_is_neither_overwritten_nor_deleted(
+    tmp_path: Path, config: Config, how: dict[str, bool]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(RunDirectoryError, match="exists and is not a run directory"):
+        prepare_run_dir_for_jobs(config, RunLayout(model), resume=False, **how)
+    assert (model / "config.json").read_text() == '{"model_type": "qwen2"}'
+    assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors"]
