@@ -1,9 +1,7 @@
 """Every interface of the ring, on one page.
 
-ABC where we own implementations with a life cycle, Protocol for plain callables.
-Each method says what it raises and what state it leaves.  One suite per contract (tests/contracts/) runs against every
-implementation; authors of an engine, a channel or a trainer run the same suite.
-
+ABC where we own implementations with a life cycle, Protocol for plain callables.  Each method says what it raises and
+what state it leaves.  One suite per contract (tests/contracts/) runs against every implementation, also of others.
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
 """
 
@@ -255,10 +253,14 @@ class WeightReceiver(ABC):
     def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
         """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
 
-        Nothing may be served before the iterator has ended by itself: only then does every checksum agree.  Closed
-        early, it receives the rest and tells the publisher that this member does not have the version.
+        Nothing may be served before it has ended by itself: only then does every checksum agree.  Closed early, it
+        lets the rest pass and tells the publisher that this member does not have the version.
         Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
         """
+
+    def lost(self) -> str:
+        """Why no more will come, "" while that is not known; for who waits between two buckets.  Never blocks."""
+        return ""
 
     @abstractmethod
     def leave(self) -> None:

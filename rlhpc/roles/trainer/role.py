@@ -56,7 +56,7 @@ TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
-    end = EndRequest(is_supervised=context.is_supervised)
+    end = EndRequest()
     with ExitStack() as stack:
         heartbeat = stack.enter_context(TrainerHeartbeat(context))  # before the model: loading may hang as well
         backend = _open_backend(context)
