@@ -325,13 +325,7 @@ class PolicyLoss(Protocol):
     """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
 
     def __call__(
-        self,
-        current: Tensor,
-        *,
-        behaviour: Tensor,
-        proximal: Tensor,
-        advantages: Tensor,
-        loss_mask: Tensor,
+        self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """All float32 [T] (loss_mask bool [T]).  `proximal`: log-probabilities; a loss may ask for something else per
         token in their place (algorithms.losses.make_policy_loss says which), which backends pass through unread.
