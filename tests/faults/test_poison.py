@@ -94,7 +94,7 @@ def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_i
     layout = lab.layout("alone")
     monkeypatch.setenv(RUN_DIRECTORY, str(layout.root))
     # So long that nobody's silence is noticed.
-    sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0, "heartbeat_s": 0.2}}
+    sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0}}
     with Run(lab.run_file("alone", **sections), layout) as run:
         assert run.finish() != 0, run.story()
         run.assert_nothing_is_left()
@@ -109,7 +109,7 @@ def test_a_controller_whose_last_generator_falls_silent_saves_and_ends(lab: Lab)
         "run": {"num_steps": 100_000},
         "data": {"task": "tests.ring.ring_rewards:slow_parity"},
         "checkpoint": {"every_steps": 100_000},
-        "transport": {"dead_after_s": 8.0, "heartbeat_s": 0.2},
+        "transport": {"dead_after_s": 8.0},
     }
     with Attempts(lab, "silent", **settings) as run:
         run.begin()
