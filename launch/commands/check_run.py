@@ -12,6 +12,7 @@ from typing import TextIO
 
 from launch.checks.run_check import Row, Verdict, check_run, chosen_step
 from launch.common.paths import without_dots
+from launch.common.text_table import aligned
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -67,11 +68,11 @@ def report_run(layout: RunLayout, *, as_json: bool) -> int:
 
 def as_table(layout: RunLayout, rows: Sequence[Row]) -> str:
     """Lay the rows out for people; the last line is the sum."""
-    names = max(len(row.name) for row in rows)
-    lines, part = [], ""
-    for row in rows:
-        lines.append(f"{row.part if row.part != part else '':<12}{row.name:<{names}}  {row.verdict.value:<8}{row.text}")
-        part = row.part
+    parts = ["", *(row.part for row in rows)]
+    lines = aligned(
+        [(row.part if row.part != before else "", row.name, row.verdict.value, row.text)
+         for row, before in zip(rows, parts, strict=False)]
+    )  # fmt: skip
     num_damaged = sum(row.verdict is Verdict.DAMAGED for row in rows)
     step = chosen_step(list(rows))
     resume = f"a resume starts from step {step}" if step is not None else "there is no checkpoint to resume from"

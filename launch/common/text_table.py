@@ -5,7 +5,9 @@ Input: rows of cells, seconds.  Output: lines, words.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -14,6 +16,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         return []
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def wrapped(cells: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
+    """One row as several, each cell broken between words to at most its width; no row where all cells are empty."""
+    columns = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths)]
+    return list(zip_longest(*columns, fillvalue=""))
 
 
 def span(seconds: int) -> str:

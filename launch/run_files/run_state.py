@@ -96,16 +96,6 @@ class Progress:
         said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
         return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "no role has registered")
 
-    @property
-    def has_trainer(self) -> bool:
-        """True if its rank 0 is registered."""
-        return any(role["name"] == "trainer-0" for role in self.roles)
-
-    @property
-    def has_rewards(self) -> bool:
-        """True if a reward service is registered."""
-        return any(role["name"].startswith("reward-") for role in self.roles)
-
     def generators(self) -> list[str]:
         """Names of the registered generators."""
         return [role["name"] for role in self.roles if role["name"].startswith("generator-")]

@@ -115,11 +115,6 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     return MyQueue(tuple(jobs))
 
 
-def job_rows(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> list[JobRow]:
-    """Rows of these jobs, in the order of the ids; none if Slurm is absent or does not answer."""
-    return list(look_at_jobs(job_ids, timeout_s).rows)
-
-
 def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLook:
     """Ask Slurm about jobs.  timeout_s: of each command.  Raises nothing."""
     wanted = list(dict.fromkeys(job_ids))

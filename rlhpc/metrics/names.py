@@ -30,6 +30,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "reward/correct_share": Metric("share", "rollouts finished lately with verdict correct", on_every_axis=True),
         "reward/verifier_error_share": Metric("share", "verifier errors among the last verdicts; never trained on"),
         "reward/zero_spread_share": Metric("share", "groups finished lately whose rewards were all equal"),
+        "reward/queued": Metric("completions", "at reward services: they wait for a worker, or are being judged"),
+        "reward/worker_restarts": Metric("workers", "replaced by the living reward services: a verifier hung or died"),
+        "reward/retries": Metric("requests", "sent again by the living generators: a service did not reply in time"),
         "reward_part/*": Metric("reward", "mean of a part that the reward function names, rollouts finished lately"),
         # Groups.
         "group/all_correct_share": Metric("share", "groups finished lately, all rewarded alike and above 0: too easy"),

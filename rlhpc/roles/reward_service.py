@@ -78,7 +78,11 @@ class RewardService:
             state="running",
             waits_for="" if self._num_waiting else "completions",
             policy_version=-1,
-            metrics={"queued": float(self._num_waiting), "judged": float(self._num_judged)},
+            metrics={
+                "queued": float(self._num_waiting),
+                "judged": float(self._num_judged),
+                "restarts": float(self._pool.num_restarts),
+            },
         )
 
     async def _answer(self, peer: str, request: RewardRequest) -> None:

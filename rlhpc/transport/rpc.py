@@ -34,9 +34,7 @@ class RpcClient:
 
     def __init__(self, channels: Sequence[ClientChannel], *, max_attempts: int = 3) -> None:
         """Nothing is received before __aenter__."""
-        self.num_late_replies = 0
-        self.num_retries = 0
-        self.num_rejected = 0  # replies that did not decode
+        self.num_retries = 0  # requests that were sent again
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
         self._waiting: dict[int, tuple[_Replica, asyncio.Future[Any]]] = {}
@@ -133,7 +131,6 @@ class RpcClient:
             try:
                 reply = await replica.channel.receive()
             except ProtocolError:  # its request runs into its timeout and is asked again
-                self.num_rejected += 1
                 continue
             except ChannelClosed:
                 replica.is_open = False
@@ -141,10 +138,8 @@ class RpcClient:
                 return
             replica.timeouts_in_a_row = 0
             asked, waiter = self._waiting.get(reply.request_id, (None, None))
-            if asked is not replica or waiter is None or waiter.done():
-                self.num_late_replies += 1
-            else:
-                waiter.set_result(reply)
+            if asked is replica and waiter is not None and not waiter.done():
+                waiter.set_result(reply)  # else it comes too late, and nobody waits for it
 
     def _give_up(self, replica: _Replica) -> None:
         """Fail the attempts that wait for a channel that was closed."""

@@ -51,7 +51,6 @@ class ZapHandler:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Path, clock: Clock) -> None:
         """Bind and start.  Raises RunDirectoryError if the keys cannot be read."""
-        self.num_admitted = 0
         self.num_denied = 0
         self._allowed = AllowList(partial(allowed_keys, secrets), clock)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -77,5 +76,4 @@ class ZapHandler:
         if name is None:
             self.num_denied += 1
             return [b"1.0", request_id, b"400", b"not a key of this run", b"", b""]
-        self.num_admitted += 1
         return [b"1.0", request_id, b"200", b"OK", name.encode(), b""]

@@ -11,7 +11,7 @@ import pytest
 
 from launch.cli import main
 from launch.run_files.job_records import read_records
-from launch.slurm.queue import job_rows
+from launch.slurm.queue import look_at_jobs
 from rlhpc.config_file import read_resolved
 from rlhpc.exit_status import EXIT_CONFIG
 from tests.slurm.cluster_kit import submit, wait_state, wait_until
@@ -80,13 +80,13 @@ def test_the_next_of_a_chain_does_not_begin_when_the_run_before_it_is_requeued(d
     desk.cluster.run("scontrol", "requeue", str(first))
 
     def is_back() -> bool:
-        before, after = job_rows([first, second])
+        before, after = look_at_jobs([first, second]).rows
         assert (after.state.name, after.reason) in (("PENDING", "Dependency"), ("PENDING", "None"))
         return before.state.name == "RUNNING" and before.restarts == 1
 
     wait_until(is_back, "the first runs again", 60)
     desk.cluster.run("scancel", str(first))
-    wait_until(lambda: job_rows([second])[0].state.name == "RUNNING", "the second runs", 60)
+    wait_until(lambda: look_at_jobs([second]).rows[0].state.name == "RUNNING", "the second runs", 60)
 
 
 def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_the_rest(

@@ -17,7 +17,7 @@ from launch.commands.status import render_status
 from launch.dev_cluster import faults
 from launch.dev_cluster.cluster import DevCluster
 from launch.run_files.job_records import JobRecord, write_record
-from launch.slurm.queue import JobRow, job_rows, look_at_jobs
+from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.reasons import is_stuck, reason_in_words
 from launch.slurm.states import STATES, EndedBy, Life
 from rlhpc.errors import RoleFailed
@@ -46,7 +46,7 @@ def cluster(slurm: DevCluster, here: Callable[[DevCluster], None]) -> DevCluster
 
 
 def row_of(job: int) -> JobRow:
-    (row,) = job_rows([job])
+    (row,) = look_at_jobs([job]).rows
     return row
 
 
@@ -150,13 +150,13 @@ def test_a_job_never_looks_over_while_it_is_requeued(cluster: DevCluster) -> Non
     slow = "trap 'sleep 1; exit 0' TERM; sleep 300 & wait"  # it leaves by itself, with exit status 0
     single = submit(cluster, slow, "--partition=cpu")
     pair = submit(cluster, slow, "--partition=cpu", ":", "--partition=gen", "--mem=16M")
-    wait_until(lambda: all(row.state.name == "RUNNING" for row in job_rows([single, pair])), "they run")
+    wait_until(lambda: all(row.state.name == "RUNNING" for row in look_at_jobs([single, pair]).rows), "they run")
     for job in (single, pair):
         cluster.run("scontrol", "requeue", str(job))
     seen: set[str] = set()
 
     def is_back() -> bool:
-        rows = job_rows([single, pair])
+        rows = look_at_jobs([single, pair]).rows
         assert len(rows) == 3
         assert all(row.state.is_alive for row in rows)
         seen.update(row.state.name for row in rows)
@@ -222,8 +222,8 @@ def test_why_jobs_wait_is_read_as_slurm_says_it(cluster: DevCluster) -> None:
 
 def test_tasks_of_an_array_that_wait_together_are_one_row(cluster: DevCluster) -> None:
     job = submit(cluster, LONG, "--partition=cpu", "--array=0-5%2")
-    wait_until(lambda: len(job_rows([job])) == 3, "two tasks run")
-    rows = job_rows([job])
+    wait_until(lambda: len(look_at_jobs([job]).rows) == 3, "two tasks run")
+    rows = look_at_jobs([job]).rows
     assert [row.label for row in rows] == [f"{job}_0", f"{job}_1", f"{job}_[2-5]"]
     assert rows[2].reason == "JobArrayTaskLimit"
 
@@ -306,7 +306,7 @@ def test_accounts_know_what_the_queue_has_forgotten(
     here(slurm_accounts)
     array = submit(slurm_accounts, "exit 3", "--partition=gen", "--array=0-1")
     pair = submit(slurm_accounts, "true", "--partition=cpu", ":", "--partition=gen", "--mem=16M")
-    wait_until(lambda: not any(row.state.is_alive for row in job_rows([array, pair])), "all have ended")
+    wait_until(lambda: not any(row.state.is_alive for row in look_at_jobs([array, pair]).rows), "all have ended")
     forgets = tmp_path / "squeue"  # as after MinJobAge, five minutes as a rule
     forgets.write_text("#!/bin/sh\n")
     forgets.chmod(0o755)

@@ -250,6 +250,7 @@ class Generator:
                 "busy_s": figures.busy_s,
                 "kv_usage": figures.kv_usage,
                 "preemptions": float(figures.num_preemptions),
+                "reward_retries": float(self._judges.num_retries),
                 "tokens_per_s": self._rate.per_second(self._now()),
             },
         )

@@ -25,12 +25,11 @@ from rlhpc.training.packed_attention import SegmentPlan
 class ChunkPlan:
     """One contiguous chunk of the row: its queries, and the keys of the whole row that they attend to."""
 
-    num_queries: int
     key_start: int  # keys [key_start, key_end) of the row
     key_end: int  # also where the queries end
     num_continued: int  # queries of a segment that began before the chunk; 0 where the chunk starts at a border
     begun: SegmentPlan | None  # the segments that start inside the chunk
-    query_borders: Tensor  # int32 [S + 1] on the device, from 0 to num_queries
+    query_borders: Tensor  # int32 [S + 1] on the device, from 0 to the number of queries
     key_borders: Tensor  # int32 [S + 1] from 0 to key_end − key_start; the same segments, from their own beginning
     max_queries: int
     max_keys: int
@@ -46,7 +45,6 @@ class ChunkPlan:
         num_continued = int(queries[1]) if key_start < start else 0
         own = queries[1:] - num_continued if num_continued else queries
         return cls(
-            num_queries=end - start,
             key_start=key_start,
             key_end=end,
             num_continued=num_continued,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.queue import job_rows, look_at_jobs, moment_unix_s
+from launch.slurm.queue import look_at_jobs, moment_unix_s
 from launch.slurm.states import Life
 from launch.slurm.values import duration_s
 
@@ -49,7 +49,7 @@ def prints(directory: Path, name: str, text: str) -> None:
 
 def test_components_arrays_and_waiting_tasks_are_told_apart(commands: Path) -> None:
     prints(commands, "squeue", QUEUE)
-    rows = job_rows([12, 13, 14])
+    rows = look_at_jobs([12, 13, 14]).rows
     assert [row.label for row in rows] == ["12+0", "12+1", "13_0", "13_[2-5]", "14"]
     leader, second, task, waiting, last = rows
     assert (leader.component, second.component, second.nodes, second.restarts) == (0, 1, "t[0-1]", 1)
@@ -70,7 +70,7 @@ def test_one_call_of_squeue_is_enough_for_all(commands: Path) -> None:
 
 def test_rows_of_jobs_that_were_not_asked_for_are_left_out_and_the_order_is_kept(commands: Path) -> None:
     prints(commands, "squeue", QUEUE)
-    assert [row.label for row in job_rows([14, 12])] == ["14", "12+0", "12+1"]
+    assert [row.label for row in look_at_jobs([14, 12]).rows] == ["14", "12+0", "12+1"]
 
 
 def test_what_squeue_has_forgotten_is_asked_of_the_accounts(commands: Path) -> None:
@@ -97,7 +97,7 @@ def test_without_slurm_there_is_a_sentence_and_no_error(tmp_path: Path, monkeypa
     assert look.rows == ()
     assert look.unknown == ()
     assert "squeue: no such command here" in look.trouble
-    assert job_rows([7]) == []
+    assert look_at_jobs([7]).rows == ()
 
 
 def test_a_controller_that_is_away_is_a_sentence_within_the_time_given(commands: Path) -> None:
@@ -128,12 +128,12 @@ def test_what_people_set_for_squeue_does_not_reach_it(commands: Path, monkeypatc
 
 def test_lines_of_another_form_are_no_rows(commands: Path) -> None:
     prints(commands, "squeue", "some banner of the site\nx|y\n" + QUEUE)
-    assert len(job_rows([12, 13, 14])) == 5
+    assert len(look_at_jobs([12, 13, 14]).rows) == 5
 
 
 def test_an_unknown_state_is_a_row_that_lives(commands: Path) -> None:
     prints(commands, "squeue", QUEUE.replace("RUNNING", "DREAMING"))
-    assert job_rows([12])[0].state.life is Life.UNKNOWN
+    assert look_at_jobs([12]).rows[0].state.life is Life.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import pytest
 
 from rlhpc.errors import RoleFailed
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.roles.reward_service import RewardService
+from rlhpc.topology import REWARDS
+from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import Verdict
 
 pytestmark = pytest.mark.starts
@@ -124,6 +127,14 @@ async def test_signals_to_the_whole_job_do_not_end_a_worker(pool):
         os.kill(pid, number)
     assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
     assert pool.worker_pids == (pid,)
+
+
+async def test_heartbeats_tell_how_many_workers_were_lost(pool):
+    service = RewardService(MemoryServer(REWARDS), pool)
+    assert service.heartbeat().metrics["restarts"] == 0.0
+    await pool.judge(TASK + "die", "abc", "")
+    await pool.judge(TASK + "length", "abc", "")  # by the new worker
+    assert service.heartbeat().metrics["restarts"] == 1.0
 
 
 async def test_a_cancelled_call_does_not_give_its_answer_to_the_next(pool):

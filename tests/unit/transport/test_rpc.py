@@ -84,13 +84,12 @@ async def test_a_request_that_is_not_answered_goes_to_another_replica(services: 
         assert len(services[0].seen) == 1
 
 
-async def test_a_late_reply_is_counted_and_given_to_nobody(services: list[Service]):
+async def test_a_late_reply_is_given_to_nobody(services: list[Service]):
     services[0].answer = keep_silent
     async with RpcClient(connected(services)) as rpc:
         await rpc.call(REQUEST, 0.03)
         await reply(services[0], "generator-0", services[0].seen[0])
         await asyncio.sleep(0.01)
-        assert rpc.num_late_replies == 1
         services[1].answer = keep_silent
         services[0].answer = reply  # having spoken, it is trusted again
         assert (await rpc.call(REQUEST, 0.5)).detail == "reward-0"

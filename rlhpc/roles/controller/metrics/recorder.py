@@ -162,6 +162,9 @@ class RunRecorder:
             "generator/preemptions": self._registry.total("preemptions", "generator"),
             "generator/kv_usage": self._registry.total("kv_usage", "generator") / num_generators,
             "reward/verifier_error_share": self._sink.verifier_error_share,
+            "reward/queued": self._registry.total("queued", "reward"),
+            "reward/worker_restarts": self._registry.total("restarts", "reward"),
+            "reward/retries": self._registry.total("reward_retries", "generator"),
             "event_loop/lag_s": self.lag.take(),
         }
 
