@@ -237,7 +237,7 @@ async def consume_channel(order: Order, start: Callable[[Order], None], watch: S
         _, scored = await server.receive(30)
         watch.saw(scored.rollout.group_id, scored.rollout.token_ids)
     await server.send("generator-0", CancelGroup(0))
-    if server.messages_lost or server.statistics.messages_rejected:
+    if server.statistics.messages_lost or server.statistics.messages_rejected:
         raise SystemExit("messages were lost")
     await server.close()
 

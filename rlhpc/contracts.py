@@ -44,6 +44,8 @@ class ChannelStatistics:
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_rejected: int = 0  # did not decode, out of sequence, or from someone else's key
+    messages_lost: int = 0  # sent by the other end and never received: a connection broke
+    connections_denied: int = 0  # handshakes with a key that is not of this run
     send_queue_depth: int = 0
     receive_queue_depth: int = 0
 

@@ -59,7 +59,6 @@ class Lease:
     sample_indices: tuple[int, ...]  # the members still wanted, each in [0, group_size)
     sampling: SamplingParams
     admitted_version: int  # policy version live at admission; staleness is counted from here
-    deadline_s: float  # seconds from grant after which the ledger grants the rest elsewhere
     prefixes: tuple[Prefix | None, ...] = ()  # empty, or one per sample index
 
 

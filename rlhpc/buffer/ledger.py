@@ -106,7 +106,6 @@ class AdmissionLedger:
             sample_indices=indices,
             sampling=self._sampling,
             admitted_version=group.admitted_version,
-            deadline_s=self._leases.lease_deadline_s,
             prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
         )
 

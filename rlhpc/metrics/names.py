@@ -105,6 +105,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "time/checkpoint_s": Metric("s", "training was blocked by the last checkpoint"),
         "time/checkpoint_write_s": Metric("s", "last complete checkpoint: written while training went on"),
         "checkpoint/failed_total": Metric("checkpoints", "skipped since the start: they could not be written"),
+        "transport/lost_total": Metric("messages", "sent to the controller and lost with a connection, this attempt"),
+        "transport/rejected_total": Metric("messages", "that the controller could not decode or accept, this attempt"),
+        "transport/denied_total": Metric("handshakes", "with a key that is not of this run, this attempt"),
         "event_loop/lag_s": Metric("s", "worst lag of the controller's event loop since the last step"),
         # Axes.
         "tokens/generated_total": Metric("tokens", "completion tokens that reached the controller since the start"),

@@ -60,11 +60,6 @@ class MemoryServer(ServerChannel):
         return frozenset(self._clients)
 
     @property
-    def messages_lost(self) -> int:
-        """None ever are."""
-        return 0
-
-    @property
     def statistics(self) -> ChannelStatistics:
         """Counters since opening."""
         return self._counters.snapshot(sending=self._num_sending, received=len(self._inbox))
@@ -147,11 +142,6 @@ class MemoryClient(ClientChannel):
     def is_closed(self) -> bool:
         """Whether close was called."""
         return self._inbox.is_closed
-
-    @property
-    def messages_lost(self) -> int:
-        """None ever are."""
-        return 0
 
     @property
     def statistics(self) -> ChannelStatistics:

@@ -188,14 +188,16 @@ class Counters:
         self.messages_received += 1
         self.bytes_received += nbytes
 
-    def snapshot(self, *, sending: int, received: int) -> ChannelStatistics:
-        """Freeze them, with the depths of the queues."""
+    def snapshot(self, *, sending: int, received: int, lost: int = 0, denied: int = 0) -> ChannelStatistics:
+        """Freeze them, with the depths of the queues and what others have counted."""
         return ChannelStatistics(
             self.messages_sent,
             self.messages_received,
             self.bytes_sent,
             self.bytes_received,
             self.messages_rejected,
+            lost,
+            denied,
             send_queue_depth=sending,
             receive_queue_depth=received,
         )

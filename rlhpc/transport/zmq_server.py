@@ -77,11 +77,6 @@ class ZmqServer(ServerChannel):
         return self._peers.names
 
     @property
-    def messages_lost(self) -> int:
-        """Messages that peers sent and that never arrived: their connections broke."""
-        return self._peers.lost
-
-    @property
     def connections_denied(self) -> int:
         """Handshakes with a key that is not of this run."""
         return self._zap.num_denied if self._zap else 0
@@ -93,7 +88,12 @@ class ZmqServer(ServerChannel):
         ZeroMQ does not report its own queues: send_queue_depth counts the sends that wait for room, receive_queue_depth
         messages received from ZeroMQ and not yet returned by receive.
         """
-        return self._counters.snapshot(sending=self._pump.num_waiting_senders, received=len(self._inbox))
+        return self._counters.snapshot(
+            sending=self._pump.num_waiting_senders,
+            received=len(self._inbox),
+            lost=self._peers.lost,
+            denied=self.connections_denied,
+        )
 
     async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:
         """Return (peer name, message)."""

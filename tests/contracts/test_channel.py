@@ -128,7 +128,7 @@ def beat(number: int) -> m.Heartbeat:
 
 def lease(number: int) -> Lease:
     prompt = Prompt(number, "math", np.arange(number % 7, dtype=np.int32), "")
-    return Lease(number, 0, prompt, 1, (0,), SamplingParams(8), 0, 1.0)
+    return Lease(number, 0, prompt, 1, (0,), SamplingParams(8), 0)
 
 
 def big_batch(num_tokens: int) -> PackedBatch:

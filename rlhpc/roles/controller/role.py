@@ -120,7 +120,14 @@ class Controller:
         self._sealing = PatientSealing(self._state.segments, self._awake)
         self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
         self._recorder = RunRecorder(
-            context, self._state, self._board.figures, self._registry, self._weight_sync, self._sink, clock=clock
+            context,
+            self._state,
+            self._board.figures,
+            self._registry,
+            self._weight_sync,
+            self._sink,
+            channels=(control, leases, batches),
+            clock=clock,
         )
 
     def _make_loop(self) -> TrainLoop:

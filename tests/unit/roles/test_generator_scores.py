@@ -76,7 +76,7 @@ async def sampling(root: Path, verifier: Verifier, stop_probability: float) -> A
 async def scored(root: Path, verifier: Verifier, *, max_tokens: int, stop_probability: float) -> ScoredRollout:
     """What the generator delivers of one sample."""
     prompt = Prompt(0, "any", np.array([9, 9], np.int32), "42")
-    lease = Lease(0, 0, prompt, 2, (0,), SamplingParams(max_tokens=max_tokens), 0, 60.0)
+    lease = Lease(0, 0, prompt, 2, (0,), SamplingParams(max_tokens=max_tokens), 0)
     async with sampling(root, verifier, stop_probability) as leases:
         await leases.send("generator-0", lease)
         _, delivered = await leases.receive(PATIENCE_S)

@@ -47,7 +47,9 @@ async def recorded_ring(
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, registry, buffer)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)
-        recorder = RunRecorder(context, state, board.figures, registry, ring.weight_sync, sink, clock=clock)
+        recorder = RunRecorder(
+            context, state, board.figures, registry, ring.weight_sync, sink, channels=(), clock=clock
+        )
         ring.on_record = recorder.record
         try:
             yield ring, recorder, board

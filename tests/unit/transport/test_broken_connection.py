@@ -100,7 +100,7 @@ async def test_messages_to_the_server(ends: Any):
         heard.append((await server.receive(PATIENCE_S))[1].policy_version)
     await talking
     assert heard == sorted(set(heard))
-    assert len(heard) + server.messages_lost == NUM_MESSAGES
+    assert len(heard) + server.statistics.messages_lost == NUM_MESSAGES
     assert server.statistics.messages_rejected == 0
     with pytest.raises(ChannelTimeout):
         await server.receive(0.02)
@@ -132,4 +132,4 @@ async def test_messages_to_the_client(ends: Any):
             await asyncio.sleep(0.003)
     listening.cancel()
     assert heard == sorted(set(heard))
-    assert len(heard) + client.messages_lost == len(sent)
+    assert len(heard) + client.statistics.messages_lost == len(sent)

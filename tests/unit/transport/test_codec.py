@@ -54,7 +54,7 @@ def scored(length: int) -> ScoredRollout:
 def lease() -> Lease:
     prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
     sampling = SamplingParams(64, stop_token_ids=(1, 2))
-    return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, 60.0, (None, prefix))
+    return Lease(9, 1, prompt(), 4, (0, 2), sampling, 11, (None, prefix))
 
 
 def batch(num_tokens: int) -> PackedBatch:
@@ -140,7 +140,7 @@ def test_arrays_are_aligned_even_if_the_frame_is_not():
 def test_arrays_that_are_not_contiguous_travel():
     strided = np.arange(20, dtype=np.int32)[::2]
     codec = Codec([Lease])
-    message = Lease(1, 0, Prompt(1, "t", strided, ""), 1, (0,), SamplingParams(1), 0, 1.0)
+    message = Lease(1, 0, Prompt(1, "t", strided, ""), 1, (0,), SamplingParams(1), 0)
     decoded = codec.decode(codec.encode(message, 0), "peer")[1]
     assert np.array_equal(decoded.prompt.token_ids, strided)
 

@@ -29,7 +29,7 @@ def originals() -> list[list[bytes]]:
         return ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"a": 1.0}, "x")
 
     prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
-    lease = Lease(1, 0, scored(8).rollout.prompt, 2, (0, 1), SamplingParams(5), 1, 2.0, (None, prefix))
+    lease = Lease(1, 0, scored(8).rollout.prompt, 2, (0, 1), SamplingParams(5), 1, (None, prefix))
     messages = [scored(8), scored(6_000), lease, m.Heartbeat("running", "", 1), m.StepReport(1, 1, True, {"x": 2.0})]
     return [[bytes(frame) for frame in CODEC.encode(message, 77)] for message in messages]
 
@@ -138,7 +138,7 @@ def test_headers_made_for_harm_are_refused():
 
 def test_shapes_that_do_not_fit_the_bytes_are_refused():
     codec = Codec(LEASES.to_client)
-    message = Lease(1, 0, Prompt(1, "t", np.arange(100, dtype=np.int32), ""), 1, (0,), SamplingParams(1), 0, 1.0)
+    message = Lease(1, 0, Prompt(1, "t", np.arange(100, dtype=np.int32), ""), 1, (0,), SamplingParams(1), 0)
     (frame,) = codec.encode(message, 0)
     good = b"\x92\xa3<i4\x64"
     assert good in bytes(frame)

@@ -251,7 +251,7 @@ async def test_a_killed_process_becomes_unreachable_and_its_successor_is_heard(l
     async with asyncio.timeout(10):
         while not await is_unreachable():  # noqa: ASYNC110 - the kernel tells ZeroMQ in its own time
             await asyncio.sleep(0.01)
-    assert server.messages_lost == 0
+    assert server.statistics.messages_lost == 0
     assert server.statistics.messages_rejected == 0
     await server.close()
 

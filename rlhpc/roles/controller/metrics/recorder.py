@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.algorithms.diagnostics import staleness
-from rlhpc.contracts import Clock
+from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill
@@ -42,11 +42,13 @@ class RunRecorder:
         weight_sync: WeightSync,
         sink: RolloutSink,
         *,
+        channels: Sequence[ServerChannel],
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, state.totals, live
         self._buffer, self._tokenizer = state.buffer, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
+        self._channels = channels
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
         self._clock = clock
         is_again = context.attempt > 0
@@ -143,6 +145,7 @@ class RunRecorder:
         """Current state: queues, weights, engines."""
         counts = self._buffer.counts()
         acks = [ack for ack in self._weight_sync.last_acks.values() if not ack.error]
+        channels = [channel.statistics for channel in self._channels]
         num_generators = max(1, len(self._registry.names("generator")))
         return {
             "staleness/bound": float(self._buffer.staleness_bound),
@@ -165,6 +168,9 @@ class RunRecorder:
             "reward/queued": self._registry.total("queued", "reward"),
             "reward/worker_restarts": self._registry.total("restarts", "reward"),
             "reward/retries": self._registry.total("reward_retries", "generator"),
+            "transport/lost_total": float(sum(one.messages_lost for one in channels)),
+            "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
+            "transport/denied_total": float(sum(one.connections_denied for one in channels)),
             "event_loop/lag_s": self.lag.take(),
         }
 
