@@ -13,13 +13,17 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     is_family,
+    number,
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
     takes_list,
+    takes_overrides,
     takes_resume_point,
+    takes_run_directory,
     takes_run_file,
     takes_scale,
+    takes_site_file,
     takes_submission,
     takes_waiting,
 )
@@ -68,34 +72,45 @@ def _parser() -> argparse.ArgumentParser:
 
     run = command("run", _run, "Start a run as processes on this machine and watch it.")
     takes_run_file(run)
+    takes_overrides(run)
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
     takes_resume_point(run)
+    run.add_argument(
+        "--max-retries",
+        type=number,
+        metavar="N",
+        help="attempts after failed ones without a new checkpoint; default: 5",
+    )
     check = command(
         "check", _check, "Validate a run file, its model and its data; or verify everything that a run has written."
     )
-    check.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
+    check.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR", help="run file, or directory of a run")
+    takes_overrides(check)
     check.add_argument("--json", action="store_true", help="JSON output for programs (RUN_DIR only)")
-    check.add_argument("--site", type=Path, metavar="SITE.toml", help="refuse a layout that does not fit its GPUs")
+    check.add_argument("--site", type=Path, metavar="SITE.toml", help="site file: refuse what does not fit its GPUs")
     plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
-    plan.add_argument("run_file", type=Path, metavar="RUN.toml")
-    plan.add_argument("site_file", type=Path, metavar="SITE.toml")
-    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    takes_run_file(plan)
+    takes_site_file(plan)
+    takes_overrides(plan)
     _add_run_commands(command)
     export = command("export", _export, "Write the trained model as an HF checkpoint.")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    takes_run_directory(export)
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     export.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument(
-        "--slurm", action="store_true", help="run it as one heterogeneous job on a private Slurm on this machine"
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
     )
-    demo.add_argument("--time", default="0:30:00", metavar="T", help="time limit of that job (default 0:30:00)")
-    demo.add_argument("overrides", nargs="*", metavar="key=value")
-    takes_cluster_commands(command("cluster", _cluster, "A private Slurm in one directory, with fake GPUs; no root."))
+    demo.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
+    )
+    takes_overrides(demo)
+    takes_cluster_commands(
+        command("cluster", _cluster, "Start, show or end a private Slurm in one directory, with fake GPUs; no root.")
+    )
     return parser
 
 
@@ -103,26 +118,30 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     """The commands that submit a run, and those that take a run directory."""
     takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
     resume = command("resume", _resume, "Submit the jobs of a run again, to continue from its last checkpoint.")
-    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    resume.add_argument("words", nargs="*", metavar="[SITE.toml] [key=value]", help="default: those of the last submit")
+    takes_run_directory(resume)
+    again = "another site file, other settings; default: those of the last submit"
+    resume.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
     takes_resume_point(resume)
     takes_waiting(resume)
     status = command("status", _status, "Show a run: its jobs and roles, their work in progress, what they wait for.")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    takes_run_directory(status)
     status.add_argument("--json", action="store_true", help="JSON output for programs")
     takes_list(command("list", _list, "Show your runs below a directory and in the queue, one line each."))
     stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
-    stop.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    stop.add_argument("--now", action="store_true", help="do not finish the step; steps since the last save are lost")
+    takes_run_directory(stop)
+    stop.add_argument(
+        "--now", action="store_true", help="do not finish the step; work since the last checkpoint is lost"
+    )
     takes_scale(command("scale", _scale, "Add generators to a submitted run, or remove added ones."))
     logs = command("logs", _logs, "Show the logs of a run's processes.")
-    logs.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    takes_run_directory(logs)
     what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
-    logs.add_argument("words", nargs="*", metavar="[ROLE]", help=what)
+    logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
     logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    doctor = command("doctor", _doctor, "Check a site for everything that would prevent a run, and print remedies.")
-    doctor.add_argument("site_file", type=Path, metavar="SITE.toml")
-    doctor.add_argument("words", nargs="*", metavar="[RUN.toml] [key=value]", help="default: a minimal run")
+    doctor = command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies.")
+    takes_site_file(doctor)
+    which = "the run to check for, with overrides; default: a minimal one"
+    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
     doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
     doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
     doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
@@ -157,7 +176,8 @@ def _run(options: argparse.Namespace) -> int:
     from launch.commands.run import run_locally
 
     resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
-    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from)
+    how = {} if options.max_retries is None else {"max_retries": options.max_retries}
+    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from, **how)
 
 
 def _submit(options: argparse.Namespace) -> int:

@@ -10,10 +10,9 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
@@ -70,14 +69,17 @@ def read_resolved(layout: RunLayout) -> tuple[Config, str]:
     """
     try:
         document = json.loads(layout.config.read_bytes())
-        config = _validate(document["config"], str(layout.config), is_begun=True)
+        settings, digest = dict(document["config"]), str(document["hash"])
     except FileNotFoundError:
         raise ConfigError(f"{layout.config}: missing; {layout.root} is not a run directory") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ConfigError(f"{layout.config}: has no {error}; {layout.root} is not a run directory") from None
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{layout.config}: damaged: {error}") from error
-    if _digest(document["config"]) != document["hash"]:
-        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {document['hash']}")
-    return config, document["hash"]
+    config = _validate(settings, str(layout.config), is_begun=True)
+    if _digest(settings) != digest:
+        raise ConfigError(f"{layout.config}: altered since the run was started: its hash is {digest}")
+    return config, digest
 
 
 def _digest(settings: dict[str, Any]) -> str:
@@ -104,6 +106,54 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+def fault_lines(error: ValidationError, explain: Callable[[str, ErrorDetails], str | None]) -> list[str]:
+    """One line for each fault that pydantic has found: key, value and what is legal.
+
+    explain: key and fault → what the file itself has to say of it; None: what every file says.
+    """
+    said: dict[str, list[str]] = {}  # the same key and value twice: none of the alternatives of its type fits
+    for detail in error.errors(include_url=False):
+        key = ".".join(str(part) for part in detail["loc"] if not _is_pydantics_own(part))
+        if (line := explain(key, detail)) is not None:
+            said[line] = []
+        elif detail["type"] == "missing":
+            said[f"{key}: missing; it has no default"] = []
+        else:
+            said.setdefault(f"{key}={detail['input']!r}: ", []).append(_legal(detail))
+    return [f"{line}legal: {', or '.join(dict.fromkeys(legal))}" if legal else line for line, legal in said.items()]
+
+
+_LEGAL = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
+    "less_than_equal": "{le} or less",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+
+
+def _legal(detail: ErrorDetails) -> str:
+    """What would have been legal, in the words of a run file; pydantic's own words for a fault not listed here."""
+    form = _LEGAL.get(detail["type"])
+    return form.format(**detail.get("ctx", {})) if form else detail["msg"].removeprefix("Input should be ")
+
+
+def _is_pydantics_own(part: str | int) -> bool:
+    """True for what pydantic adds to a place: the key of a table, and the alternative of a type that it has tried."""
+    return part in ("[key]", "constrained-float") or str(part).startswith("literal[")
+
+
 def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) -> Config:
     """is_begun: settings of a run that has begun: retired keys and keys without effect cannot be taken back."""
     document, retired = without_retired_keys(document)
@@ -111,36 +161,39 @@ def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) 
     try:
         config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
-        faults += [_explain(detail) for detail in error.errors(include_url=False)]
+        faults += fault_lines(error, _explain)
     if faults:
         raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
     return config
 
 
-def _explain(detail: ErrorDetails) -> str:
-    """One line for one fault, in the words of the run file."""
-    location = tuple(str(part) for part in detail["loc"])
-    key, value, kind = ".".join(location), detail["input"], detail["type"]
-    if kind == "extra_forbidden":
-        return f"{key}={value!r}: unknown key; legal: {_legal_keys(location)}"
-    if kind == "missing":
-        return f"{key}: missing; it has no default"
-    if kind == "value_error":  # raised by a rule over several keys, whose message names them
+def _explain(key: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "extra_forbidden":
+        *section, name = map(str, detail["loc"])
+        legal = [*_SECTIONS[section[0]].model_fields] if section else [*_SECTIONS]
+        return unknown_key(key, detail["input"], legal, _places_of(name))
+    if detail["type"] == "value_error":  # raised by a rule over several keys, whose message names them
         return str(detail["ctx"]["error"])
-    if kind == "literal_error":
-        return f"{key}={value!r}: illegal; legal: {detail['ctx']['expected']}"
-    return f"{key}={value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return None
 
 
-def _legal_keys(location: tuple[str, ...]) -> str:
-    model: type[BaseModel] = Config
-    for part in location[:-1]:
-        annotation = model.model_fields[part].annotation
-        candidates = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    names = list(model.model_fields)
-    close = difflib.get_close_matches(location[-1], names, n=1)
-    return f"{', '.join(names)}" + (f" (did you mean {close[0]}?)" if close else "")
+def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
+    meant = [*difflib.get_close_matches(key.rpartition(".")[2], legal, n=1), *elsewhere]
+    hint = f" (did you mean {meant[0]}?)" if meant else ""
+    return f"{key}={value!r}: unknown key; legal: {', '.join(legal)}{hint}"
+
+
+def _places_of(name: str) -> list[str]:
+    """Every place at which a key of this name is legal."""
+    return [f"{section}.{name}" for section, model in _SECTIONS.items() if name in model.model_fields]
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
 
 
 def _with_absolute_paths(config: Config) -> Config:

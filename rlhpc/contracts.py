@@ -1,9 +1,7 @@
 """Every interface of the ring, on one page.
 
-ABC where we own implementations with a life cycle, Protocol for plain callables.
-Each method says what it raises and what state it leaves.  One suite per contract (tests/contracts/) runs against every
-implementation; authors of an engine, a channel or a trainer run the same suite.
-
+ABC where we own implementations with a life cycle, Protocol for plain callables.  Each method says what it raises and
+what state it leaves.  One suite per contract (tests/contracts/) runs against every implementation, also of others.
 Async in controller, generator and reward service; blocking in the trainer and in engine workers.
 """
 
@@ -46,7 +44,6 @@ class ChannelStatistics:
     messages_rejected: int = 0  # did not decode, out of sequence, or from someone else's key
     messages_lost: int = 0  # sent by the other end and never received: a connection broke
     connections_denied: int = 0  # handshakes with a key that is not of this run
-    send_queue_depth: int = 0
     receive_queue_depth: int = 0
 
 
@@ -256,10 +253,14 @@ class WeightReceiver(ABC):
     def receive(self, manifest: WeightManifest, allocate: Allocate) -> Generator[Tensor, None, None]:
         """Yield every bucket, in order, in the memory that `allocate` gave for it; at most one is received ahead.
 
-        Nothing may be served before the iterator has ended by itself: only then does every checksum agree.  Closed
-        early, it receives the rest and tells the publisher that this member does not have the version.
+        Nothing may be served before it has ended by itself: only then does every checksum agree.  Closed early, it
+        lets the rest pass and tells the publisher that this member does not have the version.
         Raises TornWeights, GroupFailed; what `allocate` raises passes, and reaches the publisher as a refusal.
         """
+
+    def lost(self) -> str:
+        """Why no more will come, "" while that is not known; for who waits between two buckets.  Never blocks."""
+        return ""
 
     @abstractmethod
     def leave(self) -> None:
@@ -324,13 +325,7 @@ class PolicyLoss(Protocol):
     """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
 
     def __call__(
-        self,
-        current: Tensor,
-        *,
-        behaviour: Tensor,
-        proximal: Tensor,
-        advantages: Tensor,
-        loss_mask: Tensor,
+        self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """All float32 [T] (loss_mask bool [T]).  `proximal`: log-probabilities; a loss may ask for something else per
         token in their place (algorithms.losses.make_policy_loss says which), which backends pass through unread.

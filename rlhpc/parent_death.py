@@ -1,21 +1,73 @@
-"""Tell the kernel that a process is to end with its parent, so that a killed parent leaves nothing behind.
+"""Parents and children that end together: what the kernel does for a process whose parent ends.
 
-Linux only; elsewhere nothing happens.  It holds for the thread that started the process, not for grandparents, and not
-for a parent that was gone before: the caller compares os.getppid() with the pid that it expects.  Python 3.9 and the
-standard library.
+Linux only; elsewhere nothing happens.  Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import time
 from contextlib import suppress
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+_KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end what was killed
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this signal to the calling process when the thread that started it ends."""
+    """Have the kernel send this signal to the calling process when the thread that started it ends.
+
+    It holds neither for grandparents nor for a parent that was gone before: see die_with.
+    """
     with suppress(OSError, AttributeError):  # no prctl: not Linux
         _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def die_with(parent: int) -> None:
+    """In a child between fork and exec: be killed when the process `parent`, which has forked it, ends."""
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends, sessions of their own included."""
+    with suppress(OSError, AttributeError):
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def wait_for_child(pid: int) -> int:
+    """Wait until this child has ended, and reap all others that end meanwhile.
+
+    Returns its exit status, negative for a signal.
+    """
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def end_children() -> None:
+    """Kill and reap every child of this process, those adopted meanwhile too.
+
+    One that the kernel does not end within seconds (a driver that hangs) stays.
+    """
+    deadline = time.monotonic() + _KILLED_S
+    while time.monotonic() < deadline and (children := _children()):
+        for pid in children:
+            with suppress(ProcessLookupError, ChildProcessError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_S)
+
+
+def _children() -> list[int]:
+    """Of all threads of this process; none where the kernel does not list them."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(word) for word in path.read_text().split()]
+    return found

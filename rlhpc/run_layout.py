@@ -7,6 +7,7 @@ else.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,16 @@ class RunLayout:
     def config(self) -> Path:
         """The resolved configuration, its hash and the commit, as JSON."""
         return self.root / "config.json"
+
+    @property
+    def is_run(self) -> bool:
+        """True if a run is here: its config.json is ours, perhaps damaged.  An HF checkpoint has another."""
+        try:
+            return {"config", "hash"} <= set(json.loads(self.config.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (ValueError, TypeError):
+            return True
 
     @property
     def inputs(self) -> Path:
@@ -96,6 +107,11 @@ class RunLayout:
     def strikes(self) -> Path:
         """Prompts that lost leases because a generator died: JSON lines, appended; outlives every attempt."""
         return self.root / "strikes.jsonl"
+
+    @property
+    def local_plan(self) -> Path:
+        """What `rlhpc run` starts on this machine, as JSON: job_plan.json without Slurm."""
+        return self.root / "local_plan.json"
 
     # ------------------------------------------------------------------------------------------------- of Slurm jobs
 

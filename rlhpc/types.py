@@ -53,7 +53,7 @@ class Lease:
     """Permission to sample some members of one group.  Made by buffer/ledger."""
 
     group_id: int  # admission number; unique in a run
-    attempt: int  # 0 for the first grant of this group, +1 for each later one
+    attempt: int  # number of the lease within its group, from 0: later grants and renewals have higher ones
     prompt: Prompt
     group_size: int
     sample_indices: tuple[int, ...]  # the members still wanted, each in [0, group_size)

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.checks.nodes.probe import torch_cuda
@@ -29,12 +29,15 @@ class Gpu:
 
     uuid: str  # "" where nobody says
     parts: tuple[str, ...] = ()  # UUIDs of MIG instances
+    memory_gib: float = 0.0  # of all of it; 0: not known
 
 
 def gpus_here(environment: Mapping[str, str]) -> VisibleGpus:
     """The GPUs of this machine; none where the installed torch cannot use them.  Raises ConfigError (visible_gpus)."""
     shown = environment.get(VARIABLE)
-    return VisibleGpus(visible_gpus(_machine(), shown) if torch_cuda() else (), shown)
+    machine = _machine() if torch_cuda() else ()
+    words = visible_gpus(machine, shown)
+    return VisibleGpus(words, shown, memory_of(machine, words))
 
 
 def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]:
@@ -46,11 +49,15 @@ def visible_gpus(machine: tuple[Gpu, ...], shown: str | None) -> tuple[str, ...]
     if shown is None:
         return tuple(word for index, gpu in enumerate(machine) for word in (gpu.parts or (str(index),)))
     words: list[str] = []
+    seen: list[str] = []
     for word in (word.strip() for word in shown.split(",")):
         if not _is_here(word, machine):
             break
-        if word in words:
-            raise ConfigError(f"{VARIABLE}={shown!r}: {word} is named twice, so that CUDA shows no GPU at all")
+        gpu = _by_name(word, machine)
+        name = gpu.uuid if gpu else word
+        if name in seen:
+            raise ConfigError(f"{VARIABLE}={shown!r}: {name} is named twice, so that CUDA shows no GPU at all")
+        seen.append(name)
         words.append(word)
     return tuple(words)
 
@@ -66,6 +73,29 @@ def parse_listing(listing: str) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
+def parse_memory(machine: tuple[Gpu, ...], listing: str) -> tuple[Gpu, ...]:
+    """Add what `nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader,nounits` says, in MiB."""
+    sizes = dict(line.split(", ", 1) for line in listing.splitlines() if ", " in line)
+    known = {uuid: float(size) / 1024 for uuid, size in sizes.items() if size.strip().isdecimal()}
+    return tuple(replace(gpu, memory_gib=known.get(gpu.uuid, 0.0)) for gpu in machine)
+
+
+def memory_of(machine: tuple[Gpu, ...], words: tuple[str, ...]) -> dict[str, float]:
+    """GiB of each GPU that is known by its word.  Of a part (MIG) it is not known.
+
+    An index counts in CUDA's order, fastest first, which is not that of nvidia-smi: it is taken for the smallest GPU.
+    """
+    smallest = min((gpu.memory_gib for gpu in machine), default=0.0)
+    named = {word: _by_name(word, machine) for word in words}
+    sizes = {word: smallest if word.isdecimal() else gpu.memory_gib if gpu else 0.0 for word, gpu in named.items()}
+    return {word: size for word, size in sizes.items() if size}
+
+
+def _by_name(word: str, machine: tuple[Gpu, ...]) -> Gpu | None:
+    """The whole GPU that a UUID, or the beginning of one, names."""
+    return next((gpu for gpu in machine if len(word) > len("GPU-") and gpu.uuid.startswith(word)), None)
+
+
 def _is_here(word: str, machine: tuple[Gpu, ...]) -> bool:
     if word.isdecimal():
         return int(word) < len(machine)
@@ -78,16 +108,19 @@ def _is_here(word: str, machine: tuple[Gpu, ...]) -> bool:
 
 def _machine() -> tuple[Gpu, ...]:
     """All GPUs; where nvidia-smi is missing or fails, as many as there are device files: torch may see them still."""
-    return parse_listing(_nvidia_smi()) or _device_files()
+    machine = parse_listing(_nvidia_smi("-L"))
+    if not machine:
+        return _device_files()
+    return parse_memory(machine, _nvidia_smi("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"))
 
 
-def _nvidia_smi() -> str:
+def _nvidia_smi(*words: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=False)
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"nvidia-smi -L does not answer, so that GPUs cannot be counted: {error}") from error
+        raise ConfigError(f"nvidia-smi {words[0]} does not answer, so that GPUs cannot be counted: {error}") from error
     return done.stdout if done.returncode == 0 else ""
 
 

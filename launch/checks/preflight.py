@@ -63,7 +63,8 @@ def _model_config(config: Config) -> dict[str, Any]:
     missing = [name for name in _NEEDED if not (path / name).exists()]
     if missing or not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path={str(path)!r}: not a complete HF checkpoint: {', '.join(missing) or '*.safetensors'} missing"
+            f"model.path={str(path)!r}: not a complete HF checkpoint: {', '.join(missing) or '*.safetensors'} missing; "
+            "transformers' save_pretrained, of model and of fast tokenizer, writes all files into it"
         )
     try:
         document: dict[str, Any] = json.loads((path / "config.json").read_bytes())

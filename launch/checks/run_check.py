@@ -19,7 +19,7 @@ from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
-from rlhpc.roles.controller.saved_state import read_run_state
+from rlhpc.roles.controller.saved_state import read_saved_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import (
     CheckpointState,
@@ -52,20 +52,17 @@ class Row:
 
 def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
-    if not layout.config.exists():
-        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
+    if not layout.is_run:
+        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
     parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
     rows = [row for part in parts for row in part(layout, progress)]
     return [*rows, *_segments_that_are_needed(layout, chosen_step(rows)), *_leftovers(layout)]
 
 
 def chosen_step(rows: list[Row]) -> int | None:
-    """Step of the checkpoint that a resume takes; None if it begins at step 0 or is refused."""
-    steps = [int(row.name.removeprefix("step_")) for row in rows if row.part == "checkpoints" and _CHOSEN in row.text]
-    return steps[0] if steps else None
-
-
-_CHOSEN = "a resume starts from here"
+    """Step of the checkpoint that a resume takes, the newest sound one; None if it begins at step 0 or is refused."""
+    sound = (row for row in rows if row.part == "checkpoints" and row.verdict is Verdict.SOUND)
+    return next((int(row.name.removeprefix("step_")) for row in sound), None)
 
 
 def _settings(layout: RunLayout, progress: Progress) -> Iterator[Row]:
@@ -133,7 +130,8 @@ def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
     name = state.path.name
     match state.fate:
         case Fate.SOUND:
-            return Row("checkpoints", name, Verdict.SOUND, _CHOSEN if is_chosen else "older than the one resumed from")
+            text = "a resume starts from here" if is_chosen else "older than the one resumed from"
+            return Row("checkpoints", name, Verdict.SOUND, text)
         case Fate.UNDONE:
             return Row("checkpoints", name, Verdict.NOTE, f"a resume sets it aside: {state.problem}")
         case Fate.UNREADABLE:
@@ -169,7 +167,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
 def _segments_that_are_needed(layout: RunLayout, step: int | None) -> Iterator[Row]:
     """The segments that the chosen checkpoint counts on, which a gap at their end would not show."""
     try:
-        first_free = 0 if step is None else int(read_run_state(layout, step).buffer["next_segment_index"])
+        first_free = 0 if step is None else int(read_saved_state(layout, step).buffer["next_segment_index"])
     except (CheckpointError, KeyError, TypeError, ValueError):
         return  # it was pruned meanwhile, or is not of this version: a resume will say so
     missing = [index for index in range(first_free) if not layout.segment(index).exists()]

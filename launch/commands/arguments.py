@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 MOST_ROWS = 40  # of a list
 
 
+def number(text: str) -> int:
+    """Parse 0, 1, 2, …  Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a whole number, 0 or more")
+    return int(text)
+
+
 def takes_submission(parser: argparse.ArgumentParser) -> None:
     """Run file, site file, and how to submit."""
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("site_file", type=Path, metavar="SITE.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    takes_run_file(parser)
+    takes_site_file(parser)
+    takes_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the jobs as `rlhpc plan` does; submit nothing")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
@@ -40,8 +47,9 @@ def takes_waiting(parser: argparse.ArgumentParser) -> None:
 
 def takes_scale(parser: argparse.ArgumentParser) -> None:
     """A run, and how many generators to add or remove."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("words", nargs="*", metavar="SITE.toml", help="default: that of the last submit")
+    takes_run_directory(parser)
+    text = "site file; default: that of the last submit"
+    parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml", help=text)
     parser.add_argument("--generators", required=True, metavar="+N|-N", help="add N, or remove the N added last")
     parser.add_argument("--partition", metavar="P", help="instead of the site file's; it may be preemptible")
     parser.add_argument("--time", metavar="T", help="time limit, instead of the site file's")
@@ -76,15 +84,30 @@ def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_run_file(parser: argparse.ArgumentParser) -> None:
-    """Run file and overrides."""
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.learning_rate=2e-6")
+    """What a run does."""
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="run file: what is trained, and how")
+
+
+def takes_site_file(parser: argparse.ArgumentParser) -> None:
+    """Where a run runs."""
+    parser.add_argument("site_file", type=Path, metavar="SITE.toml", help="site file: partitions, GPUs, time")
+
+
+def takes_overrides(parser: argparse.ArgumentParser) -> None:
+    """Keys of the run file with other values.  A default, or argparse names them as required."""
+    text = "set a key of the run file, e.g. trainer.learning_rate=2e-6"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def takes_run_directory(parser: argparse.ArgumentParser) -> None:
+    """A run that has been started or submitted."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, e.g. runs/NAME")
 
 
 def takes_list(parser: argparse.ArgumentParser) -> None:
     """Where to look for runs, and which to show."""
     text = "default: runs/ if it exists, else the current directory"
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=text)
+    parser.add_argument("directories", type=Path, nargs="*", default=[], metavar="DIR", help=text)
     parser.add_argument("--state", metavar="S[,S]", help="only runs in these states: queued, running, failed, …")
     parser.add_argument("--all", action="store_true", help=f"show more than {MOST_ROWS} lines, and other users' runs")
     parser.add_argument("--depth", type=int, metavar="N", help="levels of directories below DIR to search (default 4)")

@@ -8,7 +8,7 @@ import os
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.preflight import preflight
-from launch.plan.gpu_map import GpuMap, map_gpus
+from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan, plan_run
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
@@ -20,11 +20,12 @@ def check_run_file(options: argparse.Namespace) -> int:
     if options.json:
         raise ConfigError(f"--json: only for a run directory, and {options.run_file} is not one")
     config = load_config(options.run_file, options.overrides)
-    gpus = GpuMap() if options.site else map_gpus(config, gpus_here(os.environ))  # a site's GPUs are elsewhere
+    here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
+    gpus = GpuMap() if options.site else map_gpus(config, here)
     findings = preflight(config)
-    memory = memory_report(config, findings.model, findings.shape, options.site)
+    memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
-    size = f", {findings.shape.num_parameters / 1e9:.3g} G parameters" if findings.shape else ""
+    size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset
     print(
@@ -33,3 +34,8 @@ def check_run_file(options: argparse.Namespace) -> int:
     )
     print(memory)
     return 0
+
+
+def _millions_or_more(number: int) -> str:
+    """Three digits, in millions up to a thousand of them: "0.304 M", "7.62 G"."""
+    return f"{number / 1e6:.3g} M" if number < 1e9 else f"{number / 1e9:.3g} G"

@@ -43,7 +43,7 @@ def show_logs(layout: RunLayout, role: str | None, follow: bool) -> int:
     role: "trainer" for all its ranks, "generator-1" for one process, "slurm" for batch steps, None for all.  Returns
     the exit status, 130 after Ctrl-C.  Raises RunDirectoryError: no run directory; no such role.
     """
-    if not layout.config.exists():
+    if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     there = log_files(layout, role)
     found = _newest(there)

@@ -23,7 +23,7 @@ def resume_run(
     words: overrides key=value, and at most one site file, which replaces the old one.  Raises RunDirectoryError: not a
     run, complete, or still running; ConfigError and SlurmError as submit_run does.
     """
-    if not layout.config.exists():
+    if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     files = [word for word in words if "=" not in word]
     if len(files) > 1:

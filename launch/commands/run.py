@@ -7,38 +7,52 @@ import sys
 
 from launch.checks.gpus import gpus_here
 from launch.checks.preflight import preflight
-from launch.commands.local_executor import LocalExecutor
 from launch.commands.watch import Watch
 from launch.plan.gpu_map import map_gpus
+from launch.plan.local import local_plan_document
 from launch.plan.processes import plan_run
+from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from launch.run_directory.owner import own_run
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
+from launch.run_files.run_state import Attempt
+from launch.supervisor.local_run import LocalSignals, supervise_locally
 from rlhpc.config import Config
+from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
+MAX_RETRIES: int = ClusterConfig.model_fields["max_retries"].default
 
-def run_locally(config: Config, *, resume: bool = False, fresh: bool = False, resume_from: ResumePoint = NEWEST) -> int:
-    """Check everything, prepare the run directory, run all roles here, return the exit status."""
+
+def run_locally(
+    config: Config,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    resume_from: ResumePoint = NEWEST,
+    max_retries: int = MAX_RETRIES,
+) -> int:
+    """Check everything, prepare the run directory, run all roles here, return the exit status.
+
+    max_retries: attempts that may follow failed ones, without a new checkpoint in between.
+    """
     gpus = map_gpus(config, gpus_here(os.environ))
     preflight(config)
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr)
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        attempt = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
-        owner.begins(attempt.owner)
-        plan = plan_run(
-            config,
-            layout,
-            attempt=attempt.index,
-            resume_step=attempt.resume_step,
-            owner=attempt.owner,
-            gpus=gpus,
-        )
-        mint_keys(plan)
-        for change in attempt.changed:
+        begun = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
+        write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
+        mint_keys(plan_run(config, layout))
+        for change in begun.changed:
             watch.tell(f"resumed with {change}")
-        with LocalExecutor(plan, watch.tell, owner) as executor:
-            status = executor.wait(watch.look)
+        status = supervise_locally(
+            layout,
+            Attempt(begun.index, begun.resume_step, job_id=0, restart=0, fence=begun.owner),
+            watch.tell,
+            LocalSignals([watch.look, owner.renew], owner.check),
+            descriptors=owner.inherited,
+            begins=owner.begins,
+        )
         watch.close()
     return status

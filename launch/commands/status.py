@@ -30,7 +30,7 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
 
     Raises RunDirectoryError if this is no run directory.
     """
-    if not layout.config.exists():
+    if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
     if as_json:

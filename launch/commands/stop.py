@@ -35,7 +35,7 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     Returns 1 for a run that ended without saving its last steps.  Several callers at once are allowed.
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
-    if not layout.config.exists():
+    if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     launcher = find_launcher(layout, tell)
     if launcher is not None:

@@ -23,6 +23,7 @@ class VisibleGpus:
 
     words: tuple[str, ...] = ()
     shown: str | None = None  # the caller's CUDA_VISIBLE_DEVICES
+    memory_gib: Mapping[str, float] = field(default_factory=dict)  # word → GiB, of those whose memory is known
 
     def describe(self) -> str:
         """For messages: how many, and why not more."""
@@ -114,9 +115,8 @@ def _refuse_shared_without_bound(config: Config, gpus: VisibleGpus) -> None:
     if config.generation.kv_cache_bytes is None:
         raise ConfigError(
             f"generation.kv_cache_bytes is not given, and trainer and engine share the one GPU, {gpus.describe()}: "
-            "neither can measure what the other will take; set it to what is left beside the weights of both, the "
-            "optimiser and activations (`rlhpc check` adds up the trainer's), such as "
-            "generation.kv_cache_bytes=4_294_967_296"
+            "neither can measure what the other will take; set it, such as to generation.kv_cache_bytes=4294967296: "
+            "`rlhpc check` then adds up both, and if that is too much says what would fit"
         )
 
 

@@ -6,7 +6,6 @@ all.  Keys have the same meaning as in Slurm; what a run needs of them is derive
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launch.plan.site_values import Bind, Directive, Interface, Several, ShellLine, VariableName, Walltime, Word
+from rlhpc.config_file import fault_lines, unknown_key
 from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.errors import ConfigError
 
@@ -247,8 +247,7 @@ def load_site(path: Path) -> Site:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     except ValidationError as error:
-        lines = [f"{path}: {_explain(detail)}" for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError("\n".join(f"{path}: {line}" for line in fault_lines(error, _explain))) from None
 
 
 def legal_keys(section: str) -> list[str]:
@@ -260,26 +259,17 @@ def legal_keys(section: str) -> list[str]:
     return [name for name in fields if name not in shared] + [name for name in fields if name in shared]
 
 
-def _explain(detail: ErrorDetails) -> str:
-    """One line for one fault, in the words of the site file."""
-    place = tuple(str(part) for part in detail["loc"] if part != "[key]")
-    key, value, kind = ".".join(place), detail["input"], detail["type"]
-    if kind == "extra_forbidden":
-        names = legal_keys(place[0] if len(place) > 1 else "")
-        close = difflib.get_close_matches(place[-1], names, n=1)
-        return f"{key}={value!r}: unknown key; legal: {', '.join(names)}" + (
-            f" (did you mean {close[0]}?)" if close else ""
-        )
-    if kind == "missing":
-        return f"{key}: missing; it has no default"
-    if kind == "value_error":
-        # A rule over several keys of a section names its key itself.
-        return f"{key}.{_cause(detail)}" if len(place) == 1 else f"{key}={value!r}: {_cause(detail)}"
-    if kind == "literal_error":
-        return f"{key}={value!r}: illegal; legal: {detail['ctx']['expected']}"
-    if kind == "string_pattern_mismatch":
-        return f"{key}={value!r}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
-    return f"{key}={value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+def _explain(key: str, detail: ErrorDetails) -> str | None:
+    """What only a site file says of a fault."""
+    value, is_of_section = detail["input"], len(detail["loc"]) == 1
+    match detail["type"]:
+        case "extra_forbidden":
+            return unknown_key(key, value, legal_keys("" if is_of_section else str(detail["loc"][0])))
+        case "value_error":  # a rule over several keys of a section names its key itself
+            return f"{key}.{_cause(detail)}" if is_of_section else f"{key}={value!r}: {_cause(detail)}"
+        case "string_pattern_mismatch":
+            return f"{key}={value!r}: would break a script; legal: one word that matches {detail['ctx']['pattern']}"
+    return None
 
 
 def _cause(detail: ErrorDetails) -> Any:

@@ -28,7 +28,7 @@ from rlhpc.config_file import read_resolved
 from rlhpc.errors import RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.files import write_atomically
-from rlhpc.ownership import take_over
+from rlhpc.ownership import read_owner, take_over
 from rlhpc.run_layout import RunLayout
 
 
@@ -36,12 +36,15 @@ class FencedError(RlhpcError):
     """A later supervisor has taken the run over: the caller is stale."""
 
 
-def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, Any]:
+def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str = "") -> dict[str, Any]:
     """Begin the next attempt; returns attempt.json.
+
+    follows: without Slurm, whose ids tell which of two supervisors is the later one, the owner that the attempt before
+    was; "" with Slurm.
 
     Raises RunDirectoryError: no run directory, the run is complete, no checkpoint is sound, model or dataset differ
     from those of the first start; UnreadableCheckpoint: a retry may help; ConfigError: config.json was altered;
-    FencedError: a later job, or a later life of this one, owns the run.
+    FencedError: a later job, a later life of this one, or another start owns the run.
     """
     if not layout.config.exists():
         raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
@@ -53,6 +56,8 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int) -> dict[str, 
             f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
             "later than this one"
         )
+    if follows and (owner := read_owner(layout)) != follows:
+        raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
@@ -89,9 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--job-id", type=int, required=True, help="Slurm's id of this job")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued it")
+    parser.add_argument("--follows", default="", help="owner that the attempt before was; for runs without Slurm")
     options = parser.parse_args(arguments)
+    how = {"job_id": options.job_id, "restart": options.restart, "follows": options.follows}
     try:
-        document = begin_attempt(RunLayout(options.run_dir), job_id=options.job_id, restart=options.restart)
+        document = begin_attempt(RunLayout(options.run_dir), **how)
     except (RlhpcError, OSError) as error:
         sys.stderr.write(f"rlhpc: {error}\n")
         if isinstance(error, OSError | UnreadableCheckpoint):

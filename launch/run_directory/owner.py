@@ -67,8 +67,8 @@ class RunOwner:
         return () if self._lock is None else (self._lock.descriptor,)
 
     def begins(self, owner: str) -> None:
-        """An attempt begins whose processes write in the name of `owner`."""
-        self._fence = Fence(self._layout, owner)
+        """An attempt begins whose processes write in the name of `owner`; "": nobody knows yet in whose."""
+        self._fence = Fence(self._layout, owner) if owner else None
 
     def renew(self) -> None:
         """Show that this launcher is alive; called several times a second.  Raises OwnershipLost."""

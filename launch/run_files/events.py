@@ -20,7 +20,17 @@ from rlhpc.run_layout import RunLayout
 _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
 
 
-class EventLog:
+class Log:
+    """What a supervisor tells of the run."""
+
+    attempt = -1  # the current one
+
+    def say(self, event: str, text: str) -> None:
+        """Tell one event: one word for programs, a sentence for people."""
+        raise NotImplementedError
+
+
+class EventLog(Log):
     """Appends to one file, and says the same in the batch log.
 
     Each job (or array task) has its own, so that a file has only one writer.
@@ -28,10 +38,9 @@ class EventLog:
 
     def __init__(self, path: Path, restart: int) -> None:
         self._path, self._restart = path, restart
-        self.attempt = -1  # the current attempt
 
     def say(self, event: str, text: str) -> None:
-        """Log an event: one word for programs, a sentence for people."""
+        """Log an event."""
         now = time.time()
         line = {"unix_time_s": now, "restart": self._restart, "attempt": self.attempt, "event": event, "text": text}
         clock = time.strftime("%H:%M:%S", time.localtime(now))

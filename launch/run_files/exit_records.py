@@ -6,6 +6,7 @@ srun returns one status for all tasks, and 0 for tasks that never started; these
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class ExitRecord:
     starts: int  # how often it was started
     host: str
     job: str
+    is_final: bool = True  # False: it is being started again
 
     @property
     def cause(self) -> str:
@@ -49,6 +51,12 @@ def read_records(layout: RunLayout, role: str, attempt: int) -> dict[int, ExitRe
     return found
 
 
+def read_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None:
+    """The record of one process, by its name; None: it has not ended, or not since it was started with this attempt."""
+    role, _, replica = name.rpartition("-")
+    return _read(layout.exit_record(role, int(replica), attempt))
+
+
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
     """Processes of one attempt, of any role, that failed."""
     found = [_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json"))]
@@ -59,7 +67,10 @@ def last_error_line(log: bytes) -> str:
     """The text of the last error that a role logged, or else the last line: libraries print more after an error."""
     lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
     errors = [words for line in lines if " rlhpc." in line for _, error, words in [line.partition(" ERROR ")] if error]
-    return errors[-1] if errors else lines[-1] if lines else "no output"
+    if errors or not lines:
+        return errors[-1] if errors else "no output"
+    ours = re.match(r".* rlhpc\.[a-z._]+ [A-Z]+ (.*)", lines[-1])  # without time, name and level
+    return ours.group(1) if ours else lines[-1]
 
 
 def _read(path: Path) -> ExitRecord | None:

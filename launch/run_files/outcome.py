@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
+from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG, EXIT_FENCED
 
 
 class Cause(enum.Enum):
@@ -18,7 +18,8 @@ class Cause(enum.Enum):
     TIME = "this job is close to its time limit", "requeue", 0
     YIELD = "another job of the run is close to its time limit", "again", 0
     SIGNAL = "Slurm ended this job (scancel, preemption, node failure)", "leave", 143
-    FENCED = "a later attempt has taken over", "leave", 1
+    INTERRUPTED = "interrupted", "leave", 130
+    FENCED = "a later attempt has taken over", "leave", EXIT_FENCED
     FAILED = "failed", "again", 1
     GIVEN_UP = "failed too often without a new checkpoint", "end", 1
     STALLED = "made no progress", "end", 1
@@ -38,6 +39,7 @@ class Outcome:
 
     cause: Cause
     text: str  # never empty
+    status: int | None = None  # as in a shell, of the process whose failure this is; None: none is known
 
     def __post_init__(self) -> None:
         """Without details, the cause's own words are used."""

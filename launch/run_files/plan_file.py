@@ -6,7 +6,7 @@ Input: the file written by launch/plan/report.py (docs/slurm.md, "Interface of t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlhpc.errors import RlhpcError
 from rlhpc.run_layout import RunLayout
 
 SCHEMA = 2
+LOCAL = "local"  # placement of a run without Slurm
 
 
 class PlanFileError(RlhpcError):
@@ -42,6 +43,7 @@ class Part:
     python: tuple[str, ...]  # words before `-m rlhpc.roles`
     environment: dict[str, str]  # set for its processes
     defaults: dict[str, str]  # set unless already set
+    visible_devices: dict[str, str] = field(default_factory=dict)  # CUDA_VISIBLE_DEVICES by process; absent: as shown
 
     def share_of(self, role: str) -> Share:
         """The processes of a role.  Raises PlanFileError if it has none here."""
@@ -58,6 +60,7 @@ class Limits:
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
+    is_attended: bool = False  # somebody waits for it: what fails before it trains is not started again
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class JobPart:
     limits: Limits
     continuation: str  # "requeue" or "successor"
     other_jobs: tuple[str, ...]  # names of the run's other planned jobs
+
+    @property
+    def is_local(self) -> bool:
+        """True without Slurm: every process beside the supervisor, on one machine."""
+        return self.placement == LOCAL
 
     @property
     def hosts_controller(self) -> bool:
@@ -118,4 +126,5 @@ def _part(document: dict[str, Any]) -> Part:
         python=tuple(document["python"]),
         environment=dict(document["environment"]),
         defaults=dict(document["defaults"]),
+        visible_devices=dict(document.get("visible_devices", {})),
     )

@@ -96,9 +96,18 @@ class Progress:
         said = [f"{role['name']} ({role['state']}) waits for {role['waits_for'] or 'nothing'}" for role in self.roles]
         return f"phase {self.phase!r}, step {self.step}; " + ("; ".join(said) or "no role has registered")
 
+    @property
+    def is_training(self) -> bool:
+        """True once all roles have met, until the run ends."""
+        return self.phase == "training"
+
     def generators(self) -> list[str]:
         """Names of the registered generators."""
-        return [role["name"] for role in self.roles if role["name"].startswith("generator-")]
+        return self.names("generator")
+
+    def names(self, role: str) -> list[str]:
+        """Names of the registered processes of a role."""
+        return [each["name"] for each in self.roles if each["name"].startswith(f"{role}-")]
 
 
 def read_progress(layout: RunLayout) -> Progress | None:

@@ -43,6 +43,11 @@ class ThisJob:
             began=time.time(),
         )
 
+    @classmethod
+    def without_slurm(cls) -> ThisJob:
+        """What stands for a job where processes are started on this machine alone."""
+        return cls(job_id=0, array_id=None, array_task=None, restart=0, is_heterogeneous=False, began=time.time())
+
     @property
     def submitted_id(self) -> int:
         """The id that sbatch returned: the array's, or the job's."""
@@ -70,7 +75,28 @@ class ThisJob:
         return component_states(self.job_id, patience_s=30.0)
 
 
-class TimeLimit:
+class NoTimeLimit:
+    """Where nobody but people ends this life."""
+
+    @property
+    def end(self) -> float | None:
+        """Unix time of the end, s; None: no limit, or not known yet."""
+        return None
+
+    @property
+    def life_s(self) -> float:
+        """Seconds from the beginning of this life to its limit; infinite in the same cases."""
+        return float("inf")
+
+    def left_s(self) -> float:
+        """Seconds from now; infinite in the same cases."""
+        return float("inf")
+
+    def ask(self) -> None:
+        """Learn whether the limit has changed."""
+
+
+class TimeLimit(NoTimeLimit):
     """When the time limit ends this life.
 
     Slurm is asked at the beginning, every minute until it has answered, and again before anyone acts on it, because

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import ThisJob
+from launch.supervisor.signals import Signals
+from launch.supervisor.steps import Tether
 from rlhpc.errors import RlhpcError
+from rlhpc.parent_death import die_with
 
 BEGIN_S = 7200.0  # every byte of the newest checkpoint is read, which may be hundreds of GB
+POLL_S = 0.1
 
 
 class BeginError(RlhpcError):
@@ -23,34 +30,60 @@ class BeginError(RlhpcError):
         self.status = status
 
 
-def begin_attempt(plan: JobPart, job: ThisJob, say: Callable[[str, str], None]) -> Attempt:
-    """Make directories and keys, find the checkpoint to resume from, write attempt.json; report skipped checkpoints.
+class AttemptStarter:
+    """Begins the attempts of one supervisor."""
 
-    Raises BeginError.
-    """
-    part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
-    words = [*part.python, "-m", "launch.run_directory.begin_attempt", "--run-dir", str(plan.layout.root)]
-    words += ["--job-id", str(job.job_id), "--restart", str(job.restart)]
-    environment = {**part.defaults, **os.environ, **part.environment}
-    try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=BEGIN_S,
-            env=environment,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BeginError(f"{words[0]} -m launch.run_directory.begin_attempt: {error}") from error
-    if done.returncode != 0:
-        silent = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        said = (
-            done.stderr or done.stdout
-        ).strip() or f"{words[0]} -m launch.run_directory.begin_attempt: {silent}, without output"
-        raise BeginError(f"no attempt could begin: {said}", done.returncode)
-    document = json.loads(done.stdout.strip().splitlines()[-1])
-    for line in document.get("set_aside", ()):
-        say("checkpoint", line)
-    return Attempt.parse(document)
+    def __init__(
+        self, plan: JobPart, job: ThisJob, say: Callable[[str, str], None], signals: Signals, tether: Tether | None
+    ) -> None:
+        """`say` is told of checkpoints that are skipped."""
+        self._job, self._say, self._signals = job, say, signals
+        self._descriptors = () if tether is None else tether.descriptors
+        part = next(part for part in plan.parts if any(share.role == "controller" for share in part.shares))
+        self._program = [*part.python, "-m", "launch.run_directory.begin_attempt"]
+        self._words = ["--run-dir", str(plan.layout.root), "--job-id", str(job.job_id), "--restart", str(job.restart)]
+        self._environment = {**part.defaults, **os.environ, **part.environment}
+
+    def begin(self, is_over: Callable[[], bool], follows: str = "") -> Attempt:
+        """Make directories and keys, find the checkpoint to resume from, write attempt.json.
+
+        is_over: whether no attempt is wanted any more.  follows: owner that the attempt before was, where Slurm does
+        not tell which of two supervisors is the later one.  Raises BeginError.
+        """
+        program = " ".join([self._program[0], *self._program[-2:]])
+        try:
+            status, out, errors = self._run(["--follows", follows] if follows else [], is_over)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BeginError(f"{program}: {error}") from error
+        if status != 0:
+            silent = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
+            said = (errors or out).strip() or f"{program}: {silent}, without output"
+            raise BeginError(f"no attempt could begin: {said}", status)
+        document = json.loads(out.strip().splitlines()[-1])
+        for line in document.get("set_aside", ()):
+            self._say("checkpoint", line)
+        return Attempt.parse(document)
+
+    def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
+        """Run the command; it is killed when nobody waits for it any more.  Returns exit status, output, errors."""
+        deadline = time.monotonic() + BEGIN_S
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            with subprocess.Popen(
+                [*self._program, *self._words, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=self._environment,
+                pass_fds=self._descriptors,
+                preexec_fn=partial(die_with, os.getpid()),  # this process has one thread
+            ) as process:
+                while process.poll() is None:
+                    if is_over():
+                        process.kill()
+                    if time.monotonic() > deadline:
+                        process.kill()
+                        raise subprocess.TimeoutExpired(self._program, BEGIN_S)
+                    self._signals.sleep(POLL_S)
+            for stream in (out, errors):
+                stream.seek(0)
+            return process.returncode, out.read(), errors.read()

@@ -1,4 +1,4 @@
-"""The supervisor of the job that hosts the controller: it owns the attempts of the run.
+"""The supervisor of the job that hosts the controller, or of a run without Slurm: it owns the attempts of the run.
 
     begin attempt ─▶ start what is not running ─▶ watch ─▶ wind up ─▶ outcome
           ▲                                                              │
@@ -7,18 +7,18 @@
                        complete, stopped, given up: end all jobs ◀───────┘
 
 Guarantees: an attempt begins only when no process of the previous one writes to the run any more; a job is requeued
-only when no srun is alive; a completed run leaves no job behind.
+only when no srun is alive; a completed run leaves no job behind; after an interrupt everything ends within ten seconds.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from launch.run_files.events import EventLog
+from launch.run_files.events import Log
 from launch.run_files.outcome import Cause, Outcome
-from launch.run_files.plan_file import JobPart, Part
+from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import (
     Attempt,
     Progress,
@@ -30,35 +30,56 @@ from launch.run_files.run_state import (
     wants_abort,
     wants_stop,
 )
-from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.supervisor.begin import BeginError, begin_attempt
+from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.supervisor.begin import AttemptStarter, BeginError
 from launch.supervisor.giving_up import RetryBudget, StallWatch
 from launch.supervisor.outcome_classifier import OutcomeClassifier, asked_to_end
+from launch.supervisor.processes import Processes
 from launch.supervisor.resubmitter import Resubmitter
-from launch.supervisor.signals import SlurmSignals
-from launch.supervisor.steps import Step, start_in_batch_step, start_part
+from launch.supervisor.signals import Signals
+from launch.supervisor.steps import Step, Tether
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
 
 POLL_S = 0.3
 FINISH_GRACE_S = 45.0  # for other roles after the controller has ended: the trainer has to close its process groups
 SAVE_GRACE_S = 1800.0  # for the current step and its checkpoint
 ALONE_S = 10.0  # for a controller without generators and its trainer, if there is nothing to save
+INTERRUPT_S = 7.0  # for everything to end after Ctrl-C: with the end of interpreters, inside the ten seconds promised
 LAST_MOMENT_S = 15.0  # before the time limit: to end every srun and requeue
 LIMIT_MARGIN_S = 5.0
+ROLE_WORDS = {"generator": "generator", "reward": "reward service"}
 MIN_TIME_FOR_ANOTHER = 3.0  # times the time that stopping needs; with less, a new attempt is not worthwhile
 
 
 class ControllerJobSupervisor:
     """Supervises one life of the job: from its start to its end or requeue."""
 
-    def __init__(self, plan: JobPart, job: ThisJob, limit: TimeLimit, log: EventLog, signals: SlurmSignals) -> None:
+    def __init__(
+        self,
+        plan: JobPart,
+        job: ThisJob,
+        limit: NoTimeLimit,
+        log: Log,
+        signals: Signals,
+        *,
+        first: Attempt | None = None,
+        tether: Tether | None = None,
+        begins: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """first: an attempt that has begun already.  tether: of processes, where no Slurm job ends with all of them.
+
+        begins: called with the owner of each attempt that begins, and with "" before, while the owner changes.
+        """
         self._plan, self._job, self._limit, self._log, self._signals = plan, job, limit, log, signals
+        self._first, self._begins = first, begins
+        self._starter = AttemptStarter(plan, job, log.say, signals, tether)
+        self._owner = ""  # of the last attempt
+        self.controller_status: int | None = None  # of the last one that has ended
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
-        self._controller: Step | None = None
-        self._steps: dict[str, Step] = {}  # everything else, by name
-        self._starts: dict[str, int] = {}  # number of starts of each, in this life
+        self._has_trained = False  # a step in the last attempt
+        self._processes = Processes(plan, job, log, signals, tether)
         self._resubmitter = Resubmitter(plan, job, log, self._budget)
         self._cause: Cause | None = None  # why the controller was asked to exit
         self._why = ""  # the same, in words
@@ -76,7 +97,7 @@ class ControllerJobSupervisor:
                 self._log.say("retry", f"{outcome.text}; another attempt in {pause_s:.0f} s")
                 self._pause(pause_s)
         finally:
-            self._end_everything()
+            self._processes.end_all(self._grace_s())
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -87,8 +108,12 @@ class ControllerJobSupervisor:
             self._signals.sleep(POLL_S)
 
     def _asked_not_to_begin(self) -> Outcome | None:
+        if self._signals.interrupts:
+            return Outcome(Cause.INTERRUPTED, Cause.INTERRUPTED.words)
         if self._signals.end_requested:
-            return Outcome(Cause.SIGNAL, "Slurm ended this job before an attempt could begin")
+            return Outcome(Cause.SIGNAL, f"ended by {self._signals.sender} before an attempt could begin")
+        if lost_to := self._signals.lost_to():
+            return Outcome(Cause.FENCED, lost_to)
         return asked_to_end(self._layout)
 
     def _begin(self) -> Attempt | Outcome:
@@ -98,13 +123,19 @@ class ControllerJobSupervisor:
             return asked
         for request in save_requests(self._layout):
             request.unlink(missing_ok=True)
+        attempt, self._first = self._first, None
         try:
-            attempt = begin_attempt(self._plan, self._job, self._log.say)
+            if attempt is None:
+                self._begins("")
+                follows = self._owner if self._plan.is_local else ""
+                attempt = self._starter.begin(lambda: self._asked_not_to_begin() is not None, follows)
         except BeginError as error:
-            if self._signals.end_requested:  # the signal ended that command too
-                return Outcome(Cause.SIGNAL, str(error))
+            if (asked := self._asked_not_to_begin()) is not None:  # which has ended that command
+                return asked
             causes = {EXIT_CONFIG: Cause.SETTINGS, EXIT_FENCED: Cause.FENCED}
             return Outcome(causes.get(error.status, Cause.FAILED), str(error))
+        self._owner = attempt.fence
+        self._begins(attempt.fence)
         return self._asked_not_to_begin() or attempt
 
     def _attempt(self) -> Outcome:
@@ -114,61 +145,34 @@ class ControllerJobSupervisor:
         self._cause, self._patience_s, self._log.attempt = None, SAVE_GRACE_S, attempt.index
         resumed = f"from step {attempt.resume_step}" if attempt.resume_step is not None else "from the beginning"
         self._log.say("attempt", f"attempt {attempt.index} begins {resumed}")
-        self._start_all(attempt)
-        began = time.monotonic()
-        watch = _Watch(StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, began))
-        while self._controller is not None and self._controller.status() is None:
+        self._processes.start(attempt)
+        stall = StallWatch(self._plan.limits.stall_s, self._plan.limits.meet_s, time.monotonic())
+        while self._processes.has_controller:
             self._signals.sleep(POLL_S)
-            self._look(attempt, watch)
+            self._look(attempt, stall)
+        self._has_trained = stall.has_moved
         return self._wind_up(attempt)
 
-    def _start_all(self, attempt: Attempt) -> None:
-        """Start the controller, and every component that is not still running from the previous attempt."""
-        for group, part in enumerate(self._plan.parts):
-            if not part.runs_in_batch_step:
-                self._start_part(part, group, attempt)
-                continue
-            for share in part.shares:
-                for index in range(share.num_processes):
-                    self._start_here(part, share.role, index, attempt)
+    @property
+    def _controller(self) -> Step | None:
+        return self._processes.controller
 
-    def _start_here(self, part: Part, role: str, index: int, attempt: Attempt) -> None:
-        name = f"{role}-{part.share_of(role).first_replica + index}"
-        if name in self._steps and self._steps[name].status() is None:
-            return
-        step = start_in_batch_step(self._plan, part, role, index, attempt, self._count(name))
-        if role == "controller":
-            self._controller = step
-        else:
-            self._steps[name] = step
-
-    def _start_part(self, part: Part, group: int, attempt: Attempt) -> None:
-        if part.name in self._steps and self._steps[part.name].status() is None:
-            return
-        het_group = group if self._job.is_heterogeneous else None
-        start = self._count(part.name)
-        self._steps[part.name] = start_part(self._plan, part, het_group, attempt, start)
-
-    def _count(self, name: str) -> int:
-        self._starts[name] = self._starts.get(name, -1) + 1
-        return self._starts[name]
+    @property
+    def _is_urgent(self) -> bool:
+        """Whether everything is to end within seconds."""
+        return self._cause in (Cause.ABORT, Cause.INTERRUPTED)
 
     # -------------------------------------------------------------------------------------------------------- watching
 
-    def _look(self, attempt: Attempt, watch: _Watch) -> None:
+    def _look(self, attempt: Attempt, stall: StallWatch) -> None:
         """React to what has happened since the last poll."""
-        if wants_abort(self._layout):
-            self._kill_attempt(Cause.ABORT, f"{self._layout.abort_request} exists")
-            return
+        self._interrupt_if_asked()
         if self._cause is not None:
             self._end_if_late()
             return
-        latest = read_attempt(self._layout)
-        if latest is not None and latest.owner > attempt.owner:
-            self._kill_attempt(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
-            return
-        if latest is not None and latest.index > attempt.index:  # a stale supervisor has replaced the run's keys
-            self._kill_attempt(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
+        lost = self._lost(attempt)
+        if lost is not None:
+            self._kill_attempt(lost.cause, lost.text)
             return
         progress = read_progress(self._layout)
         missing = self._resubmitter.look(progress)
@@ -177,17 +181,27 @@ class ControllerJobSupervisor:
         if self._cause is None:
             self._stop_if_asked(progress)
         if self._cause is None:
-            self._stop_if_stuck(progress, watch)
-        for name, step in list(self._steps.items()):
-            if step.status() is not None and not step.asked and name not in watch.reported:
-                watch.reported.add(name)
-                self._part_ended(name, step, attempt)
+            self._stop_if_stuck(progress, stall)
+        for step in self._processes.ended():
+            self._part_ended(step)
+
+    def _lost(self, attempt: Attempt) -> Outcome | None:
+        """Whether the run has been taken over, or its keys replaced, by somebody else."""
+        if lost_to := self._signals.lost_to():
+            return Outcome(Cause.FENCED, lost_to)
+        latest = read_attempt(self._layout)
+        if latest is None or (latest.owner <= attempt.owner and latest.index <= attempt.index):
+            return None
+        if latest.owner > attempt.owner:
+            return Outcome(Cause.FENCED, f"attempt {latest.index} has begun in job {latest.job_id}")
+        # A stale supervisor has replaced the run's keys.
+        return Outcome(Cause.FAILED, f"attempt {latest.index} was begun by job {latest.job_id}, which is over")
 
     def _stop_if_asked(self, progress: Progress | None) -> None:
         """Let the controller finish its step and save, for the first reason that applies."""
         needed_s = needed_to_stop_s(progress, self._limit.life_s)
         if self._signals.end_requested:
-            self._ask_controller(Cause.SIGNAL, "Slurm is ending this job")
+            self._ask_controller(Cause.SIGNAL, f"{self._signals.sender} asks for the end")
         elif wants_stop(self._layout):
             self._ask_controller(Cause.STOP, f"{self._layout.stop_request} exists")
         elif save_requests(self._layout):
@@ -208,6 +222,21 @@ class ControllerJobSupervisor:
         if self._controller is not None:
             self._controller.ask_to_leave()
 
+    def _interrupt_if_asked(self) -> None:
+        """Let the controller write its state, within seconds, whatever it was asked before."""
+        if not self._signals.interrupts and not wants_abort(self._layout):
+            return
+        if self._is_urgent:
+            if self._signals.interrupts > 1:
+                self._patience_s = 0.0
+            return
+        self._cause = Cause.INTERRUPTED if self._signals.interrupts else Cause.ABORT
+        self._why = self._cause.words if self._signals.interrupts else f"{self._layout.abort_request} exists"
+        self._asked_at, self._patience_s = time.monotonic(), INTERRUPT_S
+        self._log.say("kill", self._why)
+        if self._controller is not None:
+            self._controller.ask_to_leave(signal.SIGINT)
+
     def _end_if_late(self) -> None:
         """The controller was asked to exit: kill it if it takes too long, or if there is no time left to wait."""
         waited_s = time.monotonic() - self._asked_at
@@ -217,13 +246,13 @@ class ControllerJobSupervisor:
         self._log.say("kill", f"the controller is killed: it has not exited {waited_s:.0f} s after it was asked to")
         self._controller.kill()
 
-    def _stop_if_stuck(self, progress: Progress | None, watch: _Watch) -> None:
+    def _stop_if_stuck(self, progress: Progress | None, stall: StallWatch) -> None:
         """End an attempt that makes no progress.  Another is begun only if this one had made some."""
         step = progress.step if progress is not None else -1
-        stall_s = watch.stall.look(step, progress is not None and progress.phase == "training", time.monotonic())
+        stall_s = stall.look(step, progress is not None and progress.is_training, time.monotonic())
         if stall_s is not None:
             waits = progress.waits() if progress is not None else "the controller has written no status"
-            cause = Cause.FAILED if watch.stall.has_moved else Cause.STALLED
+            cause = Cause.FAILED if stall.has_moved else Cause.STALLED
             self._kill_attempt(cause, f"no step for {stall_s:.0f} s: {waits}")
 
     def _kill_attempt(self, cause: Cause, why: str) -> None:
@@ -233,32 +262,32 @@ class ControllerJobSupervisor:
         if self._controller is not None:
             self._controller.kill()
 
-    def _part_ended(self, name: str, step: Step, attempt: Attempt) -> None:
+    def _part_ended(self, step: Step) -> None:
         """A component has ended without having been asked to."""
-        self._log.say("part_end", f"{name} has ended: {self._classifier.exit_summary(name, attempt, step.status())}")
-        if self._controller is None or self._controller.status() is not None or self._cause is not None:
+        summary = self._classifier.exit_summary(step)
+        has_failed = step.status() != 0  # otherwise the controller has told it to exit
+        is_missed = has_failed and (step.role == "trainer" or not self._processes.others_serve(step.role))
+        event = "part_missed" if is_missed else "part_end" if has_failed else "part_left"
+        self._log.say(event, f"{step.name} has ended: {summary}")
+        if not is_missed or self._controller is None or self._cause is not None:
             return
-        if name == "trainer":
+        if self._controller.status() is not None:
+            return
+        if step.role == "trainer":
             # The step that the controller waits for will not be finished: it writes its state and exits at once.
             self._controller.ask_to_leave(signal.SIGINT)
-        elif name == "generation" and not self._others_generate(name):
-            self._end_alone()
+        else:
+            self._end_alone(step, summary)
 
-    def _end_alone(self) -> None:
-        """No generator is left: save what has been trained, without waiting for roles that cannot come back."""
+    def _end_alone(self, step: Step, summary: str) -> None:
+        """Nobody of a role is left: save what has been trained, without waiting for roles that cannot come back."""
         progress = read_progress(self._layout)
         has_news = progress is not None and progress.step > saved_step(self._layout)
-        self._ask_controller(Cause.FAILED, "no generator is left")
+        cause = Cause.SETTINGS if step.status() == EXIT_CONFIG else Cause.FAILED
+        self._ask_controller(cause, f"no {ROLE_WORDS[step.role]} is left: {summary}")
         self._patience_s = needed_to_stop_s(progress, self._limit.life_s) if has_news else ALONE_S
         if not has_news and self._controller is not None:
             self._controller.ask_to_leave(signal.SIGINT)
-
-    def _others_generate(self, name: str) -> bool:
-        """True if generators of other jobs are registered."""
-        progress = read_progress(self._layout)
-        part = next(part for part in self._plan.parts if part.name == name)
-        own = {f"generator-{part.share_of('generator').first_replica + k}" for k in range(part.shares[0].num_processes)}
-        return progress is not None and any(generator not in own for generator in progress.generators())
 
     # ---------------------------------------------------------------------------------------------------- winding up
 
@@ -266,13 +295,10 @@ class ControllerJobSupervisor:
         """The controller has ended: end the other roles of its attempt, and return the outcome."""
         status = self._controller.status() if self._controller is not None else 1
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
-            self._ask_all_to_leave()  # at once: there may be little time
-        trainer = self._steps.get("trainer")
-        if trainer is not None:
-            trainer.asked = True
-            # A trainer that has not connected to the controller yet was not told to exit.
-            if not trainer.wait(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S):
-                trainer.kill()
+            self._processes.ask_all_to_leave()  # at once: there may be little time
+        self.controller_status = status
+        # A trainer that has not connected to the controller yet was not told to exit.
+        self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
         end_requested = self._signals.end_requested
         outcome = self._classifier.classify(
             1 if status is None else status, attempt, self._cause, self._why, end_requested
@@ -292,6 +318,8 @@ class ControllerJobSupervisor:
         in_vain = outcome.cause is Cause.TIME and not has_saved  # a time limit too short for a step: count as failure
         if outcome.cause is not Cause.FAILED and not in_vain:
             return None
+        if self._plan.limits.is_attended and not self._has_trained:
+            return None
         pause_s = self._budget.take(saved_step(self._layout))
         if pause_s is None:
             outcome.cause = Cause.GIVEN_UP
@@ -303,33 +331,10 @@ class ControllerJobSupervisor:
             return None
         return pause_s
 
-    def _end_everything(self) -> None:
-        """End every process of this job; generators hand back their leases."""
-        if self._controller is not None:
-            self._controller.kill()
-        left = self._ask_all_to_leave()
-        deadline = time.monotonic() + self._grace_s()
-        for step in left:
-            if not step.wait(max(0.0, deadline - time.monotonic())):
-                self._log.say("kill", f"{step.name} is killed: it has not exited in time")
-                step.kill()
-
-    def _ask_all_to_leave(self) -> list[Step]:
-        """Ask every running component to exit; returns them."""
-        left = [step for step in self._steps.values() if step.status() is None]
-        for step in left:
-            if not step.asked:
-                step.ask_to_leave()
-        return left
-
     def _grace_s(self) -> float:
         """Seconds that the other roles may take to end: leaves enough time to requeue this job."""
+        if self._signals.interrupts > 1:
+            return 0.0
+        if self._is_urgent:
+            return max(1.0, self._asked_at + INTERRUPT_S - time.monotonic())
         return min(FINISH_GRACE_S, max(2.0, self._limit.left_s() - LIMIT_MARGIN_S))
-
-
-@dataclass
-class _Watch:
-    """What was observed of an attempt."""
-
-    stall: StallWatch
-    reported: set[str] = field(default_factory=set)  # components whose end was logged

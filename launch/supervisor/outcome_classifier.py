@@ -5,17 +5,26 @@ Input: how the controller exited and why it was asked to.  Output: Outcome.  Sta
 
 from __future__ import annotations
 
-from launch.run_files.exit_records import ExitRecord, read_records
+from launch.run_files.exit_records import ExitRecord, read_record, read_records
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
 from launch.run_files.run_state import Attempt, is_complete, wants_abort, wants_stop
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob
+from launch.supervisor.steps import Step
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 
-_FINAL = {Cause.ABORT, Cause.FENCED, Cause.STALLED, Cause.COMPONENT, Cause.GIVEN_UP, Cause.STOP}  # whatever the status
-_ROLES = {"generation": "generator", "rewards": "reward"}  # of components that are not named after their role
+_FINAL = {
+    Cause.ABORT,
+    Cause.INTERRUPTED,
+    Cause.FENCED,
+    Cause.STALLED,
+    Cause.COMPONENT,
+    Cause.GIVEN_UP,
+    Cause.STOP,
+    Cause.SETTINGS,
+}  # whatever the status
 
 
 def asked_to_end(layout: RunLayout) -> Outcome | None:
@@ -48,34 +57,48 @@ class OutcomeClassifier:
         records = self._records(attempt)
         settings = [record for record in records if record.status == EXIT_CONFIG]
         if settings or status == EXIT_CONFIG:
-            return Outcome(Cause.SETTINGS, settings[0].cause if settings else "the controller refused the settings")
+            text = self._told(settings[0], attempt) if settings else "the controller refused the settings"
+            return Outcome(Cause.SETTINGS, text)
         if status == EXIT_ALONE:
-            text = "; ".join(r.cause for r in records if r.status == EXIT_ALONE)
+            text = "; ".join(self._told(r, attempt) for r in records if r.status == EXIT_ALONE)
             return Outcome(Cause.ALONE, text or Cause.ALONE.words)
         if asked is Cause.TIME or (status == 0 and asked is not None and asked is not Cause.FAILED):
             return Outcome(asked, why)
-        return self._failure(status, records, asked, why, end_requested)
+        return self._failure(status, records, attempt, asked, why, end_requested)
 
-    def exit_summary(self, part: str, attempt: Attempt, status: int | None) -> str:
+    def exit_summary(self, step: Step) -> str:
         """How a component ended: the error of the first of its processes that failed."""
-        role = _ROLES.get(part, part.partition("-")[0])
-        records = [r for r in read_records(self._layout, role, attempt.index).values() if r.status != 0]
-        return records[0].cause if records else f"exit status {status}, no error recorded"
+        for name in sorted(step.processes):
+            record = read_record(self._layout, name, step.attempt.index)
+            if record is not None and record.status != 0:
+                return self._told(record, step.attempt)
+        return f"exit status {step.status()}, no error recorded"
+
+    def _told(self, record: ExitRecord, attempt: Attempt) -> str:
+        """How a process ended, and where to read more."""
+        role, _, replica = record.name.rpartition("-")
+        return f"{record.cause} (log: {self._layout.log(role, int(replica), attempt.index)})"
 
     def _failure(
-        self, status: int, records: list[ExitRecord], asked: Cause | None, why: str, end_requested: bool
+        self,
+        status: int,
+        records: list[ExitRecord],
+        attempt: Attempt,
+        asked: Cause | None,
+        why: str,
+        end_requested: bool,
     ) -> Outcome:
         failed = [record for record in records if record.status not in (0, EXIT_ALONE)]
         # The trainer first: when it fails, the controller does, too.
         failed.sort(key=lambda record: not record.name.startswith("trainer"))
-        text = failed[0].cause if failed else why or f"the controller ended with status {status}"
+        text = self._told(failed[0], attempt) if failed else why or f"the controller ended with status {status}"
         if end_requested:  # before components are checked: Slurm may be requeueing all of them
             return Outcome(Cause.SIGNAL, f"ended by Slurm: {text}")
         if self._component_is_gone("trainer"):
             return Outcome(Cause.COMPONENT, f"Slurm has ended the trainer's component; {text}")
         if asked is Cause.FAILED and self._component_is_gone("generation"):
             return Outcome(Cause.COMPONENT, f"Slurm has ended the generators' component; {text}")
-        return Outcome(Cause.FAILED, text)
+        return Outcome(Cause.FAILED, text, status=failed[0].status if failed else status or None)
 
     def _unclean_ranks(self, attempt: Attempt) -> str:
         """Trainer ranks of this job that have not exited cleanly: srun's exit status is not enough."""

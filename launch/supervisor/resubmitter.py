@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from launch.run_files.events import EventLog
+from launch.run_files.events import Log
 from launch.run_files.job_records import JobRecord
 from launch.run_files.outcome import Cause, Outcome
 from launch.run_files.plan_file import JobPart
@@ -34,7 +34,7 @@ _Key = tuple[str, "int | None"]  # name of a job, and task of its array
 class Resubmitter:
     """Resubmits the jobs of one plan, within the retry budget of its run."""
 
-    def __init__(self, plan: JobPart, job: ThisJob, log: EventLog, budget: RetryBudget) -> None:
+    def __init__(self, plan: JobPart, job: ThisJob, log: Log, budget: RetryBudget) -> None:
         self._plan, self._job, self._log, self._budget = plan, job, log, budget
         self._pause_s = LOOK_EVERY_S
         self._next_look = time.monotonic() + self._pause_s

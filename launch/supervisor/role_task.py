@@ -1,8 +1,9 @@
-"""The wrapper around one process of a run: every Slurm task is a ``python -m launch.supervisor.role_task``.
+"""The wrapper around one process of a run: every task is a ``python -m launch.supervisor.role_task``.
 
-Input: the task's rank (SLURM_PROCID, SLURM_LOCALID) and the job's plan.  Starts ``python -m rlhpc.roles ROLE`` with its
-own log, temporary directory and GPUs, restarts it where the plan allows that, and writes an exit record.
-Guarantees: exits with the role's exit status and leaves no process of the role behind.
+Input: the job's plan, and the task's rank (SLURM_PROCID, SLURM_LOCALID, or --index where the supervisor itself starts
+it).  Starts ``python -m rlhpc.roles ROLE`` with its own log, temporary directory and GPUs, restarts it where the plan
+allows that, and writes an exit record.  Guarantees: exits with the role's exit status and leaves no process of the role
+behind.
 
 Slurm signals every process of a step.  The wrapper ignores these signals: the role receives them too and reacts.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
@@ -30,13 +32,14 @@ from launch.run_files.run_state import is_complete, read_progress
 from launch.slurm.this_job import ThisJob
 from rlhpc.errors import RlhpcError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
-from rlhpc.parent_death import end_with_parent
+from rlhpc.parent_death import adopt_orphans, die_with, end_children, end_with_parent, wait_for_child
 
 NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
 LOG_TAIL_BYTES = 20_000
+_SIGNALS: list[int] = []  # that this process has received
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Compilers write thousands of small files: on the node, not in a home directory on NFS with a quota of inodes.  Not so
 # numba: a few files beside our source, without which every controller would compile for ten seconds of a core.
@@ -79,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--owner", default="", help="of the run directory: the attempt")
     parser.add_argument("--index", type=int, default=None, help="of the process in its share; default: SLURM_PROCID")
     parser.add_argument("--start", type=int, default=0, help="number of earlier starts of this component in this life")
+    parser.add_argument("--hold", type=int, nargs="*", default=(), help="file descriptors that the role keeps open")
     return parser.parse_args()
 
 
@@ -86,20 +90,21 @@ class _Task:
     def __init__(self, plan: JobPart, part: Part, options: argparse.Namespace) -> None:
         share = part.share_of(options.role)
         self._plan, self._part, self._options, self._share = plan, part, options, share
-        self._job = ThisJob.of(os.environ)
+        self._job = ThisJob.without_slurm() if plan.is_local else ThisJob.of(os.environ)
         self._is_step = options.index is None
         index = int(os.environ["SLURM_PROCID"]) if self._is_step else options.index
         tasks_before = (self._job.array_task or 0) * share.num_processes
         self._replica = share.first_replica + tasks_before + index
+        self._name = f"{options.role}-{self._replica}"
         self._log = plan.layout.log(options.role, self._replica, options.attempt)
         self._record = plan.layout.exit_record(options.role, self._replica, options.attempt)
         self._starts = 0
+        self._is_expendable = options.role in ("generator", "reward")
 
     def run(self) -> int:
         """Start it, and restart it if necessary.  Returns its exit status as in a shell (128 + signal)."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._record.unlink(missing_ok=True)
-        is_expendable = self._options.role in ("generator", "reward")
         fruitless, step = 0, self._step()
         while True:
             try:
@@ -107,22 +112,31 @@ class _Task:
             except TaskError as error:
                 self._write_down(EXIT_CONFIG, str(error))
                 raise
-            self._write_down(status)
             fruitless = 1 if self._step() > step else fruitless + 1
             step = self._step()
-            may_again = is_expendable and status not in NO_RETRY and fruitless < MAX_STARTS
-            if not may_again or is_complete(self._plan.layout):
+            is_over = fruitless >= MAX_STARTS or not self._may_start_again(status)
+            self._write_down(status, is_final=is_over)
+            if is_over:
                 return status
             time.sleep(PAUSE_S * fruitless)
+
+    def _may_start_again(self, status: int) -> bool:
+        if not self._is_expendable or status in NO_RETRY or _SIGNALS or is_complete(self._plan.layout):
+            return False
+        progress = read_progress(self._plan.layout)
+        return not self._plan.limits.is_attended or (progress is not None and progress.is_training)
 
     def _once(self) -> int:
         environment = {**self._part.defaults, **os.environ}
         _choose_gpus(environment, self._part, self._is_step)
         environment.update(self._part.environment)
+        if self._name in self._part.visible_devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._part.visible_devices[self._name]
         base, temporary = self._temporary_directory()
         environment["TMPDIR"] = str(temporary)
-        for variable, name in _CACHES.items():
-            environment.setdefault(variable, str(base / "cache" / name))
+        if not self._plan.is_local:  # on a machine of one's own, caches in the home directory are worth keeping
+            for variable, name in _CACHES.items():
+                environment.setdefault(variable, str(base / "cache" / name))
         try:
             with self._log.open("ab") as log:
                 role = subprocess.Popen(
@@ -131,22 +145,33 @@ class _Task:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    preexec_fn=_ignore_warnings,  # this process has one thread
+                    pass_fds=self._options.hold,
+                    preexec_fn=partial(_before_the_role, os.getpid()),  # this process has one thread
                 )
                 self._starts += 1
-                status = role.wait()
+                status = wait_for_child(role.pid)
+                role.returncode = status  # for Popen, which has not seen it end
+            end_children()
         except OSError as error:
             raise TaskError(f"{self._command()[0]}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            self._leave(base)
+        return status if status >= 0 else 128 - status
+
+    def _leave(self, base: Path) -> None:
+        """Delete the job's temporary directory on this node, after the last of its processes."""
+        if not self._plan.is_local:  # whose supervisor has made it
             with contextlib.suppress(OSError):  # another task of this node may be doing the same
                 if not [path for path in base.iterdir() if path.name != "cache"]:
-                    shutil.rmtree(base, ignore_errors=True)  # the last of the job on this node
-        return status if status >= 0 else 128 - status
+                    shutil.rmtree(base, ignore_errors=True)
 
     def _temporary_directory(self) -> tuple[Path, Path]:
         """The job's temporary directory on this node, and this process's within it."""
         prefix = f"{self._options.role[:1]}{self._replica}-"
+        if self._plan.is_local:
+            base = Path(tempfile.gettempdir())  # of the whole run, from the supervisor
+            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
             base = _base_directory(self._job.job_id)
             return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -165,25 +190,28 @@ class _Task:
         if options.owner and options.role in ("controller", "trainer"):  # the other roles survive attempts
             words += ["--owner", options.owner]
         start = options.start * STARTS_OF_A_STEP + self._starts
-        words += ["--incarnation", self._job.incarnation(start), "--supervised"]
+        words += ["--incarnation", self._job.incarnation(start)]
         return [*words, "--meet-timeout-s", str(plan.limits.meet_s)]
 
     def _step(self) -> int:
         progress = read_progress(self._plan.layout)
         return progress.step if progress is not None else -1
 
-    def _write_down(self, status: int, words: str = "") -> None:
+    def _write_down(self, status: int, words: str = "", *, is_final: bool = True) -> None:
+        if self._is_expendable and status - 128 in _SIGNALS:  # it was asked to leave before it could listen
+            status, words = 0, "asked to leave"
         if not words:
             with self._log.open("rb") as log:
                 log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
                 words = last_error_line(log.read())
         record = ExitRecord(
-            name=f"{self._options.role}-{self._replica}",
+            name=self._name,
             status=status,
             last_words=words,
             starts=self._starts,
             host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             job=self._job.name,
+            is_final=is_final,
         )
         try:
             write_record(self._record, record)
@@ -226,17 +254,22 @@ def _base_directory(job_id: int, environment: Mapping[str, str] = os.environ) ->
     return base
 
 
-def _ignore_warnings() -> None:
-    """In the role before it begins: Slurm's warning signals must not kill a role without a handler."""
+def _before_the_role(parent: int) -> None:
+    """In the role before it begins: Slurm's warning signals must not kill a role without a handler.
+
+    It dies with this process; once it has started, by a signal of its own choice (lifecycle.py).
+    """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    die_with(parent)
 
 
 def _outlive_signals() -> None:
-    """Ignore signals that are meant for the role, and die with the supervisor."""
+    """Ignore signals that are meant for the role, die with the supervisor, and outlive all that the role starts."""
     for number in _DEAF_TO:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN: the role would inherit that
+        signal.signal(number, lambda number, _: _SIGNALS.append(number))  # not SIG_IGN: the role would inherit that
     end_with_parent()
+    adopt_orphans()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Slurm's signals to the batch step, as flags.
+"""Signals to a supervisor, as flags.
 
-USR2 arrives `warn_s` before the time limit; TERM at scancel, preemption, the failure of another node, and the limit.
+Slurm sends a batch step USR2 `warn_s` before the time limit, and TERM at scancel, preemption, the failure of another
+node, and the limit.  A terminal sends INT.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ import signal
 from types import FrameType
 
 
-class SlurmSignals:
-    """The signals that Slurm has sent so far."""
+class Signals:
+    """What has been asked of this supervisor so far."""
+
+    sender = ""  # of a signal that asks for the end
 
     def __init__(self) -> None:
-        """Install the handlers.  One instance per process."""
         self.warned = False  # of the time limit
-        self.end_requested = False
+        self.end_requested = False  # after the current step, which is saved
+        self.interrupts = 0  # ends within seconds; a second one at once
         self._reader, self._writer = os.pipe()  # a signal between reading the flags and select must not be lost
         os.set_blocking(self._writer, False)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, self._warn)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until the next signal."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         if ready:
             os.read(self._reader, 64)
+
+    def lost_to(self) -> str:
+        """Who has taken the run over, in words; "": nobody that is known here."""
+        return ""
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
         self.warned = True
@@ -44,3 +47,17 @@ class SlurmSignals:
             os.write(self._writer, b"!")
         except BlockingIOError:
             return  # the pipe is full, which wakes the reader, too
+
+
+class SlurmSignals(Signals):
+    """The signals that Slurm has sent so far."""
+
+    sender = "Slurm"
+
+    def __init__(self) -> None:
+        """Install the handlers.  One instance per process."""
+        super().__init__()
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._warn)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)

@@ -1,7 +1,8 @@
 """Start the processes of a component: one srun for all its tasks, or each directly in the batch step.
 
 Input: Part.  Output: Step, which can be asked to exit, killed, and polled.  Every srun is given its sizes explicitly:
-otherwise the values that Slurm sets for component 0 would apply to it.
+otherwise the values that Slurm sets for component 0 would apply to it.  What is started directly leaves nothing behind
+when it ends.
 """
 
 from __future__ import annotations
@@ -12,61 +13,93 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from launch.run_files.plan_file import JobPart, Part
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import srun_environment
+from rlhpc.parent_death import die_with
 
 KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
+
+
+@dataclass(frozen=True)
+class Tether:
+    """What ties processes to a supervisor without Slurm, whose job would end with all of them."""
+
+    descriptors: tuple[int, ...] = ()  # that each keeps open: the lock of the run directory
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of the supervisor's
 
 
 class Step:
     """Processes that were started together."""
 
-    def __init__(self, name: str, words: list[str], *, is_srun: bool) -> None:
-        """Start `words`."""
-        self.name, self._is_srun = name, is_srun
+    def __init__(
+        self, name: str, words: list[str], processes: frozenset[str], attempt: Attempt, tether: Tether | None = None
+    ) -> None:
+        """Start `words`, an srun or a task; processes: names of those that it stands for."""
+        self.name, self.processes, self.attempt = name, processes, attempt
+        self.role = min(processes).rpartition("-")[0]
         self.asked = False  # to exit
-        environment = srun_environment() if is_srun else None
+        self.is_srun, self._is_over = words[0] == "srun", False
+        environment = srun_environment() if self.is_srun else None
+        if tether is not None:
+            environment = {**os.environ, **tether.environment}
         # In its own session: a signal can be sent to all its processes, and Ctrl-C at a terminal does not reach it.
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            pass_fds=() if tether is None else tether.descriptors,
+            preexec_fn=None if tether is None else partial(die_with, os.getpid()),  # this process has one thread
+        )
 
     def status(self) -> int | None:
         """Exit status as in a shell (128 + signal), of an srun the highest of its tasks; None while it runs."""
         status = self._process.poll()
+        if status is not None and not self._is_over:
+            self._is_over = True
+            self._send_to_group(signal.SIGKILL)  # what a task that was killed has left behind
         return status if status is None or status >= 0 else 128 - status
 
     def ask_to_leave(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Signal the roles.  srun forwards USR2 to its tasks; SIGTERM would make it kill them."""
         self.asked = True
-        self._send(signal.SIGUSR2 if self._is_srun else number)
+        self._send(signal.SIGUSR2 if self.is_srun else number)
 
     def kill(self) -> None:
         """Kill it; returns when it has ended."""
         if self.status() is not None:
             return
-        self._send(signal.SIGTERM if self._is_srun else signal.SIGKILL)
+        self._send(signal.SIGTERM if self.is_srun else signal.SIGKILL)
         try:
             self._process.wait(KILL_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._send(signal.SIGKILL)
             self._process.wait()
+        self.status()
 
-    def wait(self, patience_s: float) -> bool:
+    def wait(self, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
         """Wait until it has ended; False: it has not ended in time."""
         deadline = time.monotonic() + patience_s
         while self.status() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+            sleep(0.1)
         return self.status() is not None
 
     def _send(self, number: signal.Signals) -> None:
-        if self._process.poll() is not None:
+        if self.status() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            if self._is_srun:
-                self._process.send_signal(number)
-            else:
-                os.killpg(self._process.pid, number)  # the task, which ignores it, and its role
+        if self.is_srun:
+            self._process.send_signal(number)
+        else:
+            self._send_to_group(number)  # the task, which ignores it, and its role
+
+    def _send_to_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
 
 def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attempt, start: int) -> Step:
@@ -77,14 +110,19 @@ def start_part(plan: JobPart, part: Part, het_group: int | None, attempt: Attemp
     words = ["srun", *([f"--het-group={het_group}"] if het_group is not None else []), *part.srun]
     # One task that dies must not end the others, and srun must not wait forever for tasks that never start.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", f"--job-name={part.name}"]
-    role = part.shares[0].role
-    return Step(part.name, [*words, *_task(plan, part, role, attempt, start)], is_srun=True)
+    share = part.shares[0]
+    processes = frozenset(f"{share.role}-{share.first_replica + k}" for k in range(share.num_processes))
+    return Step(part.name, [*words, *_task(plan, part, share.role, attempt, start)], processes, attempt)
 
 
-def start_in_batch_step(plan: JobPart, part: Part, role: str, index: int, attempt: Attempt, start: int) -> Step:
-    """Start one process beside the supervisor."""
+def start_beside(
+    plan: JobPart, part: Part, role: str, index: int, attempt: Attempt, start: int, tether: Tether | None = None
+) -> Step:
+    """Start one process beside the supervisor: in the batch step, or, tethered, without Slurm."""
     name = f"{role}-{part.share_of(role).first_replica + index}"
-    return Step(name, [*_task(plan, part, role, attempt, start), "--index", str(index)], is_srun=False)
+    words = [*_task(plan, part, role, attempt, start), "--index", str(index)]
+    words += ["--hold", *map(str, tether.descriptors)] if tether is not None else []
+    return Step(name, words, frozenset({name}), attempt, tether)
 
 
 def _task(plan: JobPart, part: Part, role: str, attempt: Attempt, start: int) -> list[str]:

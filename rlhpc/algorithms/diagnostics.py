@@ -1,16 +1,14 @@
 """Figures of a batch that say whether learning is healthy.
 
-Input: RolloutGroup and the summed metrics of a step.  Output: named numbers and arrays for histograms.  No torch.
-What the figures mean and when to worry: docs/algorithms.md.
+Input: RolloutGroup and the summed metrics of a step.  Output: numbers under their names of rlhpc/metrics/names.py, and
+arrays for histograms.  No torch.  When to worry: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
@@ -19,21 +17,19 @@ from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, Sco
 def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards and verdicts; `groups` may be those of a batch or all groups finished since the last one.
 
-    Shares of verdicts are over members; mean, std, min, max and parts over members with a reward; group figures over
-    groups, zero_spread_share and group_std being about the rewards there are.  Empty without groups.
+    correct_share is over members; mean, std and parts over members with a reward; the shares of groups over groups with
+    a reward.  Empty without groups.
     """
     members = _members(groups)
     if not members:
         return {}
-    figures = {f"reward/{verdict.value}_share": _share(m.verdict is verdict for m in members) for verdict in Verdict}
-    figures |= _summary("reward", rewards(groups)) | _part_means(members)
-    per_group = [values for values in (rewards([group]) for group in groups) if len(values)]
-    if per_group:
-        figures["reward/group_std"] = float(np.mean([values.std() for values in per_group]))
-        figures["reward/zero_spread_share"] = _share(not has_reward_variance(values) for values in per_group)
-    figures["reward/solved_group_share"] = _share(
-        any(member.verdict is Verdict.CORRECT for member in group.members) for group in groups
-    )
+    figures = {"reward/correct_share": _share(m.verdict is Verdict.CORRECT for m in members)} | _part_means(members)
+    if len(values := rewards(groups)):
+        figures |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+        per_group = [values for values in (rewards([group]) for group in groups) if len(values)]
+        figures["reward/zero_spread_share"] = _share(_are_alike(values) for values in per_group)
+        figures["group/all_correct_share"] = _share(_are_alike(values) and values[0] > 0 for values in per_group)
+        figures["group/all_wrong_share"] = _share(_are_alike(values) and values[0] <= 0 for values in per_group)
     return figures
 
 
@@ -41,31 +37,33 @@ def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Tokens of completions and prompts, and the share of completions cut at max_tokens.  Empty without groups."""
     if not groups:
         return {}
-    prompt_lengths = np.array([len(group.prompt.token_ids) for group in groups])
-    truncated = _share(rollout.finish_reason is FinishReason.LENGTH for rollout in _rollouts(groups))
-    return (
-        _summary("completion_length", completion_lengths(groups))
-        | _summary("prompt_length", prompt_lengths)
-        | {"completion_length/truncated_share": truncated}
-    )
+    lengths = completion_lengths(groups)
+    return {
+        "length/prompt_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
+        "length/completion_mean": float(lengths.mean()),
+        "length/completion_max": float(lengths.max()),
+        "length/truncated_share": _share(r.finish_reason is FinishReason.LENGTH for r in _rollouts(groups)),
+    }
 
 
 def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:
     """How old a batch is that policy_version is about to be trained on.  Empty without groups.
 
-    staleness/*: versions since admission, per rollout: what admission.max_staleness bounds.  staleness/token_*: since
-    each token was sampled, never more than that.  staleness/spanning_share: of rollouts that two or more versions
-    sampled, because weights changed in flight.
+    staleness/mean and max: versions since admission, per rollout: what admission.max_staleness bounds.
+    staleness/token_mean: since each token was sampled.  rollout/*: weights changed in flight.
     """
     if not groups:
         return {}
+    ages = staleness(groups, policy_version)
     token_ages = policy_version - np.concatenate([rollout.versions for rollout in _rollouts(groups)])
-    spanning = _share(rollout.versions[0] != rollout.versions[-1] for rollout in _rollouts(groups))
-    return (
-        _summary("staleness", staleness(groups, policy_version))
-        | {"staleness/token_mean": float(token_ages.mean()), "staleness/token_max": float(token_ages.max())}
-        | {"staleness/spanning_share": spanning}
-    )
+    num_versions = np.array([len(np.unique(rollout.versions)) for rollout in _rollouts(groups)])
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/token_mean": float(token_ages.mean()),
+        "rollout/spanning_update_share": _share(num_versions > 1),
+        "rollout/num_versions_max": float(num_versions.max()),
+    }
 
 
 def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: int) -> float:
@@ -108,15 +106,11 @@ def _rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 def _part_means(members: Sequence[ScoredRollout]) -> dict[str, float]:
     judged = [member.reward_parts for member in members if member.verdict is not Verdict.VERIFIER_ERROR]
     names = sorted({name for parts in judged for name in parts})
-    return {f"reward/part/{name}": float(np.mean([parts[name] for parts in judged if name in parts])) for name in names}
+    return {f"reward_part/{name}": float(np.mean([parts[name] for parts in judged if name in parts])) for name in names}
 
 
-def _summary(name: str, values: NDArray[Any]) -> dict[str, float]:
-    """Mean, standard deviation, minimum and maximum; empty if there are no values."""
-    if not len(values):
-        return {}
-    figures = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
-    return {f"{name}/{key}": float(value) for key, value in figures.items()}
+def _are_alike(values: Float32) -> bool:
+    return not has_reward_variance(values)
 
 
 def _share(truths: Iterable[bool | np.bool_]) -> float:

@@ -1,4 +1,4 @@
-"""What the ledger knows of one live group and of each of its members.
+"""What the ledger knows of one group that has a slot, and of each of its members.
 
 A member is delivered, held by one generator, or free; a group is in flight, finished, or taken for a step.
 """

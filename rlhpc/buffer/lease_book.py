@@ -51,7 +51,7 @@ class LeaseBook:
         """Queue a group's free members; groups come in order of admission."""
         if (suspicion := self._lost_leases.of(group.prompt)) is not None:
             group.remember(suspicion.strikes)
-            self._quarantine.take(group, suspicion.company(self.max_attempts))
+            self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         if group.attempts > 1:
             self._returned[group.group_id] = group
         else:
@@ -143,7 +143,7 @@ class LeaseBook:
             self._give_back(group, index, is_lost=True)
         struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
         for group, suspicion in zip(groups.values(), struck, strict=True):
-            self._quarantine.take(group, suspicion.company(self.max_attempts))
+            self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         self._quarantine.holders.discard(holder)
         return sorted(groups)
 
@@ -152,7 +152,7 @@ class LeaseBook:
         return sorted(i for i, group in self._returned.items() if group.is_poisoned(self.max_attempts))
 
     def check(self, groups: Sequence[GroupRecord]) -> None:
-        """Raise LedgerError unless the book and the records of all live groups agree."""
+        """Raise LedgerError unless the book and the records of all groups agree."""
         recorded = {
             (member.holder, group.group_id, index)
             for group in groups
@@ -219,7 +219,7 @@ class Quarantine:
         """True if no group in flight is a suspect."""
         return not self._suspects
 
-    def take(self, group: GroupRecord, company: int) -> None:
+    def set_company(self, group: GroupRecord, company: int) -> None:
         """Set which company this group may be in."""
         group.company = company
         if company != ANY_COMPANY and not group.is_finished:

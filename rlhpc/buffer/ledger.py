@@ -64,7 +64,7 @@ class AdmissionLedger:
     @property
     def has_slot(self) -> bool:
         """Whether another group may be admitted now."""
-        return self._num_live < self.num_slots
+        return self._num_slots_taken < self.num_slots
 
     @property
     def staleness_bound(self) -> int:
@@ -236,7 +236,7 @@ class AdmissionLedger:
         return group_id in self._untaken
 
     def group(self, group_id: int) -> GroupRecord:
-        """The record of a live group, read-only.  Raises LedgerError for one that is gone or unknown."""
+        """The record of a group that has a slot, read-only.  Raises LedgerError for one that is gone or unknown."""
         group = self._untaken.get(group_id) or self._taken.get(group_id)
         if group is None:
             raise LedgerError(f"group {group_id} is {self._whereabouts(group_id)}")
@@ -244,7 +244,7 @@ class AdmissionLedger:
 
     @property
     def groups(self) -> list[GroupRecord]:
-        """Records of all live groups, read-only: those taken, then the others in order of admission."""
+        """Records of all groups that have a slot, read-only: those taken, then the others in order of admission."""
         return [*self._taken.values(), *self._untaken.values()]
 
     @property
@@ -264,7 +264,7 @@ class AdmissionLedger:
             "released": self._num_released,
             "dropped": self._dropped.total(),
             **{f"dropped_{reason}": self._dropped[reason.value] for reason in DropReason},
-            "free_slots": max(0, self.num_slots - self._num_live),
+            "free_slots": max(0, self.num_slots - self._num_slots_taken),
             "held_samples": self._leases.num_held,
             "lost_samples": self._leases.num_lost_members,  # leased and not delivered: expired or died
         }
@@ -272,7 +272,7 @@ class AdmissionLedger:
     def conservation(self) -> None:
         """Raise LedgerError unless every admitted group is in exactly one state and the leases agree with it."""
         num_ended = self._num_released + self._dropped.total()
-        if self._num_live + num_ended != self._next_group_id or self._untaken.keys() & self._taken.keys():
+        if self._num_slots_taken + num_ended != self._next_group_id or self._untaken.keys() & self._taken.keys():
             raise LedgerError(
                 f"{self._next_group_id} groups admitted, but {len(self._untaken)} wait, {len(self._taken)} are taken, "
                 f"{self._num_released} released and {self._dropped.total()} dropped"
@@ -294,7 +294,7 @@ class AdmissionLedger:
         return {
             "group_size": self.group_size,
             "next_group_id": self._next_group_id,
-            "num_released": self._num_released + self._num_live - len(again),
+            "num_released": self._num_released + self._num_slots_taken - len(again),
             "dropped": dict(self._dropped),
             "groups": [group.to_json() for group in sorted(again, key=lambda group: group.group_id)],
         }
@@ -336,7 +336,7 @@ class AdmissionLedger:
         return self._untaken.get(group_id)
 
     @property
-    def _num_live(self) -> int:
+    def _num_slots_taken(self) -> int:
         return len(self._untaken) + len(self._taken)
 
     def _whereabouts(self, group_id: int) -> str:

@@ -25,7 +25,20 @@ class Record:
 
     def text(self, name: str) -> str:
         """A field as text for a prompt: a string, or a number in JSON's spelling.  Raises DataError otherwise."""
-        value = self._value(name)
+        return self._as_text(name, "data.prompt_template")
+
+    def reference(self, name: str) -> str:
+        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
+        if isinstance(value := self.fields.get(name), list | dict):
+            return json.dumps(value)
+        return self._as_text(name, "data.reference_field")
+
+    def _as_text(self, name: str, key: str) -> str:
+        """`key` of the run file names the field."""
+        if name not in self.fields:
+            has = ", ".join(map(repr, self.fields)) or "none"
+            raise DataError(f"{self.source}: no field {name!r}, which {key} names; the record has {has}")
+        value = self.fields[name]
         if isinstance(value, str):
             if not _is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
@@ -33,20 +46,6 @@ class Record:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return json.dumps(value)
         raise DataError(f"{self.source}: field {name!r} is {_kind(value)}; legal: a string or a number")
-
-    def reference(self, name: str) -> str:
-        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
-        value = self._value(name)
-        if isinstance(value, list | dict):
-            return json.dumps(value)
-        return self.text(name)
-
-    def _value(self, name: str) -> Any:
-        if name not in self.fields:
-            raise DataError(
-                f"{self.source}: no field {name!r}; the record has {', '.join(map(repr, self.fields)) or 'none'}"
-            )
-        return self.fields[name]
 
 
 def read_records(path: Path) -> list[Record]:

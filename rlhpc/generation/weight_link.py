@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -26,6 +27,7 @@ from rlhpc.weights.device_scope import DeviceScope
 from rlhpc.weights.shadow import HostShadow, NamedTensors, fresh_blocks, named_tensors
 
 BUSY, READY, DONE, FAILED, TORN = "busy", "ready", "done", "failed", "torn"
+LOOK_S = 0.1  # between two looks after the publisher
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
@@ -92,14 +94,25 @@ class WeightLink:
         with closing(self._receiver.receive(manifest, fresh_blocks(manifest))) as arriving:
             first = list(itertools.islice(arriving, 1))
             self._is_ready = True
-            if not self._permission.wait(self._permit_s):
-                raise GroupFailed(f"the engine did not stop sampling within {self._permit_s:g} s")
+            self._await_permission()
             if self._is_given_up:
                 raise GroupFailed("cancelled: nothing was loaded")
             tensors = named_tensors(manifest, itertools.chain(self._handed_over(first), arriving))
             load(self._unless_given_up(tensors))
             for _ in tensors:  # the end of it, where checksums are compared, must be reached
                 raise TornWeights(f"version {manifest.policy_version}: not all of it was loaded")
+
+    def _await_permission(self) -> None:
+        """Look after the publisher meanwhile: on a GPU the engine waits for the bucket that is under way.
+
+        That is a kernel of NCCL, which ends with its publisher's data or when this thread leaves the group.
+        """
+        deadline = time.monotonic() + self._permit_s
+        while not self._permission.wait(LOOK_S):
+            if lost := self._receiver.lost():
+                raise GroupFailed(lost)
+            if time.monotonic() > deadline:
+                raise GroupFailed(f"the engine did not stop sampling within {self._permit_s:g} s")
 
     @staticmethod
     def _handed_over(blocks: list[Tensor]) -> Iterator[Tensor]:

@@ -42,17 +42,8 @@ class TensorBoardWriter:
         """The event file."""
         return self._file.path
 
-    @property
-    def num_lost(self) -> int:
-        """Events that could not be written."""
-        return self._file.num_lost
-
-    def scalar(self, name: str, step: int, value: float) -> None:
-        """Write one point of a curve.  Stored as float32, as TensorBoard does."""
-        self.scalars(step, {name: value})
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one point of many curves as one event.  Not-finite values are written as they are.
+        """Write one point of many curves as one event, as float32.  Not-finite values are written as they are.
 
         In the older form of a scalar, a plain number: other readers of event files know this one, too.
         """

@@ -1,7 +1,7 @@
 """The reward service: scores completions in separate processes.
 
 Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
-supervised service keeps its processes when the controller is replaced (controller_session.py).
+service keeps its processes when the controller is replaced (controller_session.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
 
@@ -27,7 +27,7 @@ def run(context: RoleContext) -> None:
 
 
 async def _serve(context: RoleContext) -> None:
-    stop = stop_event(*(NOTICES if context.is_supervised else ()))
+    stop = stop_event()
     rewards = context.config.rewards
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
     await pool.start()

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
-from rlhpc.transport.runs import expand_runs, find_runs, is_runs_form
+from rlhpc.transport.run_lengths import expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
 SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame

@@ -32,7 +32,6 @@ class MemoryServer(ServerChannel):
         self._room: set[asyncio.Future[None]] = set()
         self._clients: dict[str, MemoryClient] = {}
         self._peers = PeerBook()
-        self._num_sending = 0
 
     def connect(self, name: str, incarnation: str = "first") -> MemoryClient:
         """Return the channel of a role instance.
@@ -62,7 +61,7 @@ class MemoryServer(ServerChannel):
     @property
     def statistics(self) -> ChannelStatistics:
         """Counters since opening."""
-        return self._counters.snapshot(sending=self._num_sending, received=len(self._inbox))
+        return self._counters.snapshot(received=len(self._inbox))
 
     async def receive(self, timeout_s: float | None = None) -> tuple[str, Any]:
         """Return (peer name, message)."""
@@ -85,11 +84,7 @@ class MemoryServer(ServerChannel):
             if client.accept(frames):
                 self._counters.sent(sum(map(len, frames)))
                 return
-            self._num_sending += 1
-            try:
-                await _wait_for_room(client.room, deadline, f"{self.address}: the queue to {peer} was full", timeout_s)
-            finally:
-                self._num_sending -= 1
+            await _wait_for_room(client.room, deadline, f"{self.address}: the queue to {peer} was full", timeout_s)
 
     async def close(self) -> None:
         """Refuse further calls; as over ZeroMQ, clients are not told."""
@@ -136,7 +131,6 @@ class MemoryClient(ClientChannel):
         self._inbox: Inbox[tuple[int, Any]] = Inbox(
             server.spec.capacity_messages, f"channel {server.spec.name} of {name} to {server.name}"
         )
-        self._num_sending = 0
 
     @property
     def is_closed(self) -> bool:
@@ -146,7 +140,7 @@ class MemoryClient(ClientChannel):
     @property
     def statistics(self) -> ChannelStatistics:
         """Counters since opening."""
-        return self._counters.snapshot(sending=self._num_sending, received=len(self._inbox))
+        return self._counters.snapshot(received=len(self._inbox))
 
     async def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
@@ -158,13 +152,7 @@ class MemoryClient(ClientChannel):
             if self._server.accept(self, frames):
                 self._counters.sent(sum(map(len, frames)))
                 return
-            self._num_sending += 1
-            try:
-                await _wait_for_room(
-                    self._server.room, deadline, f"{self._server.address}: its queue was full", timeout_s
-                )
-            finally:
-                self._num_sending -= 1
+            await _wait_for_room(self._server.room, deadline, f"{self._server.address}: its queue was full", timeout_s)
 
     async def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message."""

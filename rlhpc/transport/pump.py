@@ -36,11 +36,6 @@ class SocketPump:
         self._loop.add_reader(self._descriptor, self.drain)
         self._schedule()
 
-    @property
-    def num_waiting_senders(self) -> int:
-        """Sends that wait for room."""
-        return len(self._senders)
-
     def drain(self) -> None:
         """Deliver what has arrived, as far as there is room; call again once there is."""
         for _ in range(BURST_MESSAGES):

@@ -188,8 +188,8 @@ class Counters:
         self.messages_received += 1
         self.bytes_received += nbytes
 
-    def snapshot(self, *, sending: int, received: int, lost: int = 0, denied: int = 0) -> ChannelStatistics:
-        """Freeze them, with the depths of the queues and what others have counted."""
+    def snapshot(self, *, received: int, lost: int = 0, denied: int = 0) -> ChannelStatistics:
+        """Freeze them, with the depth of the queue and what others have counted."""
         return ChannelStatistics(
             self.messages_sent,
             self.messages_received,
@@ -198,6 +198,5 @@ class Counters:
             self.messages_rejected,
             lost,
             denied,
-            send_queue_depth=sending,
             receive_queue_depth=received,
         )

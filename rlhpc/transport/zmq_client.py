@@ -144,10 +144,8 @@ class ZmqClient(ClientChannel):
 
     @property
     def statistics(self) -> ChannelStatistics:
-        """Counters since opening; queue depths as in ZmqServer."""
-        return self._dealer.counters.snapshot(
-            sending=self._pump.num_waiting_senders, received=len(self._inbox), lost=self._dealer.received.lost
-        )
+        """Counters since opening; the queue as in ZmqServer."""
+        return self._dealer.counters.snapshot(received=len(self._inbox), lost=self._dealer.received.lost)
 
     async def admission(self, timeout_s: float) -> str:
         """Wait for the handshake; return "" if the server has admitted us, else why not."""
@@ -204,8 +202,8 @@ class ZmqBlockingClient(BlockingClientChannel):
 
     @property
     def statistics(self) -> ChannelStatistics:
-        """Counters since opening; both depths are 0, since nothing waits outside ZeroMQ."""
-        return self._dealer.counters.snapshot(sending=0, received=0, lost=self._dealer.received.lost)
+        """Counters since opening; nothing waits outside ZeroMQ."""
+        return self._dealer.counters.snapshot(received=0, lost=self._dealer.received.lost)
 
     def admission(self, timeout_s: float) -> str:
         """Wait for the handshake; return "" if the server has admitted us, else why not."""

@@ -85,11 +85,10 @@ class ZmqServer(ServerChannel):
     def statistics(self) -> ChannelStatistics:
         """Counters since opening.
 
-        ZeroMQ does not report its own queues: send_queue_depth counts the sends that wait for room, receive_queue_depth
-        messages received from ZeroMQ and not yet returned by receive.
+        ZeroMQ does not report its own queues: receive_queue_depth counts messages received from it and not yet returned
+        by receive.
         """
         return self._counters.snapshot(
-            sending=self._pump.num_waiting_senders,
             received=len(self._inbox),
             lost=self._peers.lost,
             denied=self.connections_denied,

@@ -23,8 +23,8 @@ from rlhpc.weights.broadcast_header import SIGN_SHIFT, header_of
 from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
+from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.process_group import SideGroup, open_store
-from rlhpc.weights.room import room_for
 
 
 class GroupPublisher(WeightPublisher):

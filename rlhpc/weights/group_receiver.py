@@ -19,8 +19,8 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import FIELDS, SIGN_SHIFT, check_header, check_sums
 from rlhpc.weights.buckets import buckets_of
 from rlhpc.weights.checksum import checksum64
+from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.process_group import SideGroup, find_store, is_on_this_machine
-from rlhpc.weights.room import room_for
 
 
 class GroupReceiver(WeightReceiver):
@@ -74,6 +74,10 @@ class GroupReceiver(WeightReceiver):
             except (_Lost, GroupFailed):
                 self.leave()
             raise
+
+    def lost(self) -> str:
+        """The publisher is gone, or this rank has left; see WeightReceiver."""
+        return self._group.lost() if self._group is not None else "not a member of a group"
 
     def leave(self) -> None:
         """Cut the connections; see WeightReceiver."""

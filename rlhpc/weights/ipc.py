@@ -36,8 +36,8 @@ from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
 from rlhpc.weights.buckets import Bucket, buckets_of
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.flat_tensors import exhaust, fill_block
+from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.rendezvous_file import file_of
-from rlhpc.weights.room import room_for
 from rlhpc.weights.shared_block import discard_block, make_block, open_block
 
 

@@ -3,8 +3,8 @@
 Input: a store, a rank, a device; output: a ProcessGroupNCCL.  torch's watchdog thread rethrows whatever goes wrong in a
 collective (TORCH_NCCL_ASYNC_ERROR_HANDLING=3, the default), and an exception that leaves a thread ends the process: the
 death of a generator would end the trainer.  Guarantee: this group has no watchdog and no heartbeat monitor.  A wait is
-bounded by its own time-out and aborts the communicator itself (WorkNCCL::wait in torch 2.13), and so is the rendezvous.
-Other groups of the process keep their watchdogs.
+bounded by its time-out, or ends when another rank is gone (lifeline.py), and so is the rendezvous; whoever gives up
+aborts the communicator.  Other groups of the process keep their watchdogs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from rlhpc.errors import GroupFailed
 
 c10d: Any = dist  # group classes come from C++ and have no stubs
 
+LOOK_S = 0.1  # between two looks after the others
 # Read by the constructor of ProcessGroupNCCL, and only there.
 WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog thread is started
@@ -43,11 +45,17 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout: datetime.timedel
         return c10d.ProcessGroupNCCL(c10d.PrefixStore("weights/", store), rank, world_size, options)
 
 
-def connect(group: Any, device: torch.device, first_collective: Callable[[], object], timeout_s: float) -> None:
+def connect(
+    group: Any,
+    device: torch.device,
+    first_collective: Callable[[], object],
+    timeout_s: float,
+    lost: Callable[[], str],
+) -> None:
     """Run the first collective, in which NCCL connects to the other ranks.
 
-    NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit;
-    the waiting thread is abandoned with the aborted group.
+    NCCL itself waits for them without a limit, and torch's own limits begin later.  Raises GroupFailed at the limit, or
+    when `lost` says who is gone; the waiting thread is abandoned with the aborted group.
     """
     failures: list[Exception] = []
 
@@ -60,11 +68,14 @@ def connect(group: Any, device: torch.device, first_collective: Callable[[], obj
 
     thread = threading.Thread(target=connect, name="weights-rendezvous", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline, words = time.monotonic() + timeout_s, ""
+    while thread.is_alive() and not words and time.monotonic() < deadline:
+        thread.join(min(LOOK_S, timeout_s))
+        words = lost()
     if thread.is_alive():
         # abort() may have to wait for the lock that the stuck thread holds: not in this thread.
         threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
-        raise GroupFailed(f"NCCL did not connect to all ranks within {timeout_s:g} s")
+        raise GroupFailed(f"NCCL did not connect to all ranks{f': {words}' if words else f' within {timeout_s:g} s'}")
     if failures:
         raise failures[0]
 

@@ -1,14 +1,18 @@
 """A separate process group, independent of torch's global one.
 
 Input: an address, a rank and a world size.  Output: a group with broadcast from rank 0 and a sum.  The trainer's and
-vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.
+vLLM's own process groups live in torch's global state and are not touched.  Every failure is a GroupFailed.  Guarantee:
+rank 0 notices within seconds that another rank is gone, and every other that rank 0 is (lifeline.py).
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.errors import GroupFailed
+from rlhpc.weights.lifeline import Lifeline
 from rlhpc.weights.nccl_group import connect, nccl_group
 from rlhpc.weights.rendezvous_file import file_of
+
+POLL_S = (0.0001, 0.005)  # intervals of a wait: first, and longest
+GRACE_S = 1.0  # for what was sent before the end: who leaves after the last vote has not failed anybody
 
 c10d: Any = dist  # stores and group classes come from C++ and have no stubs
 
@@ -49,14 +57,26 @@ class SideGroup:
         self.device = torch.device("cpu") if backend == "gloo" else device  # where tensors of a collective must live
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._store = store
+        self._group: Any = None
+        self._lifeline: Lifeline | None = None
+        self._is_abandoned = False  # with a collective under way
+        try:
+            self._connect(backend, store, rank, device, host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, backend: str, store: Any, rank: int, device: torch.device, host: str) -> None:
+        world_size, timeout_s = self.world_size, self._timeout.total_seconds()
         with _failures_named(f"rank {rank} of {world_size} could not connect to the others within {timeout_s:g} s"):
+            self._lifeline = Lifeline.reach(store) if rank else Lifeline.listen(store, host)
             # Gloo connects lazily on some builds and NCCL always: the first collective connects.
             if backend == "gloo":
-                self._group: Any = _gloo_group(store, rank, world_size, self._timeout, host)
+                self._group = _gloo_group(store, rank, world_size, self._timeout, host)
                 self.total(1)
             else:
                 self._group = nccl_group(store, rank, world_size, self._timeout)
-                connect(self._group, device, lambda: self.total(1), timeout_s)
+                connect(self._group, device, lambda: self.total(1), timeout_s, self.lost)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` (contiguous, same size on all ranks) with rank 0's.  Raises GroupFailed."""
@@ -78,7 +98,7 @@ class SideGroup:
 
         def wait() -> None:
             with _failures_named("a broadcast did not complete"):
-                work.wait(self._timeout)
+                self._finish(work)
 
         return wait
 
@@ -91,15 +111,41 @@ class SideGroup:
         with _failures_named("a sum over all ranks did not complete"):
             if self._group is None:
                 raise GroupFailed("this member has left the group")
-            self._group.allreduce([tensor], options).wait(self._timeout)
+            self._finish(self._group.allreduce([tensor], options))
         return int(tensor.item())
+
+    def lost(self) -> str:
+        """Who is gone, as far as this rank can know; "" if nobody is known to be.  Never blocks."""
+        return self._lifeline.lost() if self._lifeline is not None else "this member has left the group"
+
+    def _finish(self, work: Any) -> None:
+        """Wait for the end of a collective.
+
+        In short sleeps, as torch's own wait for NCCL does: one that waits in torch cannot look at the lifeline.
+        """
+        deadline, lost_at, interval_s = time.monotonic() + self._timeout.total_seconds(), math.inf, POLL_S[0]
+        while not work.is_completed():
+            now = time.monotonic()
+            lost_at = min(lost_at, now) if self.lost() else math.inf
+            if now - lost_at > GRACE_S or now > deadline:
+                self._is_abandoned = True
+                raise RuntimeError(self.lost() or f"not within {self._timeout.total_seconds():g} s")
+            time.sleep(interval_s)
+            interval_s = min(1.5 * interval_s, POLL_S[1])
+        work.wait(self._timeout)
 
     def close(self) -> None:
         """Cut the connections; ranks that still wait for this one fail at once.  Idempotent."""
-        group, self._group = self._group, None
+        if self._lifeline is not None:
+            self._lifeline.close()
+        group, self._group, self._lifeline, self._store = self._group, None, None, None
         if group is not None and not isinstance(group, c10d.ProcessGroupGloo):
             group.abort()
-        self._store = None
+        elif group is not None and self._is_abandoned:
+            # Gloo ends no collective early, and its destructor waits for the one that this rank has given up.
+            left = [group]
+            del group
+            threading.Thread(target=left.clear, name="weights-abandoned", daemon=True).start()
 
 
 def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s: float) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from rlhpc.errors import TornWeights
 from rlhpc.types import WeightManifest
 from rlhpc.weights.buckets import buckets_of, layout_digest
 from rlhpc.weights.flat_tensors import tensors_in_block
-from rlhpc.weights.room import room_for
+from rlhpc.weights.out_of_memory import room_for
 
 NamedTensors = list[tuple[str, Tensor]]
 

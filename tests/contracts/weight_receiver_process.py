@@ -15,7 +15,7 @@ from rlhpc.contracts import WeightReceiver
 from rlhpc.errors import GroupFailed, WeightsError
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.factory import make_receiver
-from rlhpc.weights.room import room_for
+from rlhpc.weights.out_of_memory import room_for
 from rlhpc.weights.shadow import HostShadow, fresh_blocks, named_tensors
 
 SHADOW = HostShadow(is_pinned=False)

@@ -61,15 +61,14 @@ class Attempts:
         mint_keys(self._plan)
         return attempt
 
-    def start(self, *names: str, supervised: bool = False, meet_timeout_s: float = 60.0, start: int = 0) -> None:
+    def start(self, *names: str, meet_timeout_s: float = 60.0, start: int = 0) -> None:
         """Start processes of the present attempt; `start` counts starts within it."""
         assert self._plan is not None
         for plan in self._plan.processes:
             if plan.name in names:
                 words = ["--meet-timeout-s", str(meet_timeout_s)]
                 words += ["--incarnation", f"{JOB}.{self._plan.attempt}.{start}"]
-                words += ["--supervised"] if supervised else []
-                if supervised and plan.role in ("generator", "reward"):  # they outlast attempts, and belong to none
+                if plan.role in ("generator", "reward"):  # they outlast attempts, and belong to none
                     plan = replace(plan, arguments=_without_owner(plan.arguments))
                 self._processes[plan.name] = self._spawn(plan, words)
 

@@ -30,7 +30,7 @@ def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_lose
     )
     with Run(run_file, layout) as run:
         run.wait_for_step(2)
-        controller = next(process for process in run.survivors() if "controller" in process.cmdline())
+        controller = run.role("controller")
         controller.suspend()
         time.sleep(2 * DEAD_AFTER_S)
         controller.resume()

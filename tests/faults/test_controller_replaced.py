@@ -1,4 +1,4 @@
-"""A controller is killed or stops, another begins where it can; supervised generators and rewards live through it."""
+"""A controller is killed or stops, another begins where it can; generators and rewards live through it."""
 
 from __future__ import annotations
 
@@ -58,14 +58,12 @@ def assert_whole(layout: RunLayout) -> None:
 
 
 @pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
-def test_a_supervised_generator_and_rewards_outlive_a_controller_that_is_killed(
-    lab: Lab, gate: Path, engine: str
-) -> None:
+def test_generators_and_rewards_outlive_a_controller_that_is_killed(lab: Lab, gate: Path, engine: str) -> None:
     settings = {**SETTINGS, "checkpoint": {"every_steps": 10}, "generation": {"engine": engine}}
     with Attempts(lab, f"killed-{engine}", **settings) as run:
         assert run.begin().index == 0
         run.start("controller-0", "trainer-0")
-        run.start("generator-0", "reward-0", supervised=True)
+        run.start("generator-0", "reward-0")
         pids = run.pid("generator-0"), run.pid("reward-0")
         # Some steps past a checkpoint: the next attempt goes back to an older version than the engine has.
         run.wait_until(lambda: step_of(run.layout) >= 12, "step 12")
@@ -88,7 +86,7 @@ def test_they_wait_for_the_next_controller_when_one_stops_before_the_last_step(l
     with Attempts(lab, "stopped", **SETTINGS) as run:
         run.begin()
         run.start("controller-0", "trainer-0")
-        run.start("generator-0", "reward-0", supervised=True)
+        run.start("generator-0", "reward-0")
         run.wait_until(lambda: step_of(run.layout) >= 5, "step 5")
         run.signal("controller-0", signal.SIGTERM)
         gate.touch()
@@ -122,7 +120,7 @@ def test_a_generator_that_is_told_to_leave_hands_back_what_it_samples(
     with Attempts(lab, f"left-{number.name.lower()}", **settings) as run:
         run.begin()
         run.start("controller-0", "trainer-0", "reward-0")
-        run.start("generator-0", "generator-1", supervised=True)
+        run.start("generator-0", "generator-1")
         run.wait_until(lambda: step_of(run.layout) >= 3, "step 3")
         run.signal("generator-0", number)
         assert run.status_of("generator-0") == 0, run.story()
@@ -137,10 +135,10 @@ def test_a_generator_takes_in_rewards_that_were_started_again_and_loses_nothing(
     with Attempts(lab, "unrewarded", **SETTINGS) as run:
         run.begin()
         run.start("controller-0", "trainer-0")
-        run.start("generator-0", "reward-0", supervised=True)
+        run.start("generator-0", "reward-0")
         run.wait_until(lambda: step_of(run.layout) >= 3, "step 3")
         run.kill("reward-0")
-        run.start("reward-0", supervised=True, start=1)
+        run.start("reward-0", start=1)
         gate.touch()
         assert run.status_of("controller-0") == 0, run.story()
         assert run.status_of("generator-0") == run.status_of("reward-0") == 0, run.story()
@@ -154,7 +152,7 @@ def test_a_generator_takes_in_rewards_that_were_started_again_and_loses_nothing(
 def test_who_waits_in_vain_says_for_whom_and_ends_with_a_status_of_its_own(lab: Lab, role: str) -> None:
     with Attempts(lab, f"alone-{role}", **SETTINGS) as run:
         run.begin()
-        run.start(role, supervised=True, meet_timeout_s=1.0)
+        run.start(role, meet_timeout_s=1.0)
         assert run.status_of(role) == EXIT_ALONE, run.story()
         last = run.log(role).splitlines()[-1]
         assert "ChannelTimeout" in last
@@ -173,7 +171,7 @@ def test_a_controller_that_waits_in_vain_for_its_trainer_names_it(lab: Lab) -> N
 def test_a_schedulers_notice_makes_a_generator_leave_while_it_waits(lab: Lab, number: signal.Signals) -> None:
     with Attempts(lab, f"noticed-{number.name.lower()}", **SETTINGS) as run:
         run.begin()
-        run.start("generator-0", supervised=True)
+        run.start("generator-0")
         run.wait_until(lambda: "started: pid" in run.log("generator-0"), "it begins")
         _wait_for_handler(run.pid("generator-0"), number)
         run.signal("generator-0", number)
@@ -185,7 +183,7 @@ def test_a_generator_with_settings_of_before_ends_so_that_it_is_started_anew(lab
     with Attempts(lab, "resettled", **SETTINGS) as run:
         run.begin()
         run.start("controller-0", "trainer-0")
-        run.start("generator-0", supervised=True)
+        run.start("generator-0")
         run.start("reward-0")
         run.wait_until(lambda: step_of(run.layout) >= 5, "step 5")
         run.kill("controller-0", "trainer-0", "reward-0")
@@ -196,7 +194,7 @@ def test_a_generator_with_settings_of_before_ends_so_that_it_is_started_anew(lab
             changed.start("controller-0", "trainer-0", "reward-0")
             assert run.status_of("generator-0") == EXIT_FAULT, run.story()
             assert "settings have changed" in run.log("generator-0").splitlines()[-1]
-            changed.start("generator-0", supervised=True, start=1)
+            changed.start("generator-0", start=1)
             assert changed.status_of("controller-0") == 0, changed.story()
         assert_whole(run.layout)
 

@@ -42,7 +42,7 @@ def small_disk(at: Path) -> Iterator[None]:
 
 
 def fill(filler: Path, but_bytes: int) -> None:
-    """Leave so many bytes free at this instant; what the run frees later is filled by the next call."""
+    """Leave so many bytes free at this instant, or none; the next call fills what the run has freed meanwhile."""
     with filler.open("ab") as file:
         disk = os.fstatvfs(file.fileno())
         length, size = file.tell(), file.tell() + disk.f_bavail * disk.f_frsize - but_bytes
@@ -66,10 +66,9 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
     with Run(run_file, layout) as run:
         run.wait_for_step(1)
         with small_disk(layout.checkpoints):
-            fill(filler, but_bytes=0)
-            run.wait_until(said(layout.log("controller", 0, 0), "the controller could not save"))
-            fill(filler, but_bytes=BARELY_BYTES)
-            run.wait_until(said(layout.log("controller", 0, 0), "the trainer could not save"))
+            log = layout.log("controller", 0, 0)
+            run.wait_until(says_while_full(filler, 0, log, "the controller could not save"))
+            run.wait_until(says_while_full(filler, BARELY_BYTES, log, "the trainer could not save"))
             filler.unlink()
             run.wait_until(lambda _: list(layout.checkpoints.glob("step_*/COMPLETE")))
             status = run.wait_until(lambda status: status["checkpoints_failed"] >= 2)
@@ -82,9 +81,14 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
         run.assert_nothing_is_left()
 
 
-def said(log: Path, words: str) -> Callable[[object], bool]:
-    """A condition: the log has it."""
-    return lambda _: words in log.read_text(encoding="utf-8")
+def says_while_full(filler: Path, but_bytes: int, log: Path, words: str) -> Callable[[object], bool]:
+    """A condition: the log has it, on a disk that is filled again, all but so many bytes, at each look."""
+
+    def condition(_: object) -> bool:
+        fill(filler, but_bytes)
+        return words in log.read_text(encoding="utf-8")
+
+    return condition
 
 
 def fails_while_full(filler: Path, failed_before: int) -> Callable[[dict], bool]:

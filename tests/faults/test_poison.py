@@ -8,7 +8,6 @@ from pathlib import Path
 import h5py
 import pytest
 
-from rlhpc.exit_status import EXIT_FAULT
 from rlhpc.run_layout import RunLayout
 from tests.faults.attempts_kit import Attempts
 from tests.faults.lethal_rewards import LETHAL, RUN_DIRECTORY
@@ -71,24 +70,24 @@ def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_n
     with Attempts(lab, "poison", **SETTINGS, data=data_of(lab)) as run:
         run.begin()
         run.start("controller-0", "trainer-0", "reward-0")
-        run.start("generator-0", supervised=True)
+        run.start("generator-0")
         run.wait_until(lambda: not run.is_alive("generator-0"), "the first generator dies")
-        run.start("generator-0", supervised=True, start=1)
+        run.start("generator-0", start=1)
         run.wait_until(lambda: num_strikes(layout) == 1, "the death is written down")
         run.kill("controller-0", "trainer-0", "generator-0", "reward-0")  # and nothing was saved
 
         assert run.resume().resume_step is None
         run.start("controller-0", "trainer-0", "reward-0")
         for death in (2, 3):
-            run.start("generator-0", supervised=True, start=death)
+            run.start("generator-0", start=death)
             run.wait_until(lambda: not run.is_alive("generator-0"), f"generator {death} dies")
-        run.start("generator-0", supervised=True, start=4)
+        run.start("generator-0", start=4)
         assert run.status_of("controller-0") == 0, run.story()
     assert poisoned_references(layout.rollouts) == [LETHAL]
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
 
 
-def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_it_sampled(
+def test_a_local_run_whose_only_generator_dies_of_a_prompt_goes_on_without_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = lab.layout("alone")
@@ -96,27 +95,8 @@ def test_a_local_run_whose_only_generator_dies_ends_at_once_and_remembers_what_i
     # So long that nobody's silence is noticed.
     sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0}}
     with Run(lab.run_file("alone", **sections), layout) as run:
-        assert run.finish() != 0, run.story()
+        assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
-    assert "generator-0 ended with signal SIGKILL" in run.output
-    assert num_strikes(layout) == 1
-
-
-@pytest.mark.long
-def test_a_controller_whose_last_generator_falls_silent_saves_and_ends(lab: Lab) -> None:
-    """Nobody tells it: there is no launcher."""
-    settings = {
-        "run": {"num_steps": 100_000},
-        "data": {"task": "tests.ring.ring_rewards:slow_parity"},
-        "checkpoint": {"every_steps": 100_000},
-        "transport": {"dead_after_s": 8.0},
-    }
-    with Attempts(lab, "silent", **settings) as run:
-        run.begin()
-        run.start("controller-0", "trainer-0", "reward-0", "generator-0")
-        layout = run.layout
-        run.wait_until(lambda: layout.status.exists() and json.loads(layout.status.read_bytes())["step"] >= 2, "steps")
-        run.kill("generator-0")
-        assert run.status_of("controller-0") == EXIT_FAULT, run.story()
-        assert "no generator is left" in run.log("controller-0")
-        assert list(layout.checkpoints.glob("step_*/COMPLETE"))
+    assert run.output.count("ended with signal SIGKILL") == 3
+    assert poisoned_references(layout.rollouts) == [LETHAL]
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)

@@ -61,7 +61,7 @@ def test_a_resume_ends_what_stands_still_of_the_start_before(lab: Lab, name: str
     with Run(run_file, layout) as first:
         first.wait_for_step(6)
         role = name.partition("-")[0]
-        stale = next(each.pid for each in first.survivors() if each.cmdline()[2:4] == ["rlhpc.roles", role])
+        stale = first.role(role).pid
         with standing_still(stale):
             first.interrupt(signal.SIGKILL)
             first.process.wait()

@@ -173,6 +173,10 @@ class Run:
         """Every process that this command has started and that lives, itself included."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
+    def role(self, role: str, replica: int = 0) -> psutil.Process:
+        """The process of a role, not the task that holds it.  Raises StopIteration if it does not live."""
+        return next(process for process in self.survivors() if _is_role(process, role, replica))
+
     def assert_nothing_is_left(self, within_s: float = 2.0) -> None:
         """The command has ended; so has everything that it started, on a quiet machine within that time."""
         began = time.monotonic()
@@ -195,6 +199,14 @@ class Run:
             return process.environ().get(MARKER) == self._mark
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             return False
+
+
+def _is_role(process: psutil.Process, role: str, replica: int) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    return words[2:4] == ["rlhpc.roles", role] and words[words.index("--replica") + 1] == str(replica)
 
 
 def run_to_the_end(lab: Lab, name: str, *words: str, **sections: Mapping[str, Any]) -> RunLayout:

@@ -1,4 +1,4 @@
-"""Runs that must end by themselves, soon, with the reason and the remedy in a line."""
+"""Runs that must end by themselves, soon, with the reason and the remedy in a line; and some that need not."""
 
 from __future__ import annotations
 
@@ -49,14 +49,35 @@ def test_a_verifier_that_always_fails_stops_the_run_and_says_why(lab: Lab) -> No
 
 
 @pytest.mark.parametrize("role", ["trainer", pytest.param("controller", marks=pytest.mark.long)])
-def test_a_run_that_loses_what_it_cannot_do_without_ends_at_once_and_says_what(lab: Lab, role: str) -> None:
+def test_a_run_without_retries_that_loses_trainer_or_controller_ends_at_once_and_says_what(lab: Lab, role: str) -> None:
     name = f"without-{role}"
-    with Run(lab.run_file(name, run={"num_steps": 100_000}), lab.layout(name)) as run:
+    with Run(lab.run_file(name, run={"num_steps": 100_000}), lab.layout(name), "--max-retries", "0") as run:
         run.wait_for_step(2)
-        (victim,) = [process for process in run.survivors() if role in process.cmdline()]
-        victim.kill()
+        run.role(role).kill()
         with within(12.0, "giving up"):
-            assert run.finish() == signal.SIGKILL, run.story()
+            assert run.finish() == 128 + signal.SIGKILL, run.story()
         run.assert_nothing_is_left()
-    assert run.output.count(f"{role}-0 ended with signal SIGKILL") == 1
+    assert run.output.count(f"{role}-0 on ") == 1
+    assert "ended with signal SIGKILL" in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize("role", ["trainer", pytest.param("controller", marks=pytest.mark.long)])
+def test_a_run_that_loses_trainer_or_controller_goes_on_by_itself(lab: Lab, role: str) -> None:
+    name, num_steps = f"regained-{role}", 14
+    settings = {"run": {"num_steps": num_steps}, "data": {"task": "tests.ring.ring_rewards:slow_parity"}}
+    run_file, layout = lab.run_file(name, **settings), lab.layout(name)
+    with Run(run_file, layout) as run:
+        run.wait_for_step(6)
+        generator, reward = run.role("generator").pid, run.role("reward").pid
+        run.role(role).kill()
+        run.wait_until(lambda _: len(layout.attempts.read_text().splitlines()) == 2)
+        assert run.role("generator").pid == generator  # with its engine
+        assert run.role("reward").pid == reward
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert f"{role}-0 on " in run.output
+    assert "another attempt in 2 s" in run.output
+    assert "attempt 1 begins from step 4" in run.output
+    assert_full_batches_trained_once(layout.rollouts, num_steps, 4, 4)
+    assert summary_of(layout)["steps"] == num_steps

@@ -70,7 +70,7 @@ def make_run(root: Path, *jobs: tuple[int, str]) -> RunLayout:
     """A run directory with records of these jobs."""
     layout = RunLayout(root / "run")
     layout.jobs.mkdir(parents=True)
-    layout.config.write_text("{}")
+    layout.config.write_text('{"config": {}, "hash": ""}')
     for job_id, name in jobs:
         note(layout, job_id, name)
     return layout

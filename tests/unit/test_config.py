@@ -87,9 +87,14 @@ def test_settings_that_were_altered_by_hand_are_refused(run_file: Path, tmp_path
     layout.config.write_text(layout.config.read_text().replace('"num_steps": 4', '"num_steps": 5'))
     with pytest.raises(ConfigError, match="altered since the run was started"):
         read_resolved(layout)
-    layout.config.write_text("{}")
-    with pytest.raises(ConfigError, match="damaged"):
-        read_resolved(layout)
+    for text, said in (
+        ("{}", "has no 'config'.* is not a run directory"),
+        ('{"config": {}}', "has no 'hash'.* is not a run directory"),
+        *((text, "damaged") for text in ("{", "[]", '{"config": "x", "hash": ""}', '{"config": ["x"], "hash": ""}')),
+    ):
+        layout.config.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_resolved(layout)
 
 
 def test_the_hash_is_of_all_settings(run_file: Path) -> None:
@@ -151,3 +156,45 @@ def test_every_key_explains_itself() -> None:
     for section in Config.model_fields.values():
         for key, field in section.annotation.model_fields.items():
             assert field.description, key
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trainer.learning_rate=fast", "trainer.learning_rate='fast': legal: a number"),
+        ("run.num_steps=12.5", "run.num_steps=12.5: legal: a whole number"),
+        ("trainer.token_budget=8e3", "trainer.token_budget=8000.0: legal: a whole number"),
+        ("admission.groups_per_step=-4", "admission.groups_per_step=-4: legal: above 0"),
+        ("generation.temperature=3", "generation.temperature=3: legal: 2.0 or less"),
+        ("algorithm.importance_cap=none", "algorithm.importance_cap='none': legal: a number, or 'off'"),
+        ("algorithm.importance_cap=-1", "algorithm.importance_cap=-1: legal: above 0.0, or 'off'"),
+        ("run.name=my run", "run.name='my run': legal: text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        ("transport.curve=yes", "transport.curve='yes': legal: true or false"),
+        ("weights=3", "weights=3: legal: a table"),
+        ("data.task=3", "data.task=3: legal: a string"),
+        ("model.path=3", "model.path=3: legal: a path"),
+    ],
+)
+def test_a_wrong_value_is_answered_in_one_line_with_what_is_legal(run_file: Path, word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(run_file, [word])
+    assert str(refusal.value) == f"{run_file}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("admission.max_stalness=1", "max_staleness"),
+        ("trainer.group_size=4", "admission.group_size"),
+        ("num_steps=3", "run.num_steps"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_is_meant(run_file: Path, word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key; legal: .* \(did you mean {meant}\?\)$"):
+        load_config(run_file, [word])
+
+
+def test_a_quoted_key_with_a_dot_is_refused_as_any_other(run_file: Path) -> None:
+    run_file.write_text(RUN_FILE.replace("[run]", '"a.b" = 1\n[run]\n"name.x" = 2'))
+    with pytest.raises(ConfigError, match=r"run\.name\.x=2: unknown key.*\n.*a\.b=1: unknown key"):
+        load_config(run_file)

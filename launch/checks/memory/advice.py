@@ -35,18 +35,19 @@ def advise(config: Config, model: Mapping[str, Any], shape: ModelShape, limit_gi
             for key in list(change):
                 fewer = {name: value for name, value in change.items() if name != key}
                 change = fewer if need(fewer) <= limit_gib else change
-            words = " ".join(f"trainer.{key}={_as_toml(value)}" for key, value in change.items())
+            words = " ".join(f"trainer.{key}={as_toml(value)}" for key, value in change.items())
             return f"would fit: {words} ({need(change):.1f} GiB)"
     return "no layout that was tried fits: take larger GPUs, more of them, or a smaller model"
 
 
-def _as_toml(value: object) -> str:
+def as_toml(value: object) -> str:
+    """The value as a run file or an override has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _changes(config: Config) -> Iterator[Change]:
     """What one would try by hand: what costs little first, alone and then together; more GPUs after that."""
-    cheap = list(_cheap_changes(config))
+    cheap = list(cheap_changes(config))
     yield from cheap
     together: list[dict[str, object]] = [{}]
     for change in cheap:
@@ -60,7 +61,7 @@ def _changes(config: Config) -> Iterator[Change]:
     yield from ({**together[-1], **change} for change in wider)
 
 
-def _cheap_changes(config: Config) -> Iterator[Change]:
+def cheap_changes(config: Config) -> Iterator[Change]:
     """On the same ranks, in the order of what they cost; what is set already or legal nowhere here drops out."""
     trainer = config.trainer
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens

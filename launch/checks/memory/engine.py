@@ -22,6 +22,7 @@ from rlhpc.config import Config
 
 ENGINE_ALLOWANCE = 2 * GIB  # guess: CUDA context, graphs, activations of a step
 STAGING_ALLOWANCE = GIB // 2  # guess: NCCL's buffers of the weights' group, fragments
+_BLOCK_TOKENS = 128  # of the KV cache; as large as any that vLLM chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,26 @@ class EngineMemory:
 def plan_engine(config: Config, shape: ModelShape) -> EngineMemory:
     """What one GPU of a replica needs at least."""
     generation, b = config.generation, ELEMENT_BYTES[config.model.dtype]
-    ranks = generation.tensor_parallel
     tokens = generation.max_prompt_tokens + generation.max_completion_tokens
-    one_sequence = 2 * b * shape.num_layers * shape.num_key_heads * shape.head_size * tokens
     return EngineMemory(
-        weights=b * shape.num_parameters // ranks,
-        kv_cache=generation.kv_cache_bytes or one_sequence // min(ranks, shape.num_key_heads),
+        weights=b * shape.num_parameters // generation.tensor_parallel,
+        kv_cache=generation.kv_cache_bytes or _cache_bytes(config, shape, tokens),
         staging=staging_bytes(config, shape),
         allowance=ENGINE_ALLOWANCE,
     )
+
+
+def least_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """The smallest generation.kv_cache_bytes with which vLLM starts: whole blocks for one sequence, and a spare one."""
+    tokens = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
+    return _cache_bytes(config, shape, (-(-tokens // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS)
+
+
+def _cache_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
+    ranks = min(config.generation.tensor_parallel, shape.num_key_heads)
+    return (
+        2 * ELEMENT_BYTES[config.model.dtype] * shape.num_layers * shape.num_key_heads * shape.head_size * num_tokens
+    ) // ranks
 
 
 def staging_bytes(config: Config, shape: ModelShape) -> int:

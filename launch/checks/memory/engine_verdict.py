@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from launch.checks.memory.engine import plan_engine
+from launch.checks.memory.engine import least_cache_bytes, plan_engine
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
 from rlhpc.config import Config
@@ -22,9 +22,20 @@ Change = dict[str, object]  # "section.key" → value
 
 def refuse_engine(config: Config, shape: ModelShape, memory_gib: float, gpu: str) -> None:
     """Raises ConfigError with a change that fits.  gpu: words for which GPU that is and who says so."""
+    refuse_small_cache(config, shape)
     complaint = _complaint(config, shape, memory_gib)
     if complaint:
         raise ConfigError(f"{complaint} of {gpu}; {_advice(config, shape, memory_gib)}")
+
+
+def refuse_small_cache(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError: the KV cache of a given size is too small for vLLM to start."""
+    given, least = config.generation.kv_cache_bytes, least_cache_bytes(config, shape)
+    if given is not None and given < least:
+        raise ConfigError(
+            f"generation.kv_cache_bytes={given}: not enough for one sequence of generation.max_prompt_tokens + "
+            f"max_completion_tokens; would fit: generation.kv_cache_bytes={-(-least >> 20) << 20}"
+        )
 
 
 def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
@@ -48,7 +59,7 @@ def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
 
 def _advice(config: Config, shape: ModelShape, memory_gib: float) -> str:
     for change in _changes(config, shape):
-        if not _complaint(_with(config, change), shape, memory_gib):
+        if not _complaint(with_change(config, change), shape, memory_gib):
             return f"would fit: {' '.join(f'{key}={value}' for key, value in change.items())}"
     return "no setting that was tried fits: take larger GPUs or a smaller model"
 
@@ -69,7 +80,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
         yield {**wide, **share, **bucket}
 
 
-def _with(config: Config, change: Change) -> Config:
+def with_change(config: Config, change: Change) -> Config:
+    """The run file with other values; no rule is checked."""
     for key, value in change.items():
         section, _, name = key.partition(".")
         changed = getattr(config, section).model_copy(update={name: value})

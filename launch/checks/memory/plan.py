@@ -58,15 +58,16 @@ class RankMemory:
     @property
     def allowance(self) -> int:
         """For what no tensor accounts for; a guess."""
-        return FIXED_ALLOWANCE + int(FRAGMENTATION * (self.resident + self._moment)) if self.is_on_gpu else 0
+        return FIXED_ALLOWANCE + int(FRAGMENTATION * (self.resident + self.moment)) if self.is_on_gpu else 0
 
     @property
     def peak(self) -> int:
         """The fullest moment: a row in work, the optimiser's step, or the export of weights."""
-        return self.resident + self._moment + self.allowance
+        return self.resident + self.moment + self.allowance
 
     @property
-    def _moment(self) -> int:
+    def moment(self) -> int:
+        """What comes on top at the fullest moment."""
         return max(self.activations + self.head, self.export, self.optimizer_scratch)
 
     @property

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from launch.checks.memory.advice import advise
+from launch.checks.memory.device_verdict import AN_ESTIMATE, judge_devices
 from launch.checks.memory.engine import EngineMemory, plan_engine
 from launch.checks.memory.engine_verdict import refuse_engine
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, fullest, plan_memory
+from launch.checks.memory.trainer_verdict import refuse_trainer
+from launch.plan.gpu_map import GpuMap
 from launch.plan.site_file import Site, load_site
 from rlhpc.config import Config
-from rlhpc.errors import ConfigError
+
+NOBODY = GpuMap()
+NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 _ROWS = (
     ("parameters", "parameters"),
@@ -35,12 +40,24 @@ _ROWS = (
 )
 
 
-def memory_report(config: Config, model: Mapping[str, Any], shape: ModelShape | None, site_file: Path | None) -> str:
-    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, or GPUs that are too small."""
+def memory_report(
+    config: Config,
+    model: Mapping[str, Any],
+    shape: ModelShape | None,
+    site_file: Path | None,
+    gpus: GpuMap = NOBODY,
+    memory_gib: Mapping[str, float] = NOTHING_KNOWN,
+) -> str:
+    """What `rlhpc check` says of memory.  Raises ConfigError: no legal site file, or GPUs that are too small.
+
+    gpus, memory_gib: who gets which GPU of this machine, and how large each is; they count where no site is given.
+    """
     site = load_site(site_file) if site_file else None
     if shape is None:
         return f"memory      not known for model_type={model.get('model_type')!r}"
     table = f"{describe_memory(plan_memory(config, shape))}\n{describe_engine(plan_engine(config, shape))}"
+    if site is None and gpus.devices:
+        return f"{table}\n{judge_devices(config, model, shape, gpus, memory_gib)}"
     if site is None or site_file is None:
         return f"{table}\nfits        not judged: no --site SITE.toml"
     if config.trainer.device == "cpu":
@@ -77,25 +94,7 @@ def judge_memory(config: Config, model: Mapping[str, Any], shape: ModelShape, si
         gpu = f"generation.gpu={site.generation.gpu!r} ({site.generation.memory_gib:g} GiB) in {source}"
         refuse_engine(config, shape, site.generation.memory_gib, gpu)
     limit = site.trainer.memory_gib
-    plan = plan_memory(config, shape)
-    need = fullest(plan).peak / GIB
-    gpu = f"{limit:g} GiB of trainer.gpu={site.trainer.gpu!r}"
-    if need <= limit:
-        return f"fits        {gpu}: {limit - need:.1f} GiB to spare (an estimate; nothing was measured)"
-    raise ConfigError(
-        f"{_layout_keys(config)}: a rank of stage {fullest(plan).stage} needs {need:.1f} GiB (estimate), "
-        f"{need - limit:.1f} GiB more than the {gpu} in {source}; {advise(config, model, shape, limit)}"
-    )
-
-
-def _layout_keys(config: Config) -> str:
-    trainer = config.trainer
-    if trainer.backend == "deepspeed":
-        keys = ["num_ranks", "zero_stage"]
-    elif trainer.backend == "megatron":
-        keys = ["num_ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"]
-        keys = keys[:3] + [key for key in keys[3:] if getattr(trainer, key) > 1]
-    else:
-        keys = ["num_ranks"]
-    words = [f"{key}={getattr(trainer, key)}" for key in (*keys, "token_budget")]
-    return f"trainer.backend={trainer.backend!r} with {', '.join(words)}"
+    gpu = f"trainer.gpu={site.trainer.gpu!r}"
+    rank = fullest(plan_memory(config, shape))
+    refuse_trainer(config, model, shape, rank, limit, f"{gpu} in {source}")
+    return f"fits        {limit:g} GiB of {gpu}: {limit - rank.peak / GIB:.1f} GiB to spare ({AN_ESTIMATE})"

@@ -7,8 +7,8 @@ A *session* is the service of one controller, from connecting to its channels un
     another incarnation in rendezvous/    the same: ours was killed and could not send StopRole
     a channel that fails                  the same; the next one is possibly the same controller again
 
-Only a supervised role has a second session.  Each has its own incarnation, of the same order: a controller that knows
-the one before treats it as dead and reclaims its leases.
+Each session has its own incarnation, of the same order: a controller that knows the one before treats it as dead and
+reclaims its leases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ControllerSession:
         """gone: incarnation of a controller that is known to be dead."""
         self.context, self.stop = context, stop
         self.gone = gone
-        self.is_last = not context.is_supervised
+        self.is_last = False
         self._over = asyncio.Event()
         self._controller: list[Endpoint] = []  # where we are connected to it; the control channel is the last
 
@@ -57,7 +57,7 @@ class ControllerSession:
             server_replica=server_replica,
             timeout_s=self.context.meet_timeout_s if timeout_s is None else timeout_s,
             gone=self.gone if is_controllers else gone,
-            awaits_keys=self.context.is_supervised,
+            awaits_keys=True,
         )
         if is_controllers:
             self._controller.append(channel.endpoint)
@@ -66,9 +66,7 @@ class ControllerSession:
 
     async def until_over(self, *loops: Coroutine[None, None, None]) -> None:
         """Run endless loops side by side until the session is over; the first failure is raised, in a group."""
-        own = [self._heed(self.stop)]
-        own += [self._watch()] if self.context.is_supervised else []
-        await run_until(self._over, *own, *loops)
+        await run_until(self._over, self._heed(self.stop), self._watch(), *loops)
 
     def asked_to_stop(self, message: StopRole) -> None:
         """The controller ends the session."""
@@ -104,8 +102,6 @@ class ControllerSession:
 
     async def _refuse_other_settings(self, channel: FoundClient) -> None:
         """A resume may change settings; this process has those of its start."""
-        if not self.context.is_supervised:
-            return  # the controller reports it
         _, digest = await asyncio.to_thread(read_resolved, self.context.layout)
         if digest != self.context.config_hash:
             await channel.close()
@@ -115,17 +111,17 @@ class ControllerSession:
 async def serve_controllers(
     context: RoleContext, stop: asyncio.Event, serve: Callable[[ControllerSession], Awaitable[None]]
 ) -> None:
-    """Serve one controller, or, supervised, one after the other, until the run is over or `stop` is set.
+    """Serve one controller after the other, until the run is over or `stop` is set.
 
     serve: connects, works until its session is over, and closes its channels.  Raises what it raises, but for channels
-    that fail within a task group of a supervised role.
+    that fail within a task group.
     """
     session = ControllerSession(context, stop)
     while True:
         try:
             await serve(session)
         except BaseExceptionGroup as group:
-            if not context.is_supervised or group.split(ChannelError)[1] is not None:
+            if group.split(ChannelError)[1] is not None:
                 raise
             session.failed(first_leaf(group))
         if session.is_last or stop.is_set():

@@ -32,9 +32,8 @@ from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
 Result = TypeVar("Result")
-MEET_TIMEOUT_S = 120.0  # without a supervisor's limit: all processes are started together
-STOP_PATIENCE_S, INTERRUPT_PATIENCE_S = 100.0, 3.0  # for the step that is being trained
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's, before the time limit; without a supervisor they mean nothing
+MEET_TIMEOUT_S = 120.0  # without a supervisor's limit
+INTERRUPT_PATIENCE_S = 3.0  # for the step that is being trained
 LOOK_S = 0.2  # polling interval, for a signal that shortens the limit
 
 
@@ -70,7 +69,6 @@ class RoleContext:
     meet_timeout_s: float = MEET_TIMEOUT_S
     # Of the run directory, under which this process writes; "": it outlives attempts and writes nothing.
     owner: str = ""
-    is_supervised: bool = False  # a Slurm supervisor decides when it ends; it outlives restarts of the controller
 
     @property
     def listener(self) -> Listener:
@@ -110,7 +108,6 @@ def parse_role(arguments: list[str]) -> RoleContext:
     parser.add_argument("--incarnation", default=None, help="JOB.RESTART.START of a supervisor; a later one fences it")
     parser.add_argument("--owner", default="", help="of the run directory: the attempt that this process belongs to")
     parser.add_argument("--meet-timeout-s", type=float, default=MEET_TIMEOUT_S)
-    parser.add_argument("--supervised", action="store_true")
     options = parser.parse_args(arguments)
     layout = RunLayout(options.run_dir.absolute())
     config, digest = read_resolved(layout)
@@ -126,7 +123,6 @@ def parse_role(arguments: list[str]) -> RoleContext:
         config_hash=digest,
         meet_timeout_s=options.meet_timeout_s,
         owner=options.owner,
-        is_supervised=options.supervised,
     )
 
 
@@ -195,11 +191,11 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
-def stop_event(*notices: signal.Signals) -> asyncio.Event:
-    """Return an event that SIGTERM, SIGINT and `notices` set; call it inside the running loop."""
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM, SIGINT and Slurm's notices set; call it inside the running loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, *notices):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, event.set)
     return event
 
@@ -207,16 +203,15 @@ def stop_event(*notices: signal.Signals) -> asyncio.Event:
 class StopRequest:
     """The controller's: SIGTERM asks it to finish the step and save, SIGINT to end within seconds.
 
-    Under a supervisor SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
+    SIGTERM has no limit: the supervisor knows how much time is left, and interrupts.
     """
 
-    def __init__(self, *, is_supervised: bool = False) -> None:
+    def __init__(self) -> None:
         """Listen for both signals; call it inside the running loop."""
         self.event = asyncio.Event()
-        self._patience_s = math.inf if is_supervised else STOP_PATIENCE_S
         self._loop = asyncio.get_running_loop()
         self._deadline = math.inf
-        self._loop.add_signal_handler(signal.SIGTERM, self._request, self._patience_s)
+        self._loop.add_signal_handler(signal.SIGTERM, self._request, math.inf)
         self._loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
 
     async def wait_for(self, work: asyncio.Task[None]) -> None:

@@ -22,7 +22,7 @@ from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.disk_patience import DiskPatience
-from rlhpc.roles.controller.saved_state import RunState, write_run_state
+from rlhpc.roles.controller.saved_state import SavedState, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
@@ -123,8 +123,8 @@ class CheckpointWriter:
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                run_state = RunState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
-                write_run_state(temporary, run_state)
+                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                write_saved_state(temporary, saved)
             except (SegmentError, OSError) as error:
                 discard(temporary)
                 raise CheckpointError(f"{final}: the controller could not save: {error}") from error

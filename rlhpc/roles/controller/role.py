@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, RoleFailed, SegmentError
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, SegmentError
 from rlhpc.messages import (
     CancelGroup,
     Heartbeat,
@@ -73,7 +73,7 @@ def run(context: RoleContext) -> None:
 
 
 async def _control(context: RoleContext) -> None:
-    stop = StopRequest(is_supervised=context.is_supervised)
+    stop = StopRequest()
     async with AsyncExitStack() as stack:
         channels: list[ServerChannel] = []
         for spec in (CONTROL, LEASES, BATCHES):
@@ -154,8 +154,6 @@ class Controller:
             await self._outlast_save(stop.event)
             raise
         self._close_run()
-        if self._processes.nobody_is_left.is_set() and self._board.figures.phase != "complete":
-            raise RoleFailed("no generator is left, and none will be started; see logs/generator-*/")
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
@@ -172,17 +170,12 @@ class Controller:
             ]
             training = group.create_task(self._train(stop.event))
             stopped = group.create_task(stop.event.wait())
-            deserted = group.create_task(self._processes.nobody_is_left.wait())
-            await asyncio.wait((training, stopped, deserted), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((training, stopped), return_when=asyncio.FIRST_COMPLETED)
             self._dispatcher.is_open = False
-            if deserted.done():
-                stop.event.set()
-            elif stopped.done():
-                await self._processes.find_dead()
             await self._weight_sync.stop_waiting()
             if self._board.figures.phase == "training":  # it ends by itself at the next step boundary, having saved
                 await stop.wait_for(training)
-            for task in (*loops, stopped, deserted, training):
+            for task in (*loops, stopped, training):
                 task.cancel()
 
     async def _train(self, stop: asyncio.Event) -> None:
@@ -224,7 +217,7 @@ class Controller:
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, ScoredRollout):
-                if not self._sink.take(name, message):
+                if not self._sink.receive(name, message):
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):

@@ -42,7 +42,7 @@ class RolloutSink:
         self.stats = IntakeStats()
         self.cancelled: list[int] = []  # dropped groups of which members are still being sampled
 
-    def take(self, holder: str, scored: ScoredRollout) -> bool:
+    def receive(self, holder: str, scored: ScoredRollout) -> bool:
         """Receive one rollout.  True: a slot became free or a group is finished.
 
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.

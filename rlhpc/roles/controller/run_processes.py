@@ -1,9 +1,9 @@
 """Admit the processes of a run, and part with those that are gone.
 
 Input: Hello and Heartbeat.  Output: who is registered, which generators weights go to, which leases are free again.
-A death is noticed by silence, by the Hello of a successor, or, at the end of a local run, from the launcher, which
-knows first.  The run survives the loss of generators, not of other roles.  The prompts that a lost generator sampled
-each lose a lease, which is recorded on disk before anything else (rlhpc/buffer/lost_leases.py).
+A death is noticed by silence, or by the Hello of a successor.  The run survives the loss of generators, not of other
+roles.  The prompts that a lost generator sampled each lose a lease, which is recorded on disk before anything else
+(rlhpc/buffer/lost_leases.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from rlhpc.buffer.lost_leases import LostLeaseFile
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, PeerUnreachable, RoleFailed
+from rlhpc.errors import ChannelError, RoleFailed
 from rlhpc.messages import Heartbeat, Hello, Reregister, StopRole
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.process_registry import ProcessRegistry
@@ -39,10 +39,6 @@ class RunProcesses:
         self._control, self._registry, self._weight_sync, self._state = control, registry, weight_sync, state
         self._file = LostLeaseFile(context.layout.strikes, context.fence)
         self._dead_after_s = context.config.transport.dead_after_s
-        # A launcher restarts nobody; a supervisor does.
-        self._num_irreplaceable = None if context.is_supervised else context.config.generation.num_replicas
-        self._gone: set[str] = set()
-        self.nobody_is_left = asyncio.Event()
 
     # --------------------------------------------------------------------------------------------------------- arrivals
 
@@ -64,7 +60,6 @@ class RunProcesses:
             self._registry.forget(name)
             await self._tell(name, StopRole(misplaced))
             return has_lost
-        self._gone.discard(name)
         await self._weight_sync.joined(name, message.weight_devices, message.incarnation)
         return True
 
@@ -87,18 +82,6 @@ class RunProcesses:
         lost = [await self._lose(name, f"is silent for {self._dead_after_s:g} s") for name in self._registry.silent()]
         return any(lost)
 
-    async def find_dead(self) -> None:
-        """Find dead generators of a local run that hold leases.
-
-        A supervised one is replaced by its successor's Hello.
-        """
-        if self._num_irreplaceable is None:
-            return
-        for name in self._registry.names("generator"):
-            if self._state.buffer.outstanding(name) and await self._is_dead(name):
-                log.warning("%s is gone", name)
-                await self._reclaim(name)
-
     async def write(self) -> None:
         """Write new lost leases, and completions of suspect prompts, to disk.  Raises OwnershipLost."""
         if self._state.lost_leases.unwritten:
@@ -118,22 +101,6 @@ class RunProcesses:
         return role == "generator"
 
     async def _reclaim(self, name: str) -> None:
-        """Reclaim the leases of a generator that is dead, or silent for too long.
-
-        A silent one may wake up, so it counts as left as long as its connection stands.
-        """
+        """Reclaim the leases of a generator that is dead, or silent for too long."""
         self._state.totals.leases_regranted += self._state.buffer.forget_holder(name)
         await self.write()
-        if self._num_irreplaceable is not None and await self._is_dead(name):
-            self._gone.add(name)
-            if len(self._gone) == self._num_irreplaceable:
-                self.nobody_is_left.set()
-
-    async def _is_dead(self, name: str) -> bool:
-        try:
-            await self._control.send(name, Reregister(), timeout_s=ANSWER_S)
-        except PeerUnreachable:
-            return True
-        except ChannelError:  # busy
-            return False
-        return False

@@ -64,7 +64,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class SavedState:
     """The controller's part of a checkpoint."""
 
     step: int  # the step a resume begins with
@@ -75,16 +75,16 @@ class RunState:
     totals: dict[str, Any]
 
 
-def read_run_state(layout: RunLayout, step: int) -> RunState:
+def read_saved_state(layout: RunLayout, step: int) -> SavedState:
     """Read the controller's part.  Raises CheckpointError."""
     path = layout.checkpoint(step) / STATE_FILE
     try:
-        return RunState(**json.loads(path.read_bytes()))
+        return SavedState(**json.loads(path.read_bytes()))
     except (OSError, json.JSONDecodeError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def set_aside_later_segments(layout: RunLayout, state: RunState | None, attempt: int) -> int:
+def set_aside_later_segments(layout: RunLayout, state: SavedState | None, attempt: int) -> int:
     """Set aside what a resume undoes and return the number of the first segment to write."""
     first = int(state.buffer["next_segment_index"]) if state is not None else 0
     lost = set_aside_lost_segments(layout.rollouts, first, attempt)
@@ -93,7 +93,7 @@ def set_aside_later_segments(layout: RunLayout, state: RunState | None, attempt:
     return first
 
 
-def write_run_state(directory: Path, state: RunState) -> None:
+def write_saved_state(directory: Path, state: SavedState) -> None:
     """Write the controller's part.  Raises OSError."""
-    document = {name: getattr(state, name) for name in RunState.__slots__}
+    document = {name: getattr(state, name) for name in SavedState.__slots__}
     write_atomically(directory / STATE_FILE, json.dumps(document).encode())

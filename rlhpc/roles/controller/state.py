@@ -14,7 +14,7 @@ from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.controller.saved_state import RunState, Totals, read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.saved_state import SavedState, Totals, read_saved_state, set_aside_later_segments
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership
@@ -41,7 +41,7 @@ class ControllerState:
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
-    saved = read_run_state(layout, context.resume_step) if context.resume_step is not None else None
+    saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
     tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
@@ -62,7 +62,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     )
 
 
-def _open_segments(context: RoleContext, saved: RunState | None, clock: Clock) -> SegmentWriter:
+def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:
     """Set aside the segments that a resume undoes, and go on after the others.  Raises OwnershipLost."""
     if context.fence is not None:
         context.fence.check()  # what is set aside next may be a successor's otherwise

@@ -4,7 +4,7 @@ meanwhile.
 Input: Lease.  Output: ScoredRollout.  It has no state that must survive: whatever it loses is granted again to another.
 It states how many samples it is willing to hold; the controller never grants it more.
 
-Its engine takes minutes to start, so a supervised generator keeps its engine when the controller is replaced
+Its engine takes minutes to start, so a generator keeps its engine when the controller is replaced
 (controller_session.py).  Its weights do not count as a version of the next controller, which grants it no lease before
 it has received new ones.
 """
@@ -35,7 +35,7 @@ from rlhpc.messages import (
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
-from rlhpc.roles.common.lifecycle import NOTICES, RoleContext, stop_event, unless_stopped
+from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.lease_progress import ProgressReporter, report_interval_s
 from rlhpc.topology import CONTROL, LEASES, REWARDS
@@ -54,7 +54,7 @@ def run(context: RoleContext) -> None:
 
 
 async def _generate(context: RoleContext) -> None:
-    stop = stop_event(*(NOTICES if context.is_supervised else ()))
+    stop = stop_event()
     config = context.config
     starting = asyncio.create_task(start_engine(config, seed=engine_seed(config.run.seed, context.replica)))
     engine = await unless_stopped(stop, starting)
@@ -83,9 +83,8 @@ async def _serve(engine: GenerationEngine, session: ControllerSession) -> None:
             generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
+            follow_services(session, REWARDS, services, judges.replace),
         ]
-        if context.is_supervised:
-            loops.append(follow_services(session, REWARDS, services, judges.replace))
         async with asyncio.TaskGroup() as sampling:
             await session.until_over(generator.take_leases(sampling), *loops)
             await generator.leave(control, hands_back=session.stop.is_set())

@@ -1,8 +1,7 @@
 """Which signals end a trainer, and which do not.
 
-Alone, a trainer that gets SIGTERM leaves at once.  Under a supervisor it stays: Slurm's signals reach every process of
-a step, and only the controller knows which step to finish and what to save.  A trainer whose parent is gone leaves in
-any case.
+It stays: Slurm's signals reach every process of a step, and only the controller knows which step to finish and what to
+save.  A trainer whose parent is gone leaves.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ _STDERR = 2
 class EndRequest:
     """Listens for signals; created in the main thread, where KeyboardInterrupt is raised."""
 
-    def __init__(self, *, is_supervised: bool) -> None:
+    def __init__(self) -> None:
         """Listen from now on."""
         self._is_requested = False
         self._was_told = False
         self._parent_pid = os.getppid()
-        if is_supervised:
-            for number in FROM_SLURM:
-                signal.signal(number, self._stay)
-                signal.siginterrupt(number, False)  # a signal must not interrupt system calls of libraries
-        else:
-            signal.signal(signal.SIGTERM, self._leave)
+        for number in FROM_SLURM:
+            signal.signal(number, self._stay)
+            signal.siginterrupt(number, False)  # a signal must not interrupt system calls of libraries
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
 
     def is_made(self) -> bool:

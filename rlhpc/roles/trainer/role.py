@@ -56,7 +56,7 @@ TRAINER_DIRECTORY = "trainer"  # the trainer's part of a checkpoint directory
 
 def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
-    end = EndRequest(is_supervised=context.is_supervised)
+    end = EndRequest()
     with ExitStack() as stack:
         interval_s = context.config.transport.heartbeat_s
         heartbeat = stack.enter_context(TrainerHeartbeat(context, interval_s))  # before the model: loading may hang too

@@ -12,41 +12,42 @@ FIRST = group(
     scored(rollout(1, length=6, finish_reason=FinishReason.LENGTH), 0.0, format=0.0),
 )
 SECOND = group(scored(rollout(0, length=4), 0.0), scored(rollout(1, length=4), 0.0), admitted_version=1)
+SOLVED = group(scored(rollout(0, length=4), 1.0), scored(rollout(1, length=4), 1.0))
 FAILED = group(scored(rollout(0), 1.0), scored(rollout(1), 99.0, Verdict.VERIFIER_ERROR))
 
 
 def test_reward_figures_count_members_and_groups() -> None:
-    figures = diagnostics.reward_figures([FIRST, SECOND])
-    assert figures["reward/mean"] == 0.25
-    assert figures["reward/correct_share"] == 0.25
-    assert figures["reward/wrong_share"] == 0.75
-    assert figures["reward/solved_group_share"] == 0.5
-    assert figures["reward/zero_spread_share"] == 0.5
-    assert figures["reward/group_std"] == 0.25
-    assert figures["reward/part/format"] == 0.25
+    figures = diagnostics.reward_figures([FIRST, SECOND, SOLVED])
+    assert figures["reward/mean"] == 0.5
+    assert figures["reward/correct_share"] == 0.5
+    assert figures["reward/zero_spread_share"] == pytest.approx(2 / 3)
+    assert figures["group/all_wrong_share"] == pytest.approx(1 / 3)
+    assert figures["group/all_correct_share"] == pytest.approx(1 / 3)
+    assert figures["reward_part/format"] == 0.25
 
 
-def test_a_failed_verifier_is_counted_and_its_reward_is_not() -> None:
+def test_a_failed_verifier_has_no_reward() -> None:
     figures = diagnostics.reward_figures([FAILED])
-    assert figures["reward/verifier_error_share"] == 0.5
-    assert figures["reward/max"] == 1.0
+    assert figures["reward/mean"] == 1.0
+    assert figures["reward/std"] == 0.0
 
 
 def test_length_figures_tell_truncation() -> None:
     figures = diagnostics.length_figures([FIRST, SECOND])
-    assert figures["completion_length/mean"] == 4
-    assert figures["completion_length/max"] == 6
-    assert figures["completion_length/truncated_share"] == 0.25
-    assert figures["prompt_length/mean"] == 2
+    assert figures["length/completion_mean"] == 4
+    assert figures["length/completion_max"] == 6
+    assert figures["length/truncated_share"] == 0.25
+    assert figures["length/prompt_mean"] == 2
 
 
 def test_staleness_counts_from_admission_and_per_token_from_sampling() -> None:
     mixed = group(scored(rollout(0, versions=np.array([3, 3, 4], np.int32)), 1.0), scored(rollout(1), 0.0))
     figures = diagnostics.staleness_figures([mixed], policy_version=5)
     assert figures["staleness/mean"] == 2
-    assert figures["staleness/token_max"] == 2
+    assert figures["staleness/max"] == 2
     assert figures["staleness/token_mean"] == pytest.approx((2 + 2 + 1 + 1 + 1 + 1) / 6)
-    assert figures["staleness/spanning_share"] == 0.5
+    assert figures["rollout/spanning_update_share"] == 0.5
+    assert figures["rollout/num_versions_max"] == 2
     assert diagnostics.staleness([mixed, SECOND], 5).tolist() == [2, 2, 4, 4]
 
 

@@ -166,8 +166,11 @@ def test_a_dataset_is_validated_before_anything_is_started(tmp_path):
             {"question": "x" * 30, "answer": "1"},
             r"train\.jsonl:3: the prompt has 36 tokens; legal: .*max_prompt_tokens=20",
         ),
-        ({"question": "1+1"}, r"train\.jsonl:3: no field 'answer'"),
-        ({"problem": "1+1", "answer": "1"}, r"train\.jsonl:3: no field 'question'; the record has 'problem', 'answer'"),
+        ({"question": "1+1"}, r"train\.jsonl:3: no field 'answer', which data.reference_field names"),
+        (
+            {"problem": "1+1", "answer": "1"},
+            r"train\.jsonl:3: no field 'question', which data.prompt_template names; .* 'problem', 'answer'",
+        ),
         ({"question": None, "answer": "1"}, r"train\.jsonl:3: field 'question' is null"),
     ],
 )

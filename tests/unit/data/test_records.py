@@ -93,7 +93,9 @@ def test_fields_become_text_only_when_that_is_unambiguous():
     for name, kind in (("flag", "a boolean"), ("none", "null"), ("list", "a list")):
         with pytest.raises(DataError, match=f"train.jsonl:7: field '{name}' is {kind}"):
             record.text(name)
-    with pytest.raises(DataError, match="no field 'missing'; the record has 'text', 'count'"):
+    with pytest.raises(
+        DataError, match=r"'missing', which data\.prompt_template names; the record has 'text', 'count'"
+    ):
         record.text("missing")
 
 

@@ -63,8 +63,8 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
     [
         ("trainer", "learning_rte", 1e-4, ["trainer.learning_rte=0.0001: unknown key", "did you mean learning_rate?"]),
         ("trainr", "device", "cpu", ["trainr=", "unknown key", "legal: run, model", "did you mean trainer?"]),
-        ("run", "num_steps", "many", ["run.num_steps='many'", "valid integer"]),
-        ("run", "num_steps", 0, ["run.num_steps=0", "greater than 0"]),
+        ("run", "num_steps", "many", ["run.num_steps='many'", "legal: a whole number"]),
+        ("run", "num_steps", 0, ["run.num_steps=0", "legal: above 0"]),
         ("run", "name", "../elsewhere", ["run.name='../elsewhere'"]),
         ("model", "dtype", "float16", ["model.dtype='float16'", "'float32' or 'bfloat16'"]),
         ("trainer", "learning_rate", "small", ["trainer.learning_rate='small'", "number"]),

@@ -16,7 +16,8 @@ from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint, Unreadab
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from launch.run_files.plan_file import JobPart, Limits, Part, Share
 from launch.slurm.this_job import ThisJob
-from launch.supervisor import begin
+from launch.supervisor.begin import AttemptStarter, BeginError
+from launch.supervisor.signals import Signals
 from rlhpc.config import Config
 from rlhpc.config_file import override
 from rlhpc.errors import RunDirectoryError
@@ -294,12 +295,13 @@ def test_a_supervisor_says_what_an_attempt_passed_over_and_ends_where_none_is_so
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (controller,), limits, "requeue", ())
     job, said = ThisJob.of({"SLURM_JOB_ID": "12"}), []
     flip_one_bit(layout.checkpoint(12) / "controller.json")
-    attempt = begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    starter = AttemptStarter(plan, job, lambda event, text: said.append((event, text)), Signals(), None)
+    attempt = starter.begin(lambda: False)
     assert attempt.resume_step == 10
     assert [event for event, _ in said] == ["checkpoint"]
     assert said[0][1].startswith("step_000012 is set aside as step_000012.damaged: ")
     for step in (8, 10):
         flip_one_bit(layout.checkpoint(step) / "controller.json")
-    with pytest.raises(begin.BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
-        begin.begin_attempt(plan, job, lambda event, text: said.append((event, text)))
+    with pytest.raises(BeginError, match=r"(?s)no checkpoint can be resumed from.*--from-start") as error:
+        starter.begin(lambda: False)
     assert error.value.status == EXIT_CONFIG

@@ -190,6 +190,29 @@ def test_a_word_that_may_be_left_out_may_stand_after_an_option(
     assert main(["doctor", "site.toml", "a=1"]) == EXIT_CONFIG
 
 
+@pytest.mark.parametrize(
+    ("command", "rest"),
+    [
+        ("status", []),
+        ("logs", []),
+        ("stop", []),
+        ("scale", ["--generators", "+1"]),
+        ("resume", []),
+        ("check", []),
+        ("export", ["out"]),
+    ],
+)
+def test_a_model_directory_which_has_a_config_json_too_is_not_taken_for_a_run(
+    lab: Lab, command: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(lab.model.iterdir())
+    assert main([command, str(lab.model), *rest]) == EXIT_CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(lab.model) in line
+    assert "not a run directory" in line
+    assert sorted(lab.model.iterdir()) == before
+
+
 def test_what_the_system_refuses_is_a_line_and_no_traceback(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +413,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
-    monkeypatch.setattr("launch.commands.local_executor.subprocess.Popen", refuse)
+    monkeypatch.setattr("launch.supervisor.steps.subprocess.Popen", refuse)
 
 
 @pytest.mark.usefixtures("no_process")
@@ -398,7 +421,7 @@ def test_run_refuses_a_directory_that_exists_and_says_what_to_do(
     lab: Lab, config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout.root.mkdir(parents=True)
-    layout.config.write_text("{}")
+    layout.config.write_text('{"config": {}, "hash": ""}')
     words = ["run", str(lab.run_file("bench")), f"run.directory={str(layout.root)!r}"]
     assert main(words) == EXIT_CONFIG
     error = capsys.readouterr().err

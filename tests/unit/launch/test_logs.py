@@ -26,7 +26,7 @@ def layout(tmp_path: Path) -> RunLayout:
     """A run directory with logs of two attempts of a run on this machine."""
     layout = RunLayout(tmp_path / "run")
     layout.logs.mkdir(parents=True)
-    layout.config.write_text("{}")
+    layout.config.write_text('{"config": {}, "hash": ""}')
     for role, replica in (("controller", 0), ("trainer", 0), ("trainer", 1), ("generator", 0), ("generator", 10)):
         write(layout, role, replica, 0, "old\n")
         if role != "generator" or replica == 0:
@@ -104,7 +104,7 @@ def test_a_run_without_logs_and_a_directory_that_is_no_run_are_refused(layout: R
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         show_logs(empty, None, follow=False)
     empty.root.mkdir()
-    empty.config.write_text("{}")
+    empty.config.write_text('{"config": {}, "hash": ""}')
     with pytest.raises(RunDirectoryError, match=r"no logs yet; `rlhpc status .*` says"):
         show_logs(empty, None, follow=False)
 

@@ -88,7 +88,8 @@ def test_the_trainer_is_named_before_the_controller_that_failed_with_it(layout: 
     ended(layout, "trainer-1", 137, "CUDA error")
     outcome = classifier(layout).classify(3, ATTEMPT, None, "", end_requested=False)
     assert outcome.cause is Cause.FAILED
-    assert outcome.text == "trainer-1 on n1 ended with signal SIGKILL: CUDA error"
+    log = layout.log("trainer", 1, ATTEMPT.index)
+    assert outcome.text == f"trainer-1 on n1 ended with signal SIGKILL: CUDA error (log: {log})"
 
 
 def test_settings_that_a_rank_refuses_are_settings_whatever_the_controller_says(layout: RunLayout) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from launch.slurm import commands as slurm_commands
 from launch.slurm.cluster_facts import ask_cluster
 from launch.slurm.commands import SlurmError
 from launch.slurm.this_job import ThisJob, TimeLimit
-from launch.supervisor.begin import BeginError, begin_attempt
+from launch.supervisor.begin import AttemptStarter, BeginError
+from launch.supervisor.signals import Signals
 from rlhpc.run_layout import RunLayout
 from tests.unit.launch.site_kit import plan_of
 from tests.unit.launch.test_slurm_check import CONFIG, NODES, PARTITIONS
@@ -172,7 +174,7 @@ def test_a_stop_whose_scancel_fails_says_that_the_request_stands(
 
     layout = RunLayout(tmp_path / "run")
     layout.jobs.mkdir(parents=True)
-    layout.config.write_text("{}")
+    layout.config.write_text('{"config": {}, "hash": ""}')
     write_record(layout, JobRecord(12, "hetjob", "hetjob", None, "p", "s", False, 0, 0, None, 1.0))
     row = "12+0|RUNNING|0|None|cpu|1:13|58:47|1:00:00|2026-03-01T14:05:00|c0|hetjob|"
     commands.put("squeue", f"echo '{row}'")
@@ -198,4 +200,15 @@ def test_an_attempt_that_could_not_be_begun_says_how_its_program_ended(tmp_path:
     layout = RunLayout(tmp_path)
     plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
     with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}, without output"):
-        begin_attempt(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None)
+        AttemptStarter(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None, Signals(), None).begin(lambda: False)
+
+
+def test_an_attempt_that_is_no_longer_wanted_is_not_waited_for(tmp_path: Path) -> None:
+    endless = (sys.executable, "-c", "import time; time.sleep(600)")
+    part = Part("controller", (Share("controller", 1, 0),), True, (), 0, False, endless, {}, {})
+    layout = RunLayout(tmp_path)
+    plan = JobPart(layout, layout.job_plan, "jobs", "controller", False, (part,), Limits(1, 1, 1), "requeue", ())
+    starter = AttemptStarter(plan, ThisJob.of({"SLURM_JOB_ID": "12"}), lambda *_: None, Signals(), None)
+    looks = iter((False, False, True))
+    with pytest.raises(BeginError, match=f"ended by signal {signal.SIGKILL:d}"):
+        starter.begin(lambda: next(looks, True))

@@ -52,7 +52,7 @@ class Run:
         self.bin = root / "bin"
         for directory in (self.layout.root, self.layout.jobs, self.bin):
             directory.mkdir()
-        self.layout.config.write_text("{}")
+        self.layout.config.write_text('{"config": {}, "hash": ""}')
         self.queue("")
 
     def job(self, job_id: int, name: str, **more: Any) -> None:

@@ -6,7 +6,8 @@ import pytest
 from rlhpc.metrics.layout import CHARTS, dashboard
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric, table_markdown
 
-DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGES = Path(__file__).parents[3] / "docs"
+DOCS = PAGES / "metrics.md"
 
 
 def test_every_metric_has_a_unit_and_a_one_line_meaning():
@@ -51,3 +52,11 @@ def test_the_documentation_holds_the_table():
         "docs/metrics.md is behind; paste: "
         'python -c "from rlhpc.metrics.names import table_markdown; print(table_markdown())"'
     )
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_names_only_metrics_that_a_run_writes(page):
+    named = re.findall(
+        r"`((?:reward|policy|staleness|length|rollout|group|queue|packing|time)/[a-z0-9_]+)`", page.read_text()
+    )
+    assert set(named) <= METRICS.keys() | HISTOGRAMS.keys()

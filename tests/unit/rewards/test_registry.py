@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,41 @@ def test_a_missing_function_or_something_that_cannot_be_called_is_named():
         resolve("sample_rewards:not_callable")
     with pytest.raises(ConfigError, match=r"cannot import sample_rewards\.deeper"):
         resolve("sample_rewards.deeper:f")
+
+
+def test_a_function_that_the_module_does_not_have_is_found_without_importing_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "my_grading"
+    (package / "deep").mkdir(parents=True)
+    code = "raise SystemExit('imported')\nfrom math import sqrt as root\ndef score(completion, reference): ...\n"
+    for file in (package / "__init__.py", package / "rules.py", package / "deep" / "__init__.py"):
+        file.write_text(code)
+    for module in ("my_grading", "my_grading.rules", "my_grading.deep"):
+        validate_task(f"{module}:score")
+        validate_task(f"{module}:root")
+        with pytest.raises(ConfigError, match=r"my_grading/.*\.py has no 'scor'; its functions: score$"):
+            validate_task(f"{module}:scor")
+
+
+@pytest.mark.parametrize("code", ["from math import *", "def __getattr__(name): ...", "globals()['scor'] = 1"])
+def test_a_module_whose_names_its_text_does_not_tell_is_left_to_the_reward_service(tmp_path, monkeypatch, code):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"dynamic_{len(code)}"
+    (tmp_path / f"{name}.py").write_text(code)
+    validate_task(f"{name}:scor")
+
+
+def test_a_syntax_error_in_a_users_module_is_found_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_written.py").write_text("x = 1\ndef score(:\n")
+    with pytest.raises(ConfigError, match=r"data\.task='half_written:score': .*half_written\.py:2: "):
+        validate_task("half_written:score")
+
+
+def test_every_built_in_task_has_its_row_in_the_page_of_rewards():
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    for task in task_names():
+        assert f"\n| `{task}` |" in page, f"docs/rewards.md has no row for {task}"
 
 
 @pytest.mark.starts

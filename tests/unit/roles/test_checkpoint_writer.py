@@ -21,7 +21,7 @@ from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
-from rlhpc.roles.controller.saved_state import Totals, read_run_state, set_aside_later_segments
+from rlhpc.roles.controller.saved_state import Totals, read_saved_state, set_aside_later_segments
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.run_layout import RunLayout
@@ -254,7 +254,7 @@ async def test_the_event_loop_goes_on_while_a_slow_disk_takes_the_controllers_pa
         it.trainer_has_written(1)
         await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
         it.buffer.segments.seal_all()
-        state = read_run_state(it.layout, 1)
+        state = read_saved_state(it.layout, 1)
         assert [group["group_id"] for group in state.buffer["ledger"]["groups"]] == [2]
         assert state.buffer["next_segment_index"] == 1
         assert [r.group.group_id for r in read_segment(it.layout.segment(0))] == [0, 1]
@@ -292,7 +292,7 @@ async def test_a_run_killed_while_it_writes_finds_all_segments_of_the_checkpoint
         found = latest_complete(it.layout.checkpoints)
         assert found is not None
         assert found[0] == 1
-        assert set_aside_later_segments(it.layout, read_run_state(it.layout, 1), attempt=1) == 1
+        assert set_aside_later_segments(it.layout, read_saved_state(it.layout, 1), attempt=1) == 1
         assert sorted(path.name for path in it.layout.rollouts.glob("segment_*.h5")) == ["segment_000000.h5"]
         assert (it.layout.rollouts / "lost_attempt_1" / "segment_000001.h5").exists()
 

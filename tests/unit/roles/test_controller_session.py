@@ -32,8 +32,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> RoleContext:
-    return context(tmp_path, "--supervised")
+def generator(tmp_path: Path) -> RoleContext:
+    return context(tmp_path)
 
 
 def context(root: Path, *words: str) -> RoleContext:
@@ -73,29 +73,29 @@ async def greeted(server: Any) -> str:
     return str(message.incarnation)
 
 
-async def test_the_next_controller_hears_another_incarnation_of_the_same_start(supervised: RoleContext) -> None:
-    first = controller(supervised, "7.0.0-a")
-    _, role = serving(supervised)
+async def test_the_next_controller_hears_another_incarnation_of_the_same_start(generator: RoleContext) -> None:
+    first = controller(generator, "7.0.0-a")
+    _, role = serving(generator)
     incarnations = [await greeted(first)]
     await first.send("generator-0", StopRole("saved", run_is_over=False))
     # It is not met again, though it is still there.
     await asyncio.sleep(0.3)
-    second = controller(supervised, "7.1.0-a")
+    second = controller(generator, "7.1.0-a")
     incarnations.append(await greeted(second))
     await second.send("generator-0", StopRole("done"))
     await asyncio.wait_for(role, PATIENCE_S)
-    assert incarnations[0] == supervised.incarnation
+    assert incarnations[0] == generator.incarnation
     assert incarnations[0] != incarnations[1]
     assert order_of(incarnations[0]) == order_of(incarnations[1]) == (7, 0, 0)
     for server in (first, second):
         await server.close()
 
 
-async def test_a_controller_that_says_nothing_is_left_for_its_successor(supervised: RoleContext) -> None:
-    silent = controller(supervised, "7.0.0-a")
-    stop, role = serving(supervised)
+async def test_a_controller_that_says_nothing_is_left_for_its_successor(generator: RoleContext) -> None:
+    silent = controller(generator, "7.0.0-a")
+    stop, role = serving(generator)
     await greeted(silent)
-    successor = controller(supervised, "7.0.1-b")  # the address of the silent one is overwritten
+    successor = controller(generator, "7.0.1-b")  # the address of the silent one is overwritten
     await greeted(successor)
     stop.set()
     await asyncio.wait_for(role, PATIENCE_S)
@@ -103,7 +103,7 @@ async def test_a_controller_that_says_nothing_is_left_for_its_successor(supervis
         await server.close()
 
 
-async def test_a_channel_that_fails_leads_back_to_the_same_controller(supervised: RoleContext) -> None:
+async def test_a_channel_that_fails_leads_back_to_the_same_controller(generator: RoleContext) -> None:
     failures = iter([ChannelFull("nothing was taken")])
 
     async def work() -> None:
@@ -112,45 +112,28 @@ async def test_a_channel_that_fails_leads_back_to_the_same_controller(supervised
             raise failure
         await asyncio.Event().wait()
 
-    server = controller(supervised, "7.0.0-a")
-    stop, role = serving(supervised, work)
+    server = controller(generator, "7.0.0-a")
+    stop, role = serving(generator, work)
     assert await greeted(server) != await greeted(server)  # else it would think that nothing was lost
     stop.set()
     await asyncio.wait_for(role, PATIENCE_S)
     await server.close()
 
 
-async def test_a_failure_that_is_not_a_channels_ends_the_role(supervised: RoleContext) -> None:
+async def test_a_failure_that_is_not_a_channels_ends_the_role(generator: RoleContext) -> None:
     async def work() -> None:
         raise EngineError("dead")
 
-    server = controller(supervised, "7.0.0-a")
-    _, role = serving(supervised, work)
+    server = controller(generator, "7.0.0-a")
+    _, role = serving(generator, work)
     with pytest.raises(ExceptionGroup) as group:
         await asyncio.wait_for(role, PATIENCE_S)
     assert group.group_contains(EngineError)
     await server.close()
 
 
-async def test_without_a_supervisor_the_first_visit_is_the_last(tmp_path: Path) -> None:
-    alone = context(tmp_path)
-
-    async def fail() -> None:
-        raise ChannelFull("nothing was taken")
-
-    server = controller(alone, "0.0.0-a")
-    _, role = serving(alone)
-    await greeted(server)
-    await server.send("generator-0", StopRole("saved", run_is_over=False))
-    await asyncio.wait_for(role, PATIENCE_S)
-    _, role = serving(alone, fail)
-    with pytest.raises(ExceptionGroup):
-        await asyncio.wait_for(role, PATIENCE_S)
-    await server.close()
-
-
-async def test_when_no_controller_comes_the_role_says_so(supervised: RoleContext, tmp_path: Path) -> None:
-    impatient = context(tmp_path, "--supervised", "--meet-timeout-s", "1")
+async def test_when_no_controller_comes_the_role_says_so(generator: RoleContext, tmp_path: Path) -> None:
+    impatient = context(tmp_path, "--meet-timeout-s", "1")
     server = controller(impatient, "7.0.0-a")
     _, role = serving(impatient)
     await greeted(server)
@@ -160,14 +143,14 @@ async def test_when_no_controller_comes_the_role_says_so(supervised: RoleContext
     await server.close()
 
 
-async def test_settings_that_changed_end_a_role_that_was_started_with_others(supervised: RoleContext) -> None:
-    first = controller(supervised, "7.0.0-a")
-    _, role = serving(supervised)
+async def test_settings_that_changed_end_a_role_that_was_started_with_others(generator: RoleContext) -> None:
+    first = controller(generator, "7.0.0-a")
+    _, role = serving(generator)
     await greeted(first)
     await first.close()
-    changed = supervised.config.trainer.model_copy(update={"learning_rate": OTHER_LEARNING_RATE})
-    write_resolved(supervised.config.model_copy(update={"trainer": changed}), supervised.layout, "")
-    second = controller(supervised, "7.1.0-a")
+    changed = generator.config.trainer.model_copy(update={"learning_rate": OTHER_LEARNING_RATE})
+    write_resolved(generator.config.model_copy(update={"trainer": changed}), generator.layout, "")
+    second = controller(generator, "7.1.0-a")
     with pytest.raises(RoleFailed, match="settings have changed"):
         await asyncio.wait_for(role, PATIENCE_S)
     await second.close()

@@ -125,10 +125,10 @@ async def test_endless_loops_end_when_stop_is_set_and_the_first_failure_is_raise
     assert isinstance(first_leaf(group.value), RlhpcError)
 
 
-async def test_a_schedulers_notice_asks_to_stop_where_it_is_heeded() -> None:
+async def test_a_schedulers_notice_asks_to_stop() -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        stop = stop_event(signal.SIGUSR1, signal.SIGUSR2)
+        stop = stop_event()
         os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), PATIENCE_S)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
@@ -144,8 +144,8 @@ async def test_what_is_not_done_when_stop_is_set_is_cancelled() -> None:
     assert await unless_stopped(asyncio.Event(), asyncio.ensure_future(asyncio.sleep(0, "done"))) == "done"
 
 
-async def test_under_a_supervisor_a_stop_has_no_limit_until_an_interrupt_sets_one() -> None:
-    stop = StopRequest(is_supervised=True)
+async def test_a_stop_has_no_limit_until_an_interrupt_sets_one() -> None:
+    stop = StopRequest()
     work = asyncio.create_task(asyncio.sleep(60.0))
     waiting = asyncio.create_task(stop.wait_for(work))
     try:

@@ -29,12 +29,12 @@ class Door:
     def bring(self, group_id: int, *rewards: float) -> list[bool]:
         """Bring members 0, 1, … of a group."""
         members = (scored(group_id, index, reward) for index, reward in enumerate(rewards))
-        return [self.sink.take("generator-0", member) for member in members]
+        return [self.sink.receive("generator-0", member) for member in members]
 
     def fail(self, group_id: int, detail: str = "no compiler") -> bool:
         """Bring a member whose verifier failed."""
         member = scored(group_id, 0, 0.0, verdict=Verdict.VERIFIER_ERROR, detail=detail)
-        return self.sink.take("generator-0", member)
+        return self.sink.receive("generator-0", member)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_second_copy_counts_nowhere(door: Door) -> None:
 
 def test_a_verifier_error_drops_the_group_and_is_never_a_reward_of_zero(door: Door) -> None:
     door.bring(0, 1.0)
-    assert door.sink.take("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
+    assert door.sink.receive("generator-0", scored(0, 1, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="hung"))
     assert door.buffer.counts()["dropped_verifier_error"] == 1
     assert door.sink.drain().groups == []
     assert door.fail(1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.algorithms.losses import make_policy_loss
 from rlhpc.algorithms.samples import to_samples
+from rlhpc.config_sections import AlgorithmConfig
 from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
@@ -45,6 +50,23 @@ def test_every_name_is_in_the_table(record: StepRecord) -> None:
         find_metric(name)  # raises KeyError
         assert np.isfinite(value), name
     assert histograms(record).keys() == HISTOGRAMS.keys()
+
+
+@pytest.mark.parametrize("proximal", ["behaviour", "loglinear", "current"])
+def test_every_metric_of_a_loss_has_a_row_of_the_table(record: StepRecord, proximal: str) -> None:
+    tokens = torch.zeros(3)
+    loss = make_policy_loss(AlgorithmConfig.model_validate({"proximal": proximal}))
+    _, sums = loss(tokens, behaviour=tokens, proximal=tokens, advantages=tokens, loss_mask=tokens == 0)
+    record = replace(record, report=StepReport(3, 4, True, {name: value.item() for name, value in sums.items()}))
+    for name in training_figures(record, 16):
+        find_metric(name)  # raises KeyError
+
+
+def test_a_metric_of_a_loss_that_has_no_row_is_refused_and_not_passed_over(record: StepRecord) -> None:
+    record = replace(record, report=StepReport(3, 4, True, {"tapered_share": 0.5}))
+    assert training_figures(record, 16)["policy/tapered_share"] == 0.5
+    with pytest.raises(KeyError, match="policy/tapered_share"):
+        find_metric("policy/tapered_share")
 
 
 def test_staleness_is_counted_from_admission_against_the_version_that_was_trained(record: StepRecord) -> None:

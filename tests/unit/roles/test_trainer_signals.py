@@ -87,10 +87,10 @@ async def trainer(root: Path, *options: str, before: Sequence[str] = ()) -> Asyn
             await channel.close()
 
 
-async def test_a_supervised_trainer_stays_when_slurm_asks_it_to_end_and_leaves_when_the_controller_says_so(
+async def test_a_trainer_stays_when_slurm_asks_it_to_end_and_leaves_when_the_controller_says_so(
     tmp_path: Path,
 ) -> None:
-    async with trainer(tmp_path, "--supervised", "--incarnation", "7.0.0") as it:
+    async with trainer(tmp_path, "--incarnation", "7.0.0") as it:
         await it.until_ready()
         for number in FROM_SLURM * 2:
             it.process.send_signal(number)
@@ -103,16 +103,8 @@ async def test_a_supervised_trainer_stays_when_slurm_asks_it_to_end_and_leaves_w
     assert re.search(r"trainer SIG(TERM|USR1|USR2): signal from Slurm: the controller decides when to stop$", said[0])
 
 
-async def test_a_trainer_on_its_own_leaves_at_once_when_asked_to(tmp_path: Path) -> None:
-    async with trainer(tmp_path) as it:
-        await it.until_ready()
-        it.process.send_signal(signal.SIGTERM)
-        assert await it.ended(PATIENCE_S) == 0
-    assert "Slurm" not in it.log.read_text()
-
-
-async def test_a_supervised_trainer_does_not_outlive_what_started_it(tmp_path: Path) -> None:
-    async with trainer(tmp_path, "--supervised", before=(sys.executable, "-c", PARENT)) as it:
+async def test_a_trainer_does_not_outlive_what_started_it(tmp_path: Path) -> None:
+    async with trainer(tmp_path, before=(sys.executable, "-c", PARENT)) as it:
         assert it.process.stdout is not None
         pid = int(it.process.stdout.readline())
         await it.until_ready()

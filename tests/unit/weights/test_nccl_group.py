@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from rlhpc.errors import GroupFailed
+from rlhpc.weights.lifeline import Lifeline
 from rlhpc.weights.nccl_group import WITHOUT_WATCHDOG
 from rlhpc.weights.process_group import SideGroup
 from tests.patience import PATIENCE_S
@@ -95,6 +96,19 @@ def test_a_rendezvous_that_nccl_waits_in_for_ever_ends_and_is_aborted(
     monkeypatch.setattr(nccl, "connects", False)
     with pytest.raises(GroupFailed, match="NCCL did not connect to all ranks"):
         side_group(tmp_path, timeout_s=0.1)
+    assert nccl.made[0].is_aborted.wait(PATIENCE_S)
+
+
+def test_a_rendezvous_ends_when_a_receiver_dies_in_it(
+    tmp_path: Path, nccl: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "connects", False)
+    other_end = distributed.FileStore(str(tmp_path / "store"), 2)
+    reaching = threading.Thread(target=lambda: Lifeline.reach(other_end).close())
+    reaching.start()
+    with pytest.raises(GroupFailed, match="did not connect to all ranks: a receiver is gone"):
+        side_group(tmp_path, timeout_s=10 * PATIENCE_S)
+    reaching.join()
     assert nccl.made[0].is_aborted.wait(PATIENCE_S)
 
 

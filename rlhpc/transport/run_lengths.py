@@ -26,9 +26,8 @@ def find_runs(array: NDArray[Any]) -> Runs | None:
     if first != array.item(1) or last != array.item(-2):
         return None
     if first == last:
-        raw = (
-            array.tobytes()
-        )  # equal to itself shifted by one element: the quickest way to see that there is but one run
+        # Equal to itself shifted by one element: the quickest way to see that there is but one run.
+        raw = array.tobytes()
         if raw[array.itemsize :] == raw[: -array.itemsize]:
             return [first], [len(array)]
     changes = np.flatnonzero(array[1:] != array[:-1])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.transport.runs import MAX_RUNS, expand_runs, find_runs
+from rlhpc.transport.run_lengths import MAX_RUNS, expand_runs, find_runs
 
 
 @given(

@@ -1,0 +1,58 @@
+"""What `rlhpc run` starts on this machine, as the JSON that its supervisor reads (launch/run_files/plan_file.py).
+
+Input: Config, the map of GPUs.  Output: text.  The same components as a Slurm job has, each process beside the
+supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from launch.plan.gpu_map import GpuMap
+from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
+from launch.plan.site_file import ClusterConfig
+from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
+from rlhpc.config import Config
+from rlhpc.run_layout import RunLayout
+
+
+def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int) -> str:
+    """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between."""
+    defaults = ClusterConfig.model_fields
+    limits = Limits(defaults["meet_s"].default, defaults["stall_s"].default, max_retries, is_attended=True)
+    components = [
+        _component("controller", [Share("controller", 1), Share("reward", config.rewards.num_replicas)], gpus),
+        _component(
+            "trainer", [Share("trainer", config.trainer.num_ranks)], gpus, hides_gpus=config.trainer.device == "cpu"
+        ),
+        _component("generation", [Share("generator", config.generation.num_replicas)], gpus),
+    ]
+    job = {"name": LOCAL, "array_size": None, "components": components}
+    document = {
+        "schema": SCHEMA,
+        "run_directory": str(layout.root),
+        "placement": LOCAL,
+        "jobs": [job],
+        "continuation": "requeue",
+        "limits": asdict(limits),
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _component(name: str, shares: list[Share], gpus: GpuMap, *, hides_gpus: bool = False) -> dict[str, Any]:
+    names = [f"{share.role}-{k}" for share in shares for k in range(share.num_processes)]
+    return {
+        "name": name,
+        "runs_in_batch_step": True,
+        "roles": [asdict(share) for share in shares],
+        "gpus_per_task": 0,
+        "srun": [],
+        "sees_own_gpus_alone": False,
+        "python": [sys.executable],
+        "environment": ROLE_ENVIRONMENT | (NO_GPU if hides_gpus else {}),
+        "defaults": ROLE_DEFAULTS,
+        "visible_devices": {name: shown for name in names if (shown := gpus.variable(name)) is not None},
+    }

@@ -1,0 +1,143 @@
+"""The supervisor of a run without Slurm: all processes on this machine, for as long as somebody's command runs.
+
+    Ctrl-C                            the controller writes its state; everything has ended within ten seconds
+    Ctrl-C twice                      everything is killed
+    SIGTERM, `rlhpc stop`             the controller finishes its step and saves
+    another start takes the run over  everything is killed
+
+Everything else is the supervisor of a Slurm job (controller_job.py): generators and reward services are started again,
+a controller or a trainer that fails begins another attempt, within a retry budget.  Python 3.9 and the standard
+library.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from launch.common.paths import LONGEST_TEMPORARY_PATH
+from launch.run_files.events import Log
+from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.plan_file import read_plan
+from launch.run_files.run_state import Attempt
+from launch.slurm.this_job import NoTimeLimit, ThisJob
+from launch.supervisor.controller_job import ControllerJobSupervisor
+from launch.supervisor.signals import Signals
+from launch.supervisor.steps import Tether
+from rlhpc.errors import OwnershipLost
+from rlhpc.run_layout import RunLayout
+
+_QUIET = {"attempt_end", "part_missed", "part_left"}  # events that the next one repeats, or that were to be expected
+
+
+class LocalSignals(Signals):
+    """The signals of a terminal, and what has to happen while the supervisor waits."""
+
+    sender = "SIGTERM"
+
+    def __init__(self, while_waiting: list[Callable[[], None]], check_owner: Callable[[], None]) -> None:
+        """while_waiting: called several times a second.  Both may raise OwnershipLost."""
+        super().__init__()
+        self._while_waiting, self._check_owner = while_waiting, check_owner
+        self._lost_to = ""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM while the block runs."""
+        before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGTERM, self._end)
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until the next signal."""
+        super().sleep(seconds)
+        for call in self._while_waiting:
+            self._hear(call)
+
+    def lost_to(self) -> str:
+        """Who has taken the run over, in words; "": nobody."""
+        self._hear(self._check_owner)
+        return self._lost_to
+
+    def _hear(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OwnershipLost as error:
+            self._lost_to = self._lost_to or str(error)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        self._wake()
+
+
+class TerminalLog(Log):
+    """Tells the user what the supervisor does."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` takes a line."""
+        self._tell, self._first = tell, True
+
+    def say(self, event: str, text: str) -> None:
+        """Tell one event, unless it goes without saying or the next one repeats it."""
+        is_first_attempt, self._first = event == "attempt" and self._first, self._first and event != "attempt"
+        if event not in _QUIET and not is_first_attempt:
+            self._tell(text)
+
+
+def supervise_locally(
+    layout: RunLayout,
+    attempt: Attempt,
+    tell: Callable[[str], None],
+    signals: LocalSignals,
+    *,
+    descriptors: tuple[int, ...],
+    begins: Callable[[str], None],
+) -> int:
+    """Run the plan in layout.local_plan, whose first attempt has begun; returns the exit status of the command.
+
+    descriptors: open files that every process of the run keeps open.  begins: called with the owner of each attempt.
+    Returns 0: the run is complete, or was stopped and has saved its state; 130: interrupted, and killed before it could
+    save; 4: another start has taken the run over; otherwise the status of the process that failed (128 + signal).
+    """
+    plan, job = read_plan(layout.local_plan, "local"), ThisJob.without_slurm()
+    temporary = _private_temporary_directory()
+    tether = Tether(descriptors, {"TMPDIR": str(temporary)})
+    supervisor = ControllerJobSupervisor(
+        plan, job, NoTimeLimit(), TerminalLog(tell), signals, first=attempt, tether=tether, begins=begins
+    )
+    try:
+        with signals.listening():
+            outcome = supervisor.run()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return _report(outcome, supervisor.controller_status, tell)
+
+
+def _report(outcome: Outcome, controller_status: int | None, tell: Callable[[str], None]) -> int:
+    """Tell how the run ended, unless the user knows; returns the exit status."""
+    if outcome.cause in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
+        return 0 if controller_status == 0 else Cause.INTERRUPTED.status
+    tell(outcome.text)
+    return outcome.status or outcome.cause.status
+
+
+def _private_temporary_directory() -> Path:
+    """Make the directory for all temporary files of this run, mode 0700; it is deleted at the end.
+
+    vLLM leaves the sockets between its processes behind, and sends pickle over them: no other user may reach them.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="rlhpc-"))
+    if len(str(directory)) <= LONGEST_TEMPORARY_PATH - 12:  # each process has a directory of its own in it
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp"))

@@ -1,0 +1,246 @@
+"""A run without Slurm: processes are started, watched, started again and ended; the failure that ends it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.run_files.exit_records import last_error_line, read_failures
+from launch.run_files.plan_file import LOCAL, SCHEMA
+from launch.run_files.run_state import Attempt
+from launch.supervisor import controller_job, role_task
+from launch.supervisor.local_run import LocalSignals, supervise_locally
+from rlhpc.errors import OwnershipLost
+from rlhpc.exit_status import EXIT_FENCED, EXIT_INTERRUPTED
+from rlhpc.run_layout import RunLayout
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.starts
+
+# In the place of `python -m rlhpc.roles ROLE …`: the program of that name, in the run directory.
+ROLE = """
+import sys, pathlib
+words = sys.argv
+role, root = words[words.index("rlhpc.roles") + 1], pathlib.Path(words[words.index("--run-dir") + 1])
+name = role + "-" + words[words.index("--replica") + 1]
+exec((root / (name + ".py")).read_text())
+"""
+PATIENT = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(60)"
+COMPLETE = "(root / 'summary.json').write_text('{}')"
+TRAINS = (
+    "import json, time; (root / 'status.json').write_text(json.dumps("
+    "dict(phase='training', step=3, roles=[], unix_time_s=time.time())));"
+)
+WITH_CHILD = (
+    "import subprocess, time;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={});"
+    "(root / 'child').write_text(str(child.pid)); time.sleep({});"
+)
+KILLED = "import os; print('step 5', flush=True); os.kill(os.getpid(), 9)"
+
+
+class Lab:
+    """Runs whose roles are small programs."""
+
+    def __init__(self, root: Path) -> None:
+        self.layout = RunLayout(root / "run")
+        self.layout.root.mkdir()
+        self.told: list[str] = []
+        self.pids: set[int] = set()
+        self._role = root / "role.py"
+        self._role.write_text(ROLE)
+
+    def run(self, while_waiting: Callable[[], None] = lambda: None, **programs: str) -> int:
+        """Run `controller_0="…"`, … to the end; returns the exit status of the command."""
+        for name, program in programs.items():
+            (self.layout.root / f"{name.replace('_', '-')}.py").write_text(program)
+        roles = [name.rpartition("_")[0] for name in programs]
+        shares = [{"role": role, "num_processes": roles.count(role)} for role in dict.fromkeys(roles)]
+        self.layout.local_plan.write_text(json.dumps(self._plan(shares)))
+        return supervise_locally(
+            self.layout,
+            Attempt(0, None, 0, 0),
+            self.told.append,
+            LocalSignals([self._look, while_waiting], lambda: None),
+            descriptors=(),
+            begins=lambda _: None,
+        )
+
+    def _look(self) -> None:
+        self.pids |= {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def _plan(self, shares: list[dict[str, Any]]) -> dict[str, Any]:
+        component = {"name": "all", "runs_in_batch_step": True, "roles": shares, "gpus_per_task": 0, "srun": []}
+        component |= {"sees_own_gpus_alone": False, "environment": {}, "defaults": {}}
+        component |= {"python": [sys.executable, str(self._role)]}
+        limits = {"meet_s": 60, "stall_s": 60, "max_retries": 2, "is_attended": True}
+        job = {"name": LOCAL, "array_size": None, "components": [component]}
+        plan = {"schema": SCHEMA, "run_directory": str(self.layout.root), "placement": LOCAL, "jobs": [job]}
+        return plan | {"continuation": "requeue", "limits": limits}
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
+    assert lab.run(controller_0=COMPLETE, trainer_0="", generator_0="", reward_0="") == 0
+    assert lab.told == []
+
+
+def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab: Lab) -> None:
+    program = "sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
+    assert lab.run(controller_0=PATIENT, trainer_0=program, generator_0=PATIENT) == 1
+    assert len(lab.told) == 1, lab.told
+    (line,) = lab.told
+    assert "ended with exit status 1: CheckpointError: torn (log: " in line
+    assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
+
+
+def test_the_failure_is_written_down_also_of_a_process_that_was_killed(lab: Lab) -> None:
+    assert lab.run(controller_0=PATIENT, trainer_0=KILLED, generator_0=PATIENT) == 137
+    (record,) = [
+        each for each in read_failures(lab.layout, 0) if each.name != "controller-0"
+    ]  # not who was told to end
+    assert (record.name, record.status, record.last_words) == ("trainer-0", 137, "step 5")
+
+
+def test_the_last_generator_that_fails_before_the_first_step_ends_the_run(lab: Lab) -> None:
+    began = time.monotonic()
+    refused = "sys.exit(2)"
+    assert lab.run(controller_0=PATIENT, trainer_0=PATIENT, generator_0=refused, generator_1=refused) == 2
+    assert time.monotonic() - began < role_task.PAUSE_S + PATIENCE_S
+    assert any("no generator is left: generator-" in line and "exit status 2" in line for line in lab.told)
+
+
+def test_a_generator_is_started_again_once_the_run_trains(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = "marker = root / 'seen'\nif marker.exists(): time.sleep(60)\nmarker.touch()\n" + KILLED
+    ends = "import time\nwhile not (root / 'again').exists(): time.sleep(0.02)\n" + COMPLETE
+    again = "import time\n" + once.replace("time.sleep(60)", "(root / 'again').touch(), time.sleep(60)")
+    again = again.replace("marker = root / 'seen'", "time.sleep(1); marker = root / 'seen'")
+    assert lab.run(controller_0=TRAINS + "\n" + ends, generator_0=again) == 0
+    assert any("generator-0 on " in line and line.endswith("step 5; it is started again") for line in lab.told)
+
+
+def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab) -> None:
+    ends = "import time; time.sleep(1);" + COMPLETE
+    assert lab.run(controller_0=ends, generator_0=KILLED, generator_1=PATIENT) == 0
+    assert len(lab.told) == 1, lab.told
+    (line,) = lab.told
+    assert line.startswith("generator-0 has ended: ")
+    assert "signal SIGKILL: step 5" in line
+
+
+def test_what_does_not_end_in_time_is_killed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_job, "INTERRUPT_S", 0.5)
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has put the tests in the background
+    began: list[float] = []
+
+    def interrupt() -> None:
+        if len(lab.pids) >= 4 and not began:
+            began.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert lab.run(interrupt, controller_0=STUBBORN, generator_0=STUBBORN) == EXIT_INTERRUPTED
+    assert time.monotonic() - began[0] < 10
+    assert_gone(lab.pids)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_ends_everything_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_job, "INTERRUPT_S", 1000.0)
+    sent: list[int] = []
+
+    def interrupt() -> None:
+        if len(lab.pids) >= 4 and len(sent) < 2:
+            sent.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert lab.run(interrupt, controller_0=STUBBORN, generator_0=STUBBORN) == EXIT_INTERRUPTED
+    assert_gone(lab.pids)
+
+
+def test_sigterm_lets_the_controller_save(lab: Lab) -> None:
+    saves = "import signal, time; signal.signal(15, lambda *_: sys.exit(0)); (root / 'up').touch(); time.sleep(60)"
+    sent: list[int] = []
+
+    def end() -> None:
+        if (lab.layout.root / "up").exists() and not sent:
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert lab.run(end, controller_0=saves, generator_0=PATIENT) == 0
+    assert lab.told == ["SIGTERM asks for the end: the controller finishes its step and saves"]
+
+
+def test_a_run_that_another_start_has_taken_over_ends_and_says_so(lab: Lab) -> None:
+    def look() -> None:
+        raise OwnershipLost("taken over by somebody")
+
+    assert lab.run(look, controller_0=PATIENT, generator_0=PATIENT) == EXIT_FENCED
+    assert lab.told[-1] == "taken over by somebody"
+
+
+@pytest.mark.parametrize(("lives_s", "has_own_session"), [(0, False), (60, False), (0, True)])
+def test_children_that_a_process_leaves_behind_end_with_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, lives_s: int, has_own_session: bool
+) -> None:
+    """Whether it ends by itself or is killed; one in a session of its own, if it ends by itself."""
+    child = lab.layout.root / "child"
+    ends = "import time\nwhile not (root / 'child').exists(): time.sleep(0.02)\n" + COMPLETE
+    program = WITH_CHILD.format(has_own_session, lives_s)
+    monkeypatch.setattr(controller_job, "FINISH_GRACE_S", 1.0)
+    assert lab.run(controller_0=ends, trainer_0=program) in (0, 1)
+    assert_gone({int(child.read_text())})
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (b"", "no output"),
+        (b"Segmentation fault\n\n", "Segmentation fault"),
+        (b"a role-0 rlhpc.lifecycle ERROR RoleFailed: gone\na role-0 rlhpc.lifecycle INFO x\n", "RoleFailed: gone"),
+        (b"a r rlhpc.x ERROR first\na r rlhpc.lifecycle ERROR last\nwarning: leaked semaphores\n", "last"),
+        (b"vllm.engine ERROR theirs\nTraceback\nOSError: \xff\n", "OSError: \ufffd"),
+        (b"2026-01-01 10:00:00,1 trainer-0 rlhpc.trainer INFO step 3 of 4\n", "step 3 of 4"),
+    ],
+)
+def test_last_words_are_our_last_error_or_the_last_line(log: bytes, words: str) -> None:
+    assert last_error_line(log) == words
+
+
+def assert_gone(pids: set[int]) -> None:
+    """All of them, in a moment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and any(map(_lives, pids)):
+        time.sleep(0.02)
+    assert not any(map(_lives, pids))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_temporary_files_of_all_processes_are_private_and_go_with_the_run(lab: Lab) -> None:
+    leaves_one = (
+        "import os, tempfile; (root / 'seen').write_text(tempfile.gettempdir()); tempfile.mkstemp();"
+        "assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700;"
+    )
+    assert lab.run(controller_0=leaves_one + COMPLETE) == 0
+    directory = Path((lab.layout.root / "seen").read_text())
+    assert not directory.exists()
+    assert not directory.parent.exists()

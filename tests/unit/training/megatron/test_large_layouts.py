@@ -1,0 +1,162 @@
+"""The large recipes' layouts, tensor by tensor, without their memory: what ranks hold, what leaves them.
+
+Everything is on the meta device: names and shapes, no numbers.  Megatron's own modules are built for ranks of the real
+world size; its process groups are torch's "fake" backend, which connects to nobody.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launch.checks.memory.model_shape import ModelShape
+from launch.checks.memory.plan import bucket_sizes
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.hf_names import on_disk
+from rlhpc.training.megatron.hf_layout import ParameterMap, exported, fill_local, parameter_maps, tensor_specs
+from rlhpc.training.megatron.hf_weights import sharded_weights
+from rlhpc.types import TensorSpec
+from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
+from tests.unit.launch.public_models import CONFIGS
+from tests.unit.training.rank_processes import run_ranks
+
+ROOT = Path(__file__).parents[4]
+RECIPES = {
+    "qwen2.5-7b-tp2": "Qwen2.5-7B",
+    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
+    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
+    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+}
+META = torch.device("meta")
+
+
+def recipe(name: str) -> tuple[Config, Any, ParallelLayout]:
+    """Run file, transformers configuration of its model, and layout."""
+    config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
+    numbers = dict(CONFIGS[RECIPES[name]])
+    return config, AutoConfig.for_model(numbers.pop("model_type"), **numbers), ParallelLayout.of(config.trainer)
+
+
+def maps_of(name: str) -> tuple[ParameterMap, ...]:
+    _, model, layout = recipe(name)
+    return parameter_maps(model, layout)
+
+
+def expected_by_engines(name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of an HF checkpoint of this model: what vLLM's loaders take."""
+    with META:
+        module = AutoModelForCausalLM.from_config(recipe(name)[1])
+    specs = (TensorSpec(key, "bfloat16", tuple(tensor.shape)) for key, tensor in module.named_parameters())
+    return {each.name: each.shape for spec in specs for each in on_disk(spec)}
+
+
+def test_every_large_recipe_is_looked_at() -> None:
+    assert {path.stem for path in (ROOT / "configs" / "large").glob("*.toml")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(name: str) -> None:
+    config, model, layout = recipe(name)
+    items = sharded_weights(model, layout, torch.bfloat16)
+    left: dict[str, tuple[int, ...]] = {}
+    for item in items:
+        shards = [torch.empty(shard.num_elements, dtype=torch.bfloat16, device=META) for shard in item.shards]
+        for spec, tensor in zip(item.specs, item.join(shards), strict=True):
+            assert (spec.shape, spec.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            assert spec.name not in left
+            left[spec.name] = tuple(tensor.shape)
+        assert all(0 <= shard.rank < config.trainer.num_ranks for shard in item.shards)
+    assert left == expected_by_engines(name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shards_are_filled_from_the_checkpoint_and_every_number_of_it_is_read_once(name: str) -> None:
+    """Rows and columns counted: slabs of all shards of a parameter together are its tensors, nothing twice."""
+    for place in exported(maps_of(name)):
+        shapes = {tensor.name: tensor.shape for tensor in place.tensors}
+        read = dict.fromkeys(shapes, 0)
+
+        def reader(name: str, index: tuple[slice, ...], shapes: Any = shapes, read: Any = read) -> Tensor:
+            part = torch.empty(shapes[name], device=META)[index]
+            read[name] += part.numel()
+            return part
+
+        for shard in range(place.num_shards):
+            fill_local(place, reader, shard, torch.empty(place.shard_shape, device=META))
+        assert read == {tensor.name: torch.Size(tensor.shape).numel() for tensor in place.tensors}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: str) -> None:
+    """It knows sizes and not the order within a layer, so that a border may lie a tensor further."""
+    config, _, _ = recipe(name)
+    manifest = make_manifest(1, 1, tensor_specs(maps_of(name), "bfloat16"), config.weights.bucket_bytes)
+    shape = ModelShape.of(CONFIGS[RECIPES[name]])
+    assert shape is not None
+    assert manifest_bytes(manifest) == 2 * shape.num_parameters
+    sent, counted = [bucket.num_bytes for bucket in buckets_of(manifest)], bucket_sizes(config, shape)
+    assert (len(sent), sum(sent)) == (len(counted), sum(counted))
+    assert counted == pytest.approx(sent, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ Megatron's own ranks
+
+
+def held_by(rank: int, maps: tuple[ParameterMap, ...], layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
+    """By the plan: parameters of a rank and their shapes.  Tensor ranks are the fastest axis, stages the slowest."""
+    in_stage = layout.num_ranks // layout.pipeline
+    stage, place_in_stage = divmod(rank, in_stage)
+    return {
+        place.name: place.shard_shape
+        for place in maps
+        if place.ranks[0] // in_stage == stage
+        and (".local_experts." not in place.name or place.ranks[0] % in_stage == place_in_stage % layout.expert)
+    }
+
+
+def ranks_to_build(layout: ParallelLayout) -> list[int]:
+    """Of every stage the first and the last rank."""
+    in_stage = layout.num_ranks // layout.pipeline
+    return [stage * in_stage + place for stage in range(layout.pipeline) for place in (0, in_stage - 1)]
+
+
+def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
+    """In a process of its own: build Megatron's modules as these ranks do.  Returns how many of each recipe."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from rlhpc.training.megatron.hf_weights import parameters_of_rank
+    from rlhpc.training.megatron.model import build_chunks
+    from rlhpc.training.megatron.model_config import transformer_config
+    from rlhpc.training.megatron.parallel import close_groups, open_groups
+
+    built: dict[str, int] = {}
+    for name in names:
+        config, model, layout = recipe(name)
+        maps = parameter_maps(model, layout)
+        for each in ranks_to_build(layout):
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            distributed.init_process_group("fake", store=FakeStore(), rank=each, world_size=layout.num_ranks)
+            open_groups(layout, rank=each, device=torch.device("cpu"))
+            with META:
+                settings = transformer_config(model, config.trainer, torch.bfloat16)
+                found = parameters_of_rank(build_chunks(model, settings, config.trainer, META), model, layout)
+            assert all(parameter.is_meta for parameter in found.values())
+            assert {key: tuple(p.shape) for key, p in found.items()} == held_by(each, maps, layout), (name, each)
+            built[name] = built.get(name, 0) + len(found)
+            close_groups()
+    return built
+
+
+@pytest.mark.starts
+def test_megatron_builds_on_every_kind_of_rank_what_the_plan_says(tmp_path: Path) -> None:
+    (built,) = run_ranks(1, build, tmp_path, list(RECIPES), timeout_s=600)
+    assert set(built) == set(RECIPES)
