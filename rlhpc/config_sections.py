@@ -263,9 +263,7 @@ class BufferConfig(Section):
     """[buffer]: rollouts on disk."""
 
     segment_groups: Positive = 256
-    """A segment is sealed after this many groups…"""
-    segment_s: PositiveFloat = 60.0
-    """…or this many seconds, whichever is first."""
+    """A segment is sealed after this many groups, or a minute, whichever is first."""
 
 
 class TransportConfig(Section):
@@ -275,18 +273,10 @@ class TransportConfig(Section):
     """ipc within one machine; tcp between machines; "auto": ipc for `rlhpc run`, tcp for Slurm jobs."""
     curve: bool = True
     """Encrypt and admit only this run's keys.  False leaves the sockets open to every user of the node."""
-    heartbeat_s: PositiveFloat = 1.0
-    """Interval of heartbeats."""
     dead_after_s: PositiveFloat = 15.0
-    """A role that is silent for this long is treated as dead."""
+    """A role that is silent for this long is treated as dead; each sends a heartbeat every second, or more often."""
 
-
-class MetricsConfig(Section):
-    """[metrics]: TensorBoard."""
-
-    samples_every_steps: Positive = 10
-    """Some completions are written as text at this interval, in steps."""
-    num_samples: NonNegative = 2
-    """How many."""
-    histograms_every_steps: Positive = 10
-    """Length, reward and staleness are written as histograms at this interval, in steps."""
+    @property
+    def heartbeat_s(self) -> float:
+        """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
+        return min(1.0, self.dead_after_s / 15)

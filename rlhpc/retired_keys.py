@@ -30,6 +30,8 @@ _WHOLE_DISTRIBUTION = (
     "kept"
 )
 
+_EVERY_TENTH = "two completions and the histograms are written to TensorBoard every 10 steps; segments hold everything"
+
 RETIRED = {
     "generation.top_p": RetiredKey(1.0, _WHOLE_DISTRIBUTION),
     "generation.top_k": RetiredKey(0, _WHOLE_DISTRIBUTION),
@@ -37,8 +39,15 @@ RETIRED = {
         1024, "1024 rows of logits are in memory at once; fewer save next to nothing beside the head's gradient"
     ),
     "trainer.max_skipped_steps": RetiredKey(5, "a run stops after 5 consecutive non-finite steps"),
+    "buffer.segment_s": RetiredKey(60.0, "a segment is sealed a minute after its first group at the latest"),
     "buffer.compression": RetiredKey("gzip", "segments are compressed with gzip, which HDF5 readers undo unasked"),
     "transport.max_message_bytes": RetiredKey(1 << 30, "a message of more than 1 GiB closes the connection"),
+    "transport.heartbeat_s": RetiredKey(
+        1.0, "heartbeats are sent every second, and 15 times in transport.dead_after_s where that is shorter"
+    ),
+    "metrics.samples_every_steps": RetiredKey(10, _EVERY_TENTH),
+    "metrics.num_samples": RetiredKey(2, _EVERY_TENTH),
+    "metrics.histograms_every_steps": RetiredKey(10, _EVERY_TENTH),
 }
 
 

@@ -29,7 +29,7 @@ def test_a_run_whose_segments_are_refused_for_a_while_loses_no_rollout(
         run={"num_steps": NUM_STEPS},
         data={"task": "tests.ring.ring_rewards:gated_parity"},
         rewards={"timeout_s": 600.0},
-        buffer={"segment_groups": 2, "segment_s": 0.2},
+        buffer={"segment_groups": 2},
         checkpoint={"every_steps": 1000},
     )
     aside = layout.root / "out-of-reach"

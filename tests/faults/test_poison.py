@@ -93,7 +93,7 @@ def test_a_local_run_whose_only_generator_dies_of_a_prompt_goes_on_without_it(
     layout = lab.layout("alone")
     monkeypatch.setenv(RUN_DIRECTORY, str(layout.root))
     # So long that nobody's silence is noticed.
-    sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0, "heartbeat_s": 0.2}}
+    sections = {**SETTINGS, "data": data_of(lab), "transport": {"dead_after_s": 120.0}}
     with Run(lab.run_file("alone", **sections), layout) as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()

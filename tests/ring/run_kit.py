@@ -82,8 +82,6 @@ def quick_settings(lab: Lab, name: str) -> dict[str, dict[str, Any]]:
         "weights": {"timeout_s": 20.0},
         "checkpoint": {"every_steps": 4},
         "buffer": {"segment_groups": 8},
-        "transport": {"heartbeat_s": 0.2},
-        "metrics": {"samples_every_steps": 2, "histograms_every_steps": 2},
     }
 
 

@@ -50,7 +50,6 @@ class SlurmRun:
         """sections: laid over the quick run of tests/ring/run_kit.py; `site` holds sections of the site file."""
         self.cluster, self.lab, self.layout = cluster, lab, lab.layout(name)
         site = sections.pop("site", {})
-        sections["transport"] = {"heartbeat_s": 0.2, **sections.get("transport", {})}
         self.run_file = lab.run_file(name, **sections)
         self.site_file = lab.root / f"{name}.site.toml"
         self.site_file.write_text(to_toml(site_settings(lab, placement, site)), encoding="utf-8")

@@ -59,7 +59,7 @@ class Desk:
         return self.lab.run_file(
             name,
             generation={"num_replicas": 2},
-            transport={"heartbeat_s": 0.2, "kind": "tcp"},
+            transport={"kind": "tcp"},
         )
 
     def queued(self) -> list[str]:

@@ -19,6 +19,8 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership
 
+SEGMENT_S = 60.0  # a group waits no longer for its segment: a reader beside the run is a minute behind
+
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
@@ -71,7 +73,7 @@ def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock)
         run_name=config.run.name,
         run_attempt=context.attempt,
         max_groups=config.buffer.segment_groups,
-        max_s=config.buffer.segment_s,
+        max_s=SEGMENT_S,
         clock=clock,
         fence=context.fence,
     )

@@ -24,8 +24,8 @@ class TrainerHeartbeat:
     """Sends Hello, then heartbeats until closed.  Any thread may call `now` and `tell`; a separate thread does the
     rest."""
 
-    def __init__(self, context: RoleContext) -> None:
-        self._context = context
+    def __init__(self, context: RoleContext, interval_s: float) -> None:
+        self._context, self._interval_s = context, interval_s
         self._current = Heartbeat("starting", "", -1)
         self._told: queue.SimpleQueue[SaveReport | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -68,7 +68,7 @@ class TrainerHeartbeat:
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
         """Send queued messages until the next heartbeat is due.  False when asked to stop."""
-        deadline = time.monotonic() + self._context.config.transport.heartbeat_s
+        deadline = time.monotonic() + self._interval_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:
                 message = self._told.get(timeout=remaining_s)

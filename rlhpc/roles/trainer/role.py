@@ -59,7 +59,8 @@ def run(context: RoleContext) -> None:
     """Execute commands until asked to stop."""
     end = EndRequest()
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(TrainerHeartbeat(context))  # before the model: loading may hang as well
+        interval_s = context.config.transport.heartbeat_s
+        heartbeat = stack.enter_context(TrainerHeartbeat(context, interval_s))  # before the model: loading may hang too
         backend = _open_backend(context)
         stack.callback(backend.close)
         channel = None

@@ -76,7 +76,6 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("admission", "window_groups", 6, ["admission.window_groups=6", "legal: 1 to 5"]),
         ("trainer", "warmup_steps", 7, ["trainer.warmup_steps=7", "run.num_steps=6"]),
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
-        ("transport", "dead_after_s", 0.5, ["transport.dead_after_s=0.5", "legal: 0.6"]),
         ("data", "task", "integer_arithmetics", ["data.task='integer_arithmetics'", "integer_arithmetic, math_answer"]),
         ("data", "task", "no_such_package_here:judge", ["data.task='no_such_package_here:judge'", "PYTHONPATH"]),
         ("data", "path", "missing.jsonl", ["data.path=", "missing.jsonl does not exist", "run.toml"]),
@@ -188,9 +187,18 @@ def test_a_layout_that_cannot_fit_the_sites_gpu_is_refused_by_check(bench: Bench
 
 
 def test_an_unknown_key_is_answered_with_the_legal_ones(bench: Bench) -> None:
+    bench.settings["checkpoint"]["keeps"] = 3
+    (line,) = bench.refusal()
+    assert "checkpoint.keeps=3: unknown key; legal: every_steps, keep, trainer_format (did you mean keep?)" in line
+
+
+def test_a_table_that_is_gone_is_answered_key_by_key(bench: Bench) -> None:
+    bench.settings["metrics"] = {"num_samples": 5, "samples_every_steps": 10}
+    (line,) = bench.refusal()
+    assert "metrics.num_samples=5: there is no such key any more: two completions and the histograms" in line
     bench.settings["metrics"] = {"histogram": True}
     (line,) = bench.refusal()
-    assert "metrics.histogram=True: unknown key; legal: samples_every_steps, num_samples, histograms_every" in line
+    assert "metrics={'histogram': True}: unknown key; legal: run, model, data" in line
 
 
 def test_every_fault_of_a_file_has_its_line(bench: Bench) -> None:

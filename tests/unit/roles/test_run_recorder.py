@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from launch.demo.tokenizer import make_tokenizer
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.recorder import NUM_RECENT_STEPS, RunRecorder
@@ -25,23 +27,23 @@ from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
 
-SETTINGS: dict[str, Any] = {"num_samples": 0, "histograms_every_steps": 1000}
-
 
 @asynccontextmanager
 async def recorded_ring(
     root: Path, num_steps: int, *, attempt: int = 0, resume_step: int | None = None, clock: Clock | None = None
 ) -> AsyncIterator[tuple[SmallRing, RunRecorder, StatusBoard]]:
     config = small_config(num_steps)
-    config = config.model_copy(update={"metrics": config.metrics.model_copy(update=SETTINGS)})
     layout, clock = RunLayout(root), clock or asyncio.get_running_loop().time
     write_resolved(config, layout, "")
     layout.rollouts.mkdir()
     async with small_ring(config, layout.rollouts) as ring:
         context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
-        nothing: Any = None  # neither prompts nor a tokenizer: nothing is decoded
+        make_tokenizer().save_pretrained(root / "model")
+        prompts: Any = None
         buffer = ring.buffer
-        state = ControllerState(nothing, nothing, buffer.segments, buffer, ring.membership, Totals(), 0, 0)
+        state = ControllerState(
+            prompts, PromptTokenizer(root / "model"), buffer.segments, buffer, ring.membership, Totals(), 0, 0
+        )
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, registry, buffer)
         sink = RolloutSink(ring.buffer, ErrorGate(1.0), config.admission)

@@ -22,14 +22,14 @@ from tests.unit.roles.small_ring import small_config
 @asynccontextmanager
 async def heartbeat_and_controller(root: Path, heartbeat_s: float) -> AsyncIterator[tuple[TrainerHeartbeat, Any]]:
     config = small_config()
-    transport = config.transport.model_copy(update={"heartbeat_s": heartbeat_s})
-    config = config.model_copy(update={"transport": transport})
     layout = RunLayout(root / "run")
     mint_run_keys(layout.secrets, ["controller-0", "trainer-0"])
     context = RoleContext("trainer", 0, 1, 0, None, "first", layout, config, "hash")
-    server = open_server(CONTROL, layout=layout, config=transport, replica=0, incarnation="one", interface="127.0.0.1")
+    server = open_server(
+        CONTROL, layout=layout, config=config.transport, replica=0, incarnation="one", interface="127.0.0.1"
+    )
     try:
-        yield TrainerHeartbeat(context), server
+        yield TrainerHeartbeat(context, heartbeat_s), server
     finally:
         await server.close()
 

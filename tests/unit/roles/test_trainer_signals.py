@@ -64,7 +64,7 @@ def start(command: list[str], log: Path, *, has_stdout: bool) -> subprocess.Pope
 async def trainer(root: Path, *options: str, before: Sequence[str] = ()) -> AsyncIterator[Trainer]:
     """before: words of a command that starts the trainer's."""
     config = tiny_config(make_tiny_checkpoint(root / "model", hidden=32, layers=1))
-    config = config.model_copy(update={"transport": config.transport.model_copy(update={"heartbeat_s": 0.1})})
+    config = config.model_copy(update={"transport": config.transport.model_copy(update={"dead_after_s": 1.5})})
     layout = RunLayout(root / "run")
     layout.root.mkdir()
     write_resolved(config, layout, "")

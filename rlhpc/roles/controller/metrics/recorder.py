@@ -25,6 +25,8 @@ from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 
 RATE_WINDOW_S = 20.0
+DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
+NUM_SAMPLES = 2  # completions
 NUM_RECENT_STEPS = 10  # of which the longest is reported: long steps are rare, and plans must allow for them
 
 
@@ -83,11 +85,9 @@ class RunRecorder:
         figures |= self._account(record, stats, step_s) | self._situation()
         step, totals = record.report.step, self._totals
         self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
-        metrics = self._config.metrics
-        if step % metrics.histograms_every_steps == 0:
+        if step % DETAILS_EVERY_STEPS == 0:
             for name, values in histograms(record).items():
                 self._recorder.histogram(name, step, values)
-        if step % metrics.samples_every_steps == 0:
             self._recorder.samples(step, self._samples(record.groups))
         self._show(record, figures, now)
 
@@ -175,7 +175,7 @@ class RunRecorder:
         }
 
     def _samples(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
-        chosen = groups[: self._config.metrics.num_samples]
+        chosen = groups[:NUM_SAMPLES]
         return [
             Sample(
                 prompt=self._tokenizer.decode(group.prompt.token_ids),
