@@ -60,7 +60,7 @@ class Limits:
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
-    is_attended: bool = False  # somebody waits for it: what fails before it trains is not started again
+    is_attended: bool = False  # somebody waits for the message of what fails at its start: it is not tried again
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class ControllerJobSupervisor:
         self._starter = AttemptStarter(plan, job, log.say, signals, tether)
         self._owner = ""  # of the last attempt
         self.controller_status: int | None = None  # of the last one that has ended
+        self.controller_summary = ""  # how it failed
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
@@ -297,6 +298,8 @@ class ControllerJobSupervisor:
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
         self.controller_status = status
+        if self._controller is not None and status not in (None, 0):
+            self.controller_summary = self._classifier.exit_summary(self._controller)
         # A trainer that has not connected to the controller yet was not told to exit.
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
         end_requested = self._signals.end_requested

@@ -22,7 +22,7 @@ from types import FrameType
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
 from launch.run_files.events import Log
-from launch.run_files.outcome import Cause, Outcome
+from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import read_plan
 from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import NoTimeLimit, ThisJob
@@ -120,15 +120,14 @@ def supervise_locally(
             outcome = supervisor.run()
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return _report(outcome, supervisor.controller_status, tell)
-
-
-def _report(outcome: Outcome, controller_status: int | None, tell: Callable[[str], None]) -> int:
-    """Tell how the run ended, unless the user knows; returns the exit status."""
-    if outcome.cause in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
-        return 0 if controller_status == 0 else Cause.INTERRUPTED.status
-    tell(outcome.text)
-    return outcome.status or outcome.cause.status
+    if outcome.cause not in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
+        tell(outcome.text)
+        return outcome.status or outcome.cause.status
+    if supervisor.controller_status == 0:
+        return 0
+    if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # which is how it ends if it took too long
+        tell(supervisor.controller_summary)
+    return Cause.INTERRUPTED.status
 
 
 def _private_temporary_directory() -> Path:

@@ -124,7 +124,8 @@ class _Task:
         if not self._is_expendable or status in NO_RETRY or _SIGNALS or is_complete(self._plan.layout):
             return False
         progress = read_progress(self._plan.layout)
-        return not self._plan.limits.is_attended or (progress is not None and progress.is_training)
+        has_served = progress is not None and self._name in progress.names(self._options.role)
+        return has_served or not self._plan.limits.is_attended
 
     def _once(self) -> int:
         environment = {**self._part.defaults, **os.environ}

@@ -76,6 +76,7 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
             run.wait_until(fails_while_full(filler, status["checkpoints_failed"]))
             run.interrupt(signal.SIGTERM)
             assert run.finish() != 0, run.story()
+            assert "CheckpointError: " in run.output
             assert "ERROR CheckpointError: " in layout.log("controller", 0, 0).read_text().splitlines()[-1]
             assert latest_complete(layout.checkpoints) is not None  # verified: what is there is whole
         run.assert_nothing_is_left()

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from rlhpc.exit_status import EXIT_CONFIG
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
 from tests.ring.run_kit import Lab, Run, run_to_the_end, summary_of, within
 
@@ -16,7 +17,7 @@ HOPELESS = {"task": "tests.ring.ring_rewards:nothing"}
 def test_a_run_without_spread_ends_with_advice_instead_of_starving(lab: Lab) -> None:
     run_file = lab.run_file("starved", data=HOPELESS, admission={"max_groups_without_spread": 12})
     with Run(run_file, lab.layout("starved")) as run:
-        assert run.finish() == 3, run.story()
+        assert run.finish() == EXIT_CONFIG, run.story()
         run.assert_nothing_is_left()
     lines = [line for line in run.output.splitlines() if "StarvedError" in line]
     assert len(lines) == 1, run.output

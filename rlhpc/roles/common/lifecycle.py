@@ -24,7 +24,7 @@ from typing import TypedDict, TypeVar
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
-from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError
+from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError, StarvedError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
@@ -164,7 +164,7 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | StarvedError):  # another try would not help
         return EXIT_CONFIG
     if isinstance(error, ChannelTimeout):
         return EXIT_ALONE

@@ -81,7 +81,7 @@ def test_a_role_without_a_run_directory_says_so(tmp_path: Path) -> None:
     [
         (None, 0, r"INFO ended$"),
         (ConfigError("data.task='x'"), EXIT_CONFIG, r"ERROR settings: data.task='x'$"),
-        (StarvedError("nothing\n  to learn"), EXIT_FAULT, r"ERROR StarvedError: nothing; to learn$"),
+        (StarvedError("nothing\n  to learn"), EXIT_CONFIG, r"ERROR StarvedError: nothing; to learn$"),
         (ChannelTimeout("trainer-0 has not"), EXIT_ALONE, r"ERROR ChannelTimeout: trainer-0 has not$"),
         (ExceptionGroup("g", [ChannelTimeout("late")]), EXIT_ALONE, r"ERROR ChannelTimeout: late$"),
         (ExceptionGroup("g", [RoleFailed("a\nb")]), EXIT_FAULT, r"ERROR RoleFailed: a; b$"),
