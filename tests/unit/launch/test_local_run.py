@@ -39,7 +39,7 @@ STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 
 COMPLETE = "(root / 'summary.json').write_text('{}')"
 TRAINS = (
     "import json, time; (root / 'status.json').write_text(json.dumps("
-    "dict(phase='training', step=3, roles=[], unix_time_s=time.time())));"
+    "dict(phase='training', step=3, roles=[dict(name='generator-0')], unix_time_s=time.time())));"
 )
 WITH_CHILD = (
     "import subprocess, time;"
@@ -124,12 +124,15 @@ def test_the_last_generator_that_fails_before_the_first_step_ends_the_run(lab: L
     assert any("no generator is left: generator-" in line and "exit status 2" in line for line in lab.told)
 
 
-def test_a_generator_is_started_again_once_the_run_trains(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = "marker = root / 'seen'\nif marker.exists(): time.sleep(60)\nmarker.touch()\n" + KILLED
-    ends = "import time\nwhile not (root / 'again').exists(): time.sleep(0.02)\n" + COMPLETE
-    again = "import time\n" + once.replace("time.sleep(60)", "(root / 'again').touch(), time.sleep(60)")
-    again = again.replace("marker = root / 'seen'", "time.sleep(1); marker = root / 'seen'")
-    assert lab.run(controller_0=TRAINS + "\n" + ends, generator_0=again) == 0
+def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
+    ends = "\nwhile not (root / 'again').exists(): time.sleep(0.02)\n" + COMPLETE
+    dies_once = (
+        "import time\n"
+        "while not (root / 'status.json').exists(): time.sleep(0.02)\n"
+        "if (root / 'seen').exists(): (root / 'again').touch(), time.sleep(60)\n"
+        "(root / 'seen').touch()\n"
+    )
+    assert lab.run(controller_0=TRAINS + ends, generator_0=dies_once + KILLED) == 0
     assert any("generator-0 on " in line and line.endswith("step 5; it is started again") for line in lab.told)
 
 
