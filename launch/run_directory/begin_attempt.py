@@ -50,14 +50,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
         raise RunDirectoryError(f"{layout.root}: not a run directory: it has no {layout.config.name}")
     if layout.summary.exists():
         raise RunDirectoryError(f"{layout.root}: the run is complete")
-    known = read_attempt(layout)
-    if known is not None and known.owner > (job_id, restart):
-        raise FencedError(
-            f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
-            "later than this one"
-        )
-    if follows and (owner := read_owner(layout)) != follows:
-        raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
+    _refuse_stale(layout, (job_id, restart), follows)
     config, _ = read_resolved(layout)
     refuse_other_inputs(config, layout, may_lack_weights=True)
     index = num_attempts(layout)
@@ -80,6 +73,18 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     }
     write_atomically(layout.attempt, json.dumps(document).encode())
     return document
+
+
+def _refuse_stale(layout: RunLayout, life: tuple[int, int], follows: str) -> None:
+    """Raises FencedError if another supervisor owns the run; life: job id and restart of this one."""
+    known = read_attempt(layout)
+    if known is not None and known.owner > life:
+        raise FencedError(
+            f"{layout.attempt}: attempt {known.index} belongs to job {known.job_id}, restart {known.restart}, which is "
+            "later than this one"
+        )
+    if follows and (owner := read_owner(layout)) != follows:
+        raise FencedError(f"{layout.root}: was taken over by {owner}; this run was {follows}")
 
 
 def _unheard(line: str) -> None:
