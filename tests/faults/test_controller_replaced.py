@@ -101,17 +101,6 @@ def test_they_wait_for_the_next_controller_when_one_stops_before_the_last_step(l
         assert_whole(run.layout)
 
 
-def test_without_a_supervisor_everybody_leaves_with_the_controller(lab: Lab, gate: Path) -> None:
-    with Attempts(lab, "local", **SETTINGS) as run:
-        run.begin()
-        run.start("controller-0", "trainer-0", "generator-0", "reward-0")
-        run.wait_until(lambda: step_of(run.layout) >= 2, "step 2")
-        run.signal("controller-0", signal.SIGTERM)
-        gate.touch()
-        for name in ("controller-0", "trainer-0", "generator-0", "reward-0"):
-            assert run.status_of(name) == 0, run.story()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_a_generator_that_is_told_to_leave_hands_back_what_it_samples(
     lab: Lab, gate: Path, number: signal.Signals

@@ -59,6 +59,7 @@ class Lab:
         self.pids: set[int] = set()
         self._role = root / "role.py"
         self._role.write_text(ROLE)
+        self._strangers = _children()
 
     def run(self, while_waiting: Callable[[], None] = lambda: None, **programs: str) -> int:
         """Run `controller_0="…"`, … to the end; returns the exit status of the command."""
@@ -77,7 +78,7 @@ class Lab:
         )
 
     def _look(self) -> None:
-        self.pids |= {child.pid for child in psutil.Process().children(recursive=True)}
+        self.pids |= _children() - self._strangers
 
     def _plan(self, shares: list[dict[str, Any]]) -> dict[str, Any]:
         component = {"name": "all", "runs_in_batch_step": True, "roles": shares, "gpus_per_task": 0, "srun": []}
@@ -221,6 +222,10 @@ def test_children_that_a_process_leaves_behind_end_with_it(
 )
 def test_last_words_are_our_last_error_or_the_last_line(log: bytes, words: str) -> None:
     assert last_error_line(log) == words
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def assert_gone(pids: set[int]) -> None:

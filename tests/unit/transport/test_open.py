@@ -110,9 +110,9 @@ async def test_an_address_that_a_dead_server_left_behind_is_read_again(
 async def test_keys_of_a_new_attempt_are_waited_for_where_that_is_asked_for(layout: RunLayout):
     server = serve(layout)
     shutil.rmtree(layout.secrets)
-    with pytest.raises(RunDirectoryError, match="mint_run_keys"):
+    with pytest.raises(RunDirectoryError, match="every start of a run makes them"):
         await join(layout)
-    with pytest.raises(RunDirectoryError, match="mint_run_keys"):
+    with pytest.raises(RunDirectoryError, match="every start of a run makes them"):
         await join(layout, awaits_keys=True, timeout_s=0.15)
     waiting = asyncio.create_task(join(layout, awaits_keys=True))
     await asyncio.sleep(0.15)
