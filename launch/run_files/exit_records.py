@@ -58,9 +58,13 @@ def read_record(layout: RunLayout, name: str, attempt: int) -> ExitRecord | None
 
 
 def read_failures(layout: RunLayout, attempt: int) -> list[ExitRecord]:
-    """Processes of one attempt, of any role, that failed."""
-    found = [_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json"))]
-    return [record for record in found if record is not None and record.status != 0]
+    """Processes of one attempt, of any role, that failed and were not started again; the trainer's first.
+
+    When a rank fails, the controller does, too.
+    """
+    read = (_read(path) for path in sorted(layout.logs.glob(f"*/attempt_{attempt}.exit.json")))
+    found = [record for record in read if record is not None and record.status != 0 and record.is_final]
+    return sorted(found, key=lambda record: not record.name.startswith("trainer-"))
 
 
 def last_error_line(log: bytes) -> str:

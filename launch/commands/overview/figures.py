@@ -66,7 +66,7 @@ def read_figures(files: RunFiles) -> Figures:
         last_sign_unix_s=max(written.values(), default=0.0),
         attempt=_integer(last.get("index")),
         attempt_unix_s=_number(last.get("unix_time_s")) or 0.0,
-        is_in_a_job="job_id" in last,
+        is_in_a_job=bool(last.get("job_id")),  # 0: another attempt of a run on one machine
         host=str(last.get("host", "")),
     )
 

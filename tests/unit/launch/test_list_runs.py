@@ -15,6 +15,7 @@ import pytest
 from launch.cli import main
 from launch.commands.overview.find import find_runs
 from launch.commands.overview.survey import survey
+from launch.run_directory.begin_attempt import begin_attempt
 from launch.run_directory.owner import register_launcher
 from launch.run_files.exit_records import ExitRecord, write_record
 from rlhpc.exit_status import EXIT_CONFIG
@@ -92,6 +93,25 @@ def test_a_run_that_failed_here_says_what_the_first_role_died_of(
     write_record(layout.exit_record("trainer", 0, 0), record)  # as the launcher does
     runs.status(layout, "stopped", 5)  # and the controller closes its books
     assert state(capsys, "failed") == ("failed", "trainer-0 on vm ended with signal SIGKILL: step 5")
+
+
+def test_of_a_failed_attempt_the_trainer_is_named_first_and_what_was_started_again_not_at_all(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = runs.local("failed")
+    begin_attempt(layout, job_id=0, restart=0)  # another attempt, of this machine too
+    runs.status(layout, "training", 3)
+    for name, status, is_final in (("controller", 3, True), ("generator", 137, False), ("trainer", 137, True)):
+        record = ExitRecord(f"{name}-0", status, "words", 1, "n1", "0", is_final)
+        layout.exit_record(name, 0, 1).parent.mkdir()
+        write_record(layout.exit_record(name, 0, 1), record)
+    assert state(capsys, "failed") == ("failed", "trainer-0 on n1 ended with signal SIGKILL: words")
+    layout.exit_record("trainer", 0, 1).unlink()
+    layout.exit_record("controller", 0, 1).unlink()
+    assert "generator" not in state(capsys, "failed")[1]
+    runs.job(layout, 11, "hetjob", submitted_unix_s=1.0)  # long before: it went on as a run of this machine
+    write_record(layout.exit_record("trainer", 0, 1), record)
+    assert state(capsys, "failed")[0] == "failed"
 
 
 def test_a_run_on_another_machine_is_alive_while_it_writes_its_status(
