@@ -101,6 +101,11 @@ class Progress:
         """True once all roles have met, until the run ends."""
         return self.phase == "training"
 
+    @property
+    def is_over(self) -> bool:
+        """True once the controller is about to tell all roles to exit: the run is complete, or has been stopped."""
+        return self.phase in ("complete", "stopped")
+
     def generators(self) -> list[str]:
         """Names of the registered generators."""
         return self.names("generator")

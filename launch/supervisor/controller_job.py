@@ -266,9 +266,10 @@ class ControllerJobSupervisor:
     def _part_ended(self, step: Step) -> None:
         """A component has ended without having been asked to."""
         summary = self._classifier.exit_summary(step)
-        has_failed = step.status() != 0  # otherwise the controller has told it to exit
-        is_missed = has_failed and (step.role == "trainer" or not self._processes.others_serve(step.role))
-        event = "part_missed" if is_missed else "part_end" if has_failed else "part_left"
+        progress = read_progress(self._layout)
+        is_told = progress is not None and progress.is_over  # by the controller, which is about to end
+        is_missed = not is_told and (step.role == "trainer" or not self._processes.others_serve(step.role))
+        event = "part_missed" if is_missed else "part_left" if is_told else "part_end"
         self._log.say(event, f"{step.name} has ended: {summary}")
         if not is_missed or self._controller is None or self._cause is not None:
             return

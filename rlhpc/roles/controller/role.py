@@ -288,6 +288,8 @@ class Controller:
 
     async def say_farewell(self) -> None:
         """Send StopRole to every process, and whether another controller will follow."""
+        with suppress(OwnershipLost):  # first: whoever sees a process end knows that it was told to
+            self._board.write(self._board.document())
         is_complete = self._board.figures.phase == "complete"
         farewell = StopRole("the run is complete" if is_complete else "the controller stops", is_complete)
         for name in self._registry.names():
