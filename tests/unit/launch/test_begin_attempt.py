@@ -12,11 +12,12 @@ import pytest
 from launch.commands.submit import write_plan
 from launch.plan.jobs import Elastic, plan_elastic
 from launch.plan.report import plan_document
-from launch.run_directory.begin_attempt import begin_attempt, main
+from launch.run_directory.begin_attempt import FencedError, begin_attempt, main
 from launch.run_directory.prepare import prepare_run_dir, prepare_run_dir_for_jobs
 from rlhpc.config import Config
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import begin, complete
 from tests.ring.run_kit import ROOT, command_environment
@@ -43,6 +44,16 @@ def save(layout: RunLayout, step: int) -> None:
     temporary = begin(layout.checkpoint(step))
     (temporary / "weights").write_bytes(b"abc")
     complete(temporary, layout.checkpoint(step), {})
+
+
+def test_a_launcher_that_was_overtaken_begins_nothing(layout: RunLayout) -> None:
+    """Without Slurm, whose ids would tell who came later."""
+    first = begin_attempt(layout, job_id=0, restart=0)
+    take_over(layout, 1)  # another machine takes this one for dead
+    before = layout.attempts.read_text(), layout.owner.read_text()
+    with pytest.raises(FencedError, match="was taken over by 1-"):
+        begin_attempt(layout, job_id=0, restart=0, follows=first["fence"])
+    assert (layout.attempts.read_text(), layout.owner.read_text()) == before
 
 
 def test_attempts_are_counted_and_go_on_where_the_last_checkpoint_ends(layout: RunLayout) -> None:

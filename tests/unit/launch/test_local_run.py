@@ -41,9 +41,9 @@ TRAINS = (
     "import json, time; (root / 'status.json').write_text(json.dumps("
     "dict(phase='training', step=3, roles=[dict(name='generator-0')], unix_time_s=time.time())));"
 )
-WITH_CHILD = (
+WITH_CHILD = (  # which would live for longer than any test has patience
     "import subprocess, time;"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={});"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session={});"
     "(root / 'child').write_text(str(child.pid)); time.sleep({});"
 )
 KILLED = "import os; print('step 5', flush=True); os.kill(os.getpid(), 9)"
