@@ -7,6 +7,7 @@ of whoever writes a run file or an override, and not of a run that has begun.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -273,12 +274,8 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
     table = getattr(config, section)
     value, default = getattr(table, key), type(table).model_fields[key].default
     if value != default:
-        text, plain = (_in_toml(v) for v in (value, default))
+        text, plain = (as_toml(v) for v in (value, default))
         raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
-
-
-def _in_toml(value: bool | float) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 EFFECTS = (
@@ -289,3 +286,32 @@ EFFECTS = (
     schedule_has_an_end,
     gradients_are_summed,
 )
+
+
+# ----------------------------------------------------------------------------------------- for advice of what would fit
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """The settings with other values, by "section.key"; no rule is checked."""
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        table = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: table})
+    return config
+
+
+def obeys_rules(config: Config) -> bool:
+    """Whether keys agree with each other, after with_values()."""
+    try:
+        for rule in RULES:
+            rule(config)
+    except ValueError:
+        return False
+    return True
+
+
+def as_toml(value: object) -> str:
+    """The value as a run file or an override has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rlhpc.config import RULES, Config
+from rlhpc.config import Config, as_toml, obeys_rules, with_values
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 
@@ -135,11 +135,11 @@ def _shortage(config: Config, gpus: VisibleGpus) -> str:
 def _what_fits(config: Config, num_gpus: int) -> str:
     """The change that leaves most as it is and fits."""
     for change in _changes(config, num_gpus):
-        changed = _changed(config, change)
+        changed = with_values(config, change)
         ranks, engines = _wanted(changed)
         shares = _can_share(changed, num_gpus) and changed.generation.kv_cache_bytes is not None
-        if (ranks + sum(engines) <= num_gpus or shares) and _is_legal(changed):
-            return "would fit: " + " ".join(f"{key}={_toml(value)}" for key, value in change.items())
+        if (ranks + sum(engines) <= num_gpus or shares) and obeys_rules(changed):
+            return "would fit: " + " ".join(f"{key}={as_toml(value)}" for key, value in change.items())
     if num_gpus == 1:
         return (
             "would fit: trainer.num_ranks=1 generation.num_replicas=1 generation.tensor_parallel=1, which share it, "
@@ -158,26 +158,3 @@ def _changes(config: Config, num_gpus: int) -> Iterator[dict[str, object]]:
             change: dict[str, object] = {"trainer.num_ranks": fewer_ranks}
             yield change | ({"generation.num_replicas": fewer} if fewer < replicas else {})
     yield {"trainer.device": "cpu"}
-
-
-def _changed(config: Config, change: Mapping[str, object]) -> Config:
-    updates: dict[str, dict[str, object]] = {}
-    for key, value in change.items():
-        section, _, name = key.partition(".")
-        updates.setdefault(section, {})[name] = value
-    return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=values) for section, values in updates.items()}
-    )
-
-
-def _is_legal(config: Config) -> bool:
-    try:
-        for rule in RULES:
-            rule(config)
-    except ValueError:
-        return False
-    return True
-
-
-def _toml(value: object) -> str:
-    return str(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, fullest, plan_memory
-from rlhpc.config import RULES, Config
+from rlhpc.config import Config, as_toml, obeys_rules, with_values
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 
@@ -38,11 +38,6 @@ def advise(config: Config, model: Mapping[str, Any], shape: ModelShape, limit_gi
             words = " ".join(f"trainer.{key}={as_toml(value)}" for key, value in change.items())
             return f"would fit: {words} ({need(change):.1f} GiB)"
     return "no layout that was tried fits: take larger GPUs, more of them, or a smaller model"
-
-
-def as_toml(value: object) -> str:
-    """The value as a run file or an override has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _changes(config: Config) -> Iterator[Change]:
@@ -116,14 +111,8 @@ def _legal(config: Config, change: Change, model: Mapping[str, Any]) -> Config |
 
 
 def _obeys(config: Config, change: Change) -> bool:
-    changed = _with(config, change)
-    try:
-        for rule in RULES:
-            rule(changed)
-    except ValueError:
-        return False
-    return True
+    return obeys_rules(_with(config, change))
 
 
 def _with(config: Config, change: Change) -> Config:
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=dict(change))})
+    return with_values(config, {f"trainer.{key}": value for key, value in change.items()})

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.checks.memory.advice import as_toml, cheap_changes
+from launch.checks.memory.advice import cheap_changes
 from launch.checks.memory.engine import least_cache_bytes, plan_engine
-from launch.checks.memory.engine_verdict import BUCKETS, Change, refuse_engine, refuse_small_cache, with_change
+from launch.checks.memory.engine_verdict import BUCKETS, Change, refuse_engine, refuse_small_cache
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
 from launch.plan.gpu_map import GpuMap
-from rlhpc.config import RULES, Config
+from rlhpc.config import Config, as_toml, obeys_rules, with_values
 from rlhpc.errors import ConfigError
 
 AN_ESTIMATE = "an estimate; nothing was measured"
@@ -161,15 +161,15 @@ def _advice(config: Config, shape: ModelShape, processes: list[str], limit: floa
             continue
         for key in list(found):  # what came along and is not needed
             fewer = {name: value for name, value in found.items() if name != key}
-            found = fewer if _fits(with_change(config, fewer), shape, processes, limit) else found
-        need = _total(with_change(config, found), shape, processes) / GIB
+            found = fewer if _fits(with_values(config, fewer), shape, processes, limit) else found
+        need = _total(with_values(config, found), shape, processes) / GIB
         words = " ".join(f"{key}={as_toml(value)}" for key, value in found.items())
         return f"would fit: {words} ({need:.1f} GiB)"
     return "no setting that was tried fits: give trainer and engine GPUs of their own, or take a smaller model"
 
 
 def _fits(config: Config, shape: ModelShape, processes: list[str], limit: float) -> bool:
-    return _obeys(config) and _total(config, shape, processes) <= limit * GIB
+    return obeys_rules(config) and _total(config, shape, processes) <= limit * GIB
 
 
 def _changes(config: Config, processes: list[str]) -> Iterator[Change]:
@@ -191,8 +191,8 @@ def _with_smaller_cache(
     config: Config, change: Change, shape: ModelShape, processes: list[str], limit: float
 ) -> Change | None:
     """`change`, with as much KV cache as fits beside it, if that is less than is wanted; None if it does not fit."""
-    changed = with_change(config, change)
-    if not _obeys(changed):
+    changed = with_values(config, change)
+    if not obeys_rules(changed):
         return None
     engines = sum(map(_is_engine, processes))
     excess = _total(changed, shape, processes) - int(limit * GIB)
@@ -204,15 +204,6 @@ def _with_smaller_cache(
     if room < least_cache_bytes(changed, shape):
         return None
     return {**change, "generation.kv_cache_bytes": room // _CACHE_STEP * _CACHE_STEP or room}
-
-
-def _obeys(config: Config) -> bool:
-    try:
-        for rule in RULES:
-            rule(config)
-    except ValueError:
-        return False
-    return True
 
 
 def _value(config: Config, key: str) -> object:

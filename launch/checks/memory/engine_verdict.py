@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from launch.checks.memory.engine import least_cache_bytes, plan_engine
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
 
 BUCKETS = (256 << 20, 64 << 20)  # below, a broadcast is all latency
@@ -59,7 +59,7 @@ def _complaint(config: Config, shape: ModelShape, memory_gib: float) -> str:
 
 def _advice(config: Config, shape: ModelShape, memory_gib: float) -> str:
     for change in _changes(config, shape):
-        if not _complaint(with_change(config, change), shape, memory_gib):
+        if not _complaint(with_values(config, change), shape, memory_gib):
             return f"would fit: {' '.join(f'{key}={value}' for key, value in change.items())}"
     return "no setting that was tried fits: take larger GPUs or a smaller model"
 
@@ -78,12 +78,3 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     ranks += [{"generation.tensor_parallel": n} for n in wider if n <= 8 or n % 8 == 0]
     for wide, share, bucket in itertools.product(ranks, shares, buckets):
         yield {**wide, **share, **bucket}
-
-
-def with_change(config: Config, change: Change) -> Config:
-    """The run file with other values; no rule is checked."""
-    for key, value in change.items():
-        section, _, name = key.partition(".")
-        changed = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: changed})
-    return config

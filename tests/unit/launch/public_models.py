@@ -146,3 +146,12 @@ def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return directory
+
+
+# Run files of configs/large, and the models that they are for.
+LARGE_RECIPES = {
+    "qwen2.5-7b-tp2": "Qwen2.5-7B",
+    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
+    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
+    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+}

@@ -14,14 +14,11 @@ from launch.plan.site_file import Site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
-from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, ODD_CONFIGS
+from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES, NUM_PARAMETERS, ODD_CONFIGS
 
 ROOT = Path(__file__).parents[3]
 RECIPES = {
-    "large/qwen2.5-7b-tp2": "Qwen2.5-7B",
-    "large/qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
-    "large/qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
-    "large/qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+    **{f"large/{recipe}": model for recipe, model in LARGE_RECIPES.items()},
     "gsm8k": "Qwen2.5-0.5B",
     "demo": "Qwen2.5-0.5B",  # in place of the demo's own, which is smaller by far
     "demo_tp2": "Qwen2.5-0.5B",

@@ -20,15 +20,9 @@ from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.parallel_layout import ParallelLayout
-from tests.unit.launch.public_models import CONFIGS, NUM_PARAMETERS, ODD_CONFIGS, make_model_directory
+from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES, NUM_PARAMETERS, ODD_CONFIGS, make_model_directory
 
 ROOT = Path(__file__).parents[3]
-LARGE_RUNS = {
-    "qwen2.5-7b-tp2": "Qwen2.5-7B",
-    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
-    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
-    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
-}
 EXAMPLE_SITE = ROOT / "slurm" / "sites" / "example.toml"
 H100 = Site.model_validate({"trainer": {"gpu": "h100"}, "generation": {"gpu": "h100"}})
 
@@ -361,14 +355,14 @@ def test_a_gpu_of_unknown_name_is_taken_with_its_memory() -> None:
 
 def check_words(name: str, tmp_path: Path) -> list[str]:
     """`rlhpc check` of a large run, on a model directory with its real config.json and a small dataset."""
-    model = make_model_directory(tmp_path / "model", CONFIGS[LARGE_RUNS[name]])
+    model = make_model_directory(tmp_path / "model", CONFIGS[LARGE_RECIPES[name]])
     (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')
     run_file = ROOT / "configs" / "large" / f"{name}.toml"
     paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
     return ["check", str(run_file), *paths, f"run.directory={str(tmp_path / 'run')!r}", "--site", str(EXAMPLE_SITE)]
 
 
-@pytest.mark.parametrize("name", LARGE_RUNS)
+@pytest.mark.parametrize("name", LARGE_RECIPES)
 def test_a_large_run_passes_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
@@ -378,7 +372,7 @@ def test_a_large_run_passes_check(name: str, tmp_path: Path, capsys: pytest.Capt
     assert "trainer     megatron, " in printed
 
 
-@pytest.mark.parametrize("name", LARGE_RUNS)
+@pytest.mark.parametrize("name", LARGE_RECIPES)
 def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "small.toml"
     site.write_text('[trainer]\ngpu = "rtx4090"\n[generation]\ngpu = "b200"\n')
@@ -391,8 +385,8 @@ def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys:
 
 def test_every_large_run_is_checked() -> None:
     files = (ROOT / "configs" / "large").glob("*.toml")
-    assert {path.stem for path in files} == set(LARGE_RUNS)
-    for name in LARGE_RUNS:
+    assert {path.stem for path in files} == set(LARGE_RECIPES)
+    for name in LARGE_RECIPES:
         config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
         assert config.run.name == name
 

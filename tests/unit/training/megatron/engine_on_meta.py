@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from rlhpc.training.megatron.hf_layout import tensor_specs
 from rlhpc.types import TensorSpec
-from tests.unit.launch.public_models import CONFIGS, make_model_directory
-from tests.unit.training.megatron.test_large_layouts import META, RECIPES, maps_of
+from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES, make_model_directory
+from tests.unit.training.megatron.test_large_layouts import META, maps_of
 
 
 def not_loaded(directory: Path, specs: Sequence[TensorSpec]) -> list[str]:
@@ -49,8 +49,10 @@ def config_of(directory: Path) -> VllmConfig:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        places = {name: make_model_directory(Path(scratch) / name, CONFIGS[RECIPES[name]]) for name in sys.argv[1:]}
-        mixture = next(name for name in places if "num_experts" in CONFIGS[RECIPES[name]])
+        places = {
+            name: make_model_directory(Path(scratch) / name, CONFIGS[LARGE_RECIPES[name]]) for name in sys.argv[1:]
+        }
+        mixture = next(name for name in places if "num_experts" in CONFIGS[LARGE_RECIPES[name]])
         with set_current_vllm_config(config_of(places[mixture])):  # only for a mixture vLLM opens all its groups
             init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
             initialize_model_parallel(1, 1)

@@ -28,23 +28,17 @@ from rlhpc.training.megatron.hf_layout import ParameterMap, exported, fill_local
 from rlhpc.training.megatron.hf_weights import sharded_weights
 from rlhpc.types import TensorSpec
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
-from tests.unit.launch.public_models import CONFIGS
+from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES
 from tests.unit.training.rank_processes import run_ranks
 
 ROOT = Path(__file__).parents[4]
-RECIPES = {
-    "qwen2.5-7b-tp2": "Qwen2.5-7B",
-    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
-    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
-    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
-}
 META = torch.device("meta")
 
 
 def recipe(name: str) -> tuple[Config, Any, ParallelLayout]:
     """Run file, transformers configuration of its model, and layout."""
     config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
-    numbers = dict(CONFIGS[RECIPES[name]])
+    numbers = dict(CONFIGS[LARGE_RECIPES[name]])
     return config, AutoConfig.for_model(numbers.pop("model_type"), **numbers), ParallelLayout.of(config.trainer)
 
 
@@ -62,10 +56,10 @@ def expected_by_engines(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_every_large_recipe_is_looked_at() -> None:
-    assert {path.stem for path in (ROOT / "configs" / "large").glob("*.toml")} == set(RECIPES)
+    assert {path.stem for path in (ROOT / "configs" / "large").glob("*.toml")} == set(LARGE_RECIPES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", LARGE_RECIPES)
 def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(name: str) -> None:
     config, model, layout = recipe(name)
     items = sharded_weights(model, layout, torch.bfloat16)
@@ -80,7 +74,7 @@ def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(nam
     assert left == expected_by_engines(name)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", LARGE_RECIPES)
 def test_shards_are_filled_from_the_checkpoint_and_every_number_of_it_is_read_once(name: str) -> None:
     """Rows and columns counted: slabs of all shards of a parameter together are its tensors, nothing twice."""
     for place in exported(maps_of(name)):
@@ -97,12 +91,12 @@ def test_shards_are_filled_from_the_checkpoint_and_every_number_of_it_is_read_on
         assert read == {tensor.name: torch.Size(tensor.shape).numel() for tensor in place.tensors}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", LARGE_RECIPES)
 def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: str) -> None:
     """It knows sizes and not the order within a layer, so that a border may lie a tensor further."""
     config, _, _ = recipe(name)
     manifest = make_manifest(1, 1, tensor_specs(maps_of(name), "bfloat16"), config.weights.bucket_bytes)
-    shape = ModelShape.of(CONFIGS[RECIPES[name]])
+    shape = ModelShape.of(CONFIGS[LARGE_RECIPES[name]])
     assert shape is not None
     assert manifest_bytes(manifest) == 2 * shape.num_parameters
     sent, counted = [bucket.num_bytes for bucket in buckets_of(manifest)], bucket_sizes(config, shape)
@@ -115,13 +109,13 @@ def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: st
 def test_vllms_own_models_take_every_tensor_and_are_whole_then() -> None:
     """In a process of its own; the engine's ranks cut what they take by vLLM's own rules."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.training.megatron.engine_on_meta", *RECIPES],
+        [sys.executable, "-m", "tests.unit.training.megatron.engine_on_meta", *LARGE_RECIPES],
         capture_output=True, text=True, cwd=ROOT, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["qwen')]
-    assert [name for name, *_ in answers] == list(RECIPES)
+    assert [name for name, *_ in answers] == list(LARGE_RECIPES)
     for name, missing, missing_without_the_last in answers:
         assert missing == [], name
         assert len(missing_without_the_last) == 1, name
@@ -179,5 +173,5 @@ def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
 
 @pytest.mark.starts
 def test_megatron_builds_on_every_kind_of_rank_what_the_plan_says(tmp_path: Path) -> None:
-    (built,) = run_ranks(1, build, tmp_path, list(RECIPES), timeout_s=600)
-    assert set(built) == set(RECIPES)
+    (built,) = run_ranks(1, build, tmp_path, list(LARGE_RECIPES), timeout_s=600)
+    assert set(built) == set(LARGE_RECIPES)
