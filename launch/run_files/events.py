@@ -13,21 +13,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhpc.run_layout import RunLayout
 
 _TAIL_BYTES = 16384  # an event is a line of some hundred bytes
 
 
-class Log:
-    """What a supervisor tells of the run."""
+class Log(Protocol):
+    """Takes what a supervisor tells of the run."""
 
-    attempt = -1  # the current one
+    attempt: int  # the current one
 
     def say(self, event: str, text: str) -> None:
         """Tell one event: one word for programs, a sentence for people."""
-        raise NotImplementedError
 
 
 class EventLog(Log):
@@ -38,6 +37,7 @@ class EventLog(Log):
 
     def __init__(self, path: Path, restart: int) -> None:
         self._path, self._restart = path, restart
+        self.attempt = -1
 
     def say(self, event: str, text: str) -> None:
         """Log an event."""

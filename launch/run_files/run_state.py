@@ -106,10 +106,6 @@ class Progress:
         """True once the controller is about to tell all roles to exit: the run is complete, or has been stopped."""
         return self.phase in ("complete", "stopped")
 
-    def generators(self) -> list[str]:
-        """Names of the registered generators."""
-        return self.names("generator")
-
     def names(self, role: str) -> list[str]:
         """Names of the registered processes of a role."""
         return [each["name"] for each in self.roles if each["name"].startswith(f"{role}-")]

@@ -74,8 +74,6 @@ class ControllerJobSupervisor:
         self._first, self._begins = first, begins
         self._starter = AttemptStarter(plan, job, log.say, signals, tether)
         self._owner = ""  # of the last attempt
-        self.controller_status: int | None = None  # of the last one that has ended
-        self.controller_summary = ""  # how it failed
         self._layout = plan.layout
         self._budget = RetryBudget(plan.layout, plan.limits.max_retries)
         self._classifier = OutcomeClassifier(plan, job)
@@ -99,6 +97,16 @@ class ControllerJobSupervisor:
                 self._pause(pause_s)
         finally:
             self._processes.end_all(self._grace_s())
+
+    @property
+    def controller_status(self) -> int | None:
+        """Exit status of the last controller; None: none was started, or it runs."""
+        return None if self._controller is None else self._controller.status()
+
+    @property
+    def controller_summary(self) -> str:
+        """How the last controller ended."""
+        return "" if self._controller is None else self._classifier.exit_summary(self._controller)
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -298,9 +306,6 @@ class ControllerJobSupervisor:
         status = self._controller.status() if self._controller is not None else 1
         if self._cause is not None and self._cause.follows in ("end", "requeue", "leave"):
             self._processes.ask_all_to_leave()  # at once: there may be little time
-        self.controller_status = status
-        if self._controller is not None and status not in (None, 0):
-            self.controller_summary = self._classifier.exit_summary(self._controller)
         # A trainer that has not connected to the controller yet was not told to exit.
         self._processes.end_trainer(min(self._patience_s, self._grace_s()) if status == 0 else POLL_S)
         end_requested = self._signals.end_requested

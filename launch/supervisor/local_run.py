@@ -83,14 +83,14 @@ class LocalSignals(Signals):
 class TerminalLog(Log):
     """Tells the user what the supervisor does."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` takes a line."""
-        self._tell, self._first = tell, True
+    def __init__(self, tell: Callable[[str], None], first: int) -> None:
+        """`tell` takes a line.  first: the attempt that the user has asked for."""
+        self.attempt = -1
+        self._tell, self._first = tell, first
 
     def say(self, event: str, text: str) -> None:
         """Tell one event, unless it goes without saying or the next one repeats it."""
-        is_first_attempt, self._first = event == "attempt" and self._first, self._first and event != "attempt"
-        if event not in _QUIET and not is_first_attempt:
+        if event not in _QUIET and (event != "attempt" or self.attempt != self._first):
             self._tell(text)
 
 
@@ -113,7 +113,7 @@ def supervise_locally(
     temporary = _private_temporary_directory()
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     supervisor = ControllerJobSupervisor(
-        plan, job, NoTimeLimit(), TerminalLog(tell), signals, first=attempt, tether=tether, begins=begins
+        plan, job, NoTimeLimit(), TerminalLog(tell, attempt.index), signals, first=attempt, tether=tether, begins=begins
     )
     try:
         with signals.listening():

@@ -114,7 +114,7 @@ class Resubmitter:
         if name.startswith("generation") and progress is None:
             return None  # it is not known yet whether other generators are running
         lost = {role for each in gone for role in each.roles}
-        if name.startswith("generation") and progress is not None and set(progress.generators()) - lost:
+        if name.startswith("generation") and progress is not None and set(progress.names("generator")) - lost:
             gone = [each for each in gone if self._may_try(each)]  # the run continues without them meanwhile
             if not gone:
                 return None

@@ -169,16 +169,15 @@ class _Task:
 
     def _temporary_directory(self) -> tuple[Path, Path]:
         """The job's temporary directory on this node, and this process's within it."""
-        prefix = f"{self._options.role[:1]}{self._replica}-"
-        if self._plan.is_local:
-            base = Path(tempfile.gettempdir())  # of the whole run, from the supervisor
-            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
-            base = _base_directory(self._job.job_id)
-            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        except FileNotFoundError:  # the last task of an earlier step has removed it between the two lines
-            base = _base_directory(self._job.job_id)
-            return base, Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            return self._make_temporary_directory()
+        except FileNotFoundError:  # the last task of an earlier step has removed the job's between the two lines
+            return self._make_temporary_directory()
+
+    def _make_temporary_directory(self) -> tuple[Path, Path]:
+        # Without Slurm the supervisor has made one for the whole run.
+        base = Path(tempfile.gettempdir()) if self._plan.is_local else _base_directory(self._job.job_id)
+        return base, Path(tempfile.mkdtemp(prefix=f"{self._options.role[:1]}{self._replica}-", dir=base))
 
     def _command(self) -> list[str]:
         options, plan = self._options, self._plan

@@ -42,7 +42,7 @@ def small_disk(at: Path) -> Iterator[None]:
 
 
 def fill(filler: Path, but_bytes: int) -> None:
-    """Leave so many bytes free at this instant, or none; the next call fills what the run has freed meanwhile."""
+    """Leave `but_bytes` free at this instant, or none; the next call fills what the run has freed meanwhile."""
     with filler.open("ab") as file:
         disk = os.fstatvfs(file.fileno())
         length, size = file.tell(), file.tell() + disk.f_bavail * disk.f_frsize - but_bytes
@@ -83,7 +83,7 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
 
 
 def says_while_full(filler: Path, but_bytes: int, log: Path, words: str) -> Callable[[object], bool]:
-    """A condition: the log has it, on a disk that is filled again, all but so many bytes, at each look."""
+    """A condition: the log has it, on a disk that is filled again, all but `but_bytes`, at each look."""
 
     def condition(_: object) -> bool:
         fill(filler, but_bytes)
