@@ -9,7 +9,7 @@ from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.preflight import preflight
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
-from launch.plan.processes import describe_plan, plan_run
+from launch.plan.processes import describe_plan
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -24,7 +24,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     gpus = GpuMap() if options.site else map_gpus(config, here)
     findings = preflight(config)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
-    print(describe_plan(plan_run(config, RunLayout(config.run_directory), gpus=gpus), config))
+    print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     data = findings.dataset

@@ -11,7 +11,6 @@ from launch.checks.preflight import preflight
 from launch.commands.watch import Watch
 from launch.plan.gpu_map import map_gpus
 from launch.plan.local import local_plan_document
-from launch.plan.processes import plan_run
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from launch.run_directory.owner import own_run
@@ -51,7 +50,7 @@ def run_locally(
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
         begun = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
         write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
-        mint_keys(plan_run(config, layout))
+        mint_keys(config, layout)
         for change in begun.changed:
             watch.tell(f"resumed with {change}")
         status = supervise_locally(

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.plan.gpu_map import GpuMap
-from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT
+from launch.plan.processes import NO_GPU, ROLE_DEFAULTS, ROLE_ENVIRONMENT, shares_of
 from launch.plan.site_file import ClusterConfig
 from launch.run_files.plan_file import LOCAL, SCHEMA, Limits, Share
 from rlhpc.config import Config
@@ -23,12 +23,11 @@ def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_ret
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between."""
     defaults = ClusterConfig.model_fields
     limits = Limits(defaults["meet_s"].default, defaults["stall_s"].default, max_retries, is_attended=True)
+    controller, rewards, trainer, generation = shares_of(config)
     components = [
-        _component("controller", [Share("controller", 1), Share("reward", config.rewards.num_replicas)], gpus),
-        _component(
-            "trainer", [Share("trainer", config.trainer.num_ranks)], gpus, hides_gpus=config.trainer.device == "cpu"
-        ),
-        _component("generation", [Share("generator", config.generation.num_replicas)], gpus),
+        _component("controller", [controller, rewards], gpus),
+        _component("trainer", [trainer], gpus, hides_gpus=config.trainer.device == "cpu"),
+        _component("generation", [generation], gpus),
     ]
     job = {"name": LOCAL, "array_size": None, "components": components}
     document = {

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.plan.processes import plan_run
 from launch.run_directory.checkpoint_choice import NEWEST, UnreadableCheckpoint, choose, put_aside
 from launch.run_directory.inputs import refuse_other_inputs
 from launch.run_directory.prepare import Attempt, clear_rendezvous, mint_keys, note_attempt, num_attempts
@@ -59,7 +58,7 @@ def begin_attempt(layout: RunLayout, *, job_id: int, restart: int, follows: str 
     aside = put_aside(choice, _unheard)
     attempt = Attempt(index, choice.step, owner)
     clear_rendezvous(layout)
-    mint_keys(plan_run(config, layout), [f"generator-{replica}" for replica in generator_numbers(layout)])
+    mint_keys(config, layout, [f"generator-{replica}" for replica in generator_numbers(layout)])
     note_attempt(layout, attempt, job_id=job_id, restart=restart, set_aside=aside)
     document = {
         "attempt": attempt.index,

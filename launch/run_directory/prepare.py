@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.plan.processes import RunPlan
+from launch.plan.processes import process_names
 from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
 from launch.run_directory.owner import OWN_FILES, own_run, refuse_launcher
@@ -131,15 +131,15 @@ def refuse_run_dir_for_jobs(
     return exists, renewal
 
 
-def mint_keys(plan: RunPlan, others: Iterable[str] = ()) -> None:
+def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> None:
     """Make new keys for every process of this attempt; those of earlier attempts are no longer accepted.
 
     others: names of generators that were added to the run's plan.
     """
     from rlhpc.transport.keys import mint_run_keys  # with zmq, which `status` and `stop` need not wait for
 
-    shutil.rmtree(plan.layout.secrets, ignore_errors=True)
-    mint_run_keys(plan.layout.secrets, [*(process.name for process in plan.processes), *others])
+    shutil.rmtree(layout.secrets, ignore_errors=True)
+    mint_run_keys(layout.secrets, [*process_names(config), *others])
 
 
 def num_attempts(layout: RunLayout) -> int:

@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from launch.plan.processes import ProcessPlan, RunPlan, plan_run
+from launch.plan.processes import NO_GPU, ROLE_ENVIRONMENT, process_names
 from launch.run_directory.prepare import Attempt, mint_keys, prepare_run_dir
 from rlhpc.config_file import load_config
 from tests.ring.run_kit import Lab, command_environment, trace_of, wait_while_it_moves
@@ -31,7 +30,7 @@ class Attempts:
         self.layout = lab.layout(name)
         self._config = load_config(lab.run_file(name, **sections))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._plan: RunPlan | None = None
+        self._attempt: Attempt | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -43,34 +42,25 @@ class Attempts:
 
     def begin(self) -> Attempt:
         """Prepare the directory for the next attempt and mint its keys; start nothing."""
-        return self._claim(resume=self._plan is not None)
+        return self._claim(resume=self._attempt is not None)
 
     def resume(self) -> Attempt:
         """The same for a directory in which others began."""
         return self._claim(resume=True)
 
     def _claim(self, *, resume: bool) -> Attempt:
-        attempt = prepare_run_dir(self._config, self.layout, resume=resume, fresh=False)
-        self._plan = plan_run(
-            self._config,
-            self.layout,
-            attempt=attempt.index,
-            resume_step=attempt.resume_step,
-            owner=attempt.owner,
-        )
-        mint_keys(self._plan)
-        return attempt
+        self._attempt = prepare_run_dir(self._config, self.layout, resume=resume, fresh=False)
+        mint_keys(self._config, self.layout)
+        return self._attempt
 
     def start(self, *names: str, meet_timeout_s: float = 60.0, start: int = 0) -> None:
         """Start processes of the present attempt; `start` counts starts within it."""
-        assert self._plan is not None
-        for plan in self._plan.processes:
-            if plan.name in names:
+        assert self._attempt is not None
+        for name in process_names(self._config):
+            if name in names:
                 words = ["--meet-timeout-s", str(meet_timeout_s)]
-                words += ["--incarnation", f"{JOB}.{self._plan.attempt}.{start}"]
-                if plan.role in ("generator", "reward"):  # they outlast attempts, and belong to none
-                    plan = replace(plan, arguments=_without_owner(plan.arguments))
-                self._processes[plan.name] = self._spawn(plan, words)
+                words += ["--incarnation", f"{JOB}.{self._attempt.index}.{start}"]
+                self._processes[name] = self._spawn(name, self._attempt, words)
 
     def pid(self, name: str) -> int:
         """Process id of the last start under this name."""
@@ -118,21 +108,25 @@ class Attempts:
         """Forget processes, which others of their names may follow; they are the caller's now."""
         return {name: self._processes.pop(name) for name in names}
 
-    def _spawn(self, plan: ProcessPlan, words: list[str]) -> subprocess.Popen[bytes]:
-        assert self._plan is not None
-        path = self.layout.log(plan.role, plan.replica, self._plan.attempt)
+    def _spawn(self, name: str, attempt: Attempt, words: list[str]) -> subprocess.Popen[bytes]:
+        role, _, replica = name.rpartition("-")
+        path = self.layout.log(role, int(replica), attempt.index)
         path.parent.mkdir(parents=True, exist_ok=True)
+        hidden = NO_GPU if role == "trainer" and self._config.trainer.device == "cpu" else {}
         with path.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.roles", *plan.arguments, *words],
+                [sys.executable, "-m", "rlhpc.roles", *self._arguments(role, replica, attempt), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**command_environment(), **plan.environment},
+                env=command_environment() | ROLE_ENVIRONMENT | hidden,
                 start_new_session=True,
             )
 
-
-def _without_owner(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    place = arguments.index("--owner")
-    return arguments[:place] + arguments[place + 2 :]
+    def _arguments(self, role: str, replica: str, attempt: Attempt) -> list[str]:
+        arguments = [role, "--run-dir", str(self.layout.root), "--replica", replica, "--attempt", str(attempt.index)]
+        if role == "trainer":
+            arguments += ["--num-ranks", str(self._config.trainer.num_ranks)]
+        if role in ("controller", "trainer"):  # the others outlast attempts, and belong to none
+            arguments += ["--owner", attempt.owner]
+        return arguments if attempt.resume_step is None else [*arguments, "--resume-step", str(attempt.resume_step)]

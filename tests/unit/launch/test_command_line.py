@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import pytest
 
 from launch.cli import main
-from launch.plan.processes import plan_run
 from launch.run_directory.checkpoint_choice import ResumePoint
 from launch.run_directory.owner import launcher_of, register_launcher
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
@@ -504,9 +503,9 @@ def test_other_settings_may_change_and_are_told(lab: Lab, config: Config, layout
 
 def test_keys_are_made_anew_for_each_attempt_and_for_its_processes_alone(config: Config, layout: RunLayout) -> None:
     prepare_run_dir(config, layout, resume=False, fresh=False)
-    mint_keys(plan_run(config, layout))
+    mint_keys(config, layout)
     first = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
-    mint_keys(plan_run(config, layout, attempt=1))
+    mint_keys(config, layout)
     second = {path.name: path.read_bytes() for path in layout.secrets.iterdir() if path.is_file()}
     assert first.keys() == second.keys()
     assert all(first[name] != second[name] for name in first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from launch.checks import gpus
 from launch.checks.gpus import Gpu, parse_listing, visible_gpus
 from launch.cli import main
 from launch.plan.gpu_map import VisibleGpus, describe_gpus, map_gpus
-from launch.plan.processes import describe_plan, plan_run
+from launch.plan.local import local_plan_document
+from launch.plan.processes import describe_plan
 from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -115,8 +117,14 @@ def test_device_files_are_counted_where_nobody_lists_gpus(tmp_path: Path) -> Non
 
 
 def environments(config: Config, gpus: VisibleGpus) -> dict[str, str | None]:
-    plan = plan_run(config, RunLayout(Path("/run")), gpus=map_gpus(config, gpus))
-    return {process.name: process.environment.get("CUDA_VISIBLE_DEVICES") for process in plan.processes}
+    """What each task of `rlhpc run` sets for its process."""
+    document = json.loads(local_plan_document(config, RunLayout(Path("/run")), map_gpus(config, gpus), max_retries=0))
+    return {
+        name: component["visible_devices"].get(name, component["environment"].get("CUDA_VISIBLE_DEVICES"))
+        for component in document["jobs"][0]["components"]
+        for share in component["roles"]
+        for name in [f"{share['role']}-{replica}" for replica in range(share["num_processes"])]
+    }
 
 
 def test_trainer_ranks_come_first_then_the_engines_and_rewards_have_what_is_left_over() -> None:
@@ -165,7 +173,7 @@ def test_gpus_of_their_own_mean_nccl_and_the_plan_says_who_has_which() -> None:
     found = map_gpus(config, visible("0", "1", "2", "3"))
     assert found.transport == "nccl"
     assert describe_gpus(found) == "trainer-0: 0; generator-0: 1,2; left over: 3"
-    lines = describe_plan(plan_run(config, RunLayout(Path("/run")), gpus=found), config)
+    lines = describe_plan(config, RunLayout(Path("/run")), found)
     assert "weights by nccl\ngpus        trainer-0: 0; generator-0: 1,2; left over: 3\n" in lines
 
 

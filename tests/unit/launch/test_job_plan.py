@@ -11,7 +11,7 @@ import pytest
 
 from launch.cli import main
 from launch.plan.jobs import Elastic, JobPlan, plan_elastic, plan_jobs
-from launch.plan.processes import ROLE_ENVIRONMENT, plan_run
+from launch.plan.processes import ROLE_ENVIRONMENT, shares_of
 from launch.plan.report import describe_jobs, plan_document, plan_report, shared_layout
 from launch.plan.script import render_scripts
 from launch.plan.site_file import load_site
@@ -42,8 +42,7 @@ def num_processes(plan: JobPlan) -> dict[str, int]:
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_the_jobs_hold_exactly_the_processes_of_the_run(pair: Pair) -> None:
     layout = RunLayout(pair.config.run_directory)
-    processes = plan_run(pair.config, layout).processes
-    wanted = {role: sum(p.role == role for p in processes) for role in ("controller", "reward", "trainer", "generator")}
+    wanted = {share.role: share.num_processes for share in shares_of(pair.config)}
     plan = plan_jobs(pair.config, pair.site, layout)
     assert num_processes(plan) == wanted
     for job in plan.jobs:

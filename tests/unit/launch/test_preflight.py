@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from launch.checks.preflight import preflight
-from launch.plan.processes import describe_plan, plan_run
+from launch.plan.gpu_map import GpuMap
+from launch.plan.processes import describe_plan
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, command_environment
@@ -62,4 +63,4 @@ def test_a_large_run_is_checked_without_loading_torch_or_megatron(tmp_path: Path
 )
 def test_the_plan_says_how_the_trainer_is_laid_out(trainer: dict[str, Any], words: str) -> None:
     config = config_of(**trainer)
-    assert f"trainer     {words} 8192 tokens" in describe_plan(plan_run(config, RunLayout(Path("/run"))), config)
+    assert f"trainer     {words} 8192 tokens" in describe_plan(config, RunLayout(Path("/run")), GpuMap())
