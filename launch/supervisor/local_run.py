@@ -122,7 +122,8 @@ def supervise_locally(
         shutil.rmtree(temporary, ignore_errors=True)
     if outcome.cause not in (Cause.COMPLETE, Cause.STOP, Cause.SIGNAL, Cause.ABORT, Cause.INTERRUPTED):
         tell(outcome.text)
-        return outcome.status or outcome.cause.status
+        status = outcome.status or outcome.cause.status
+        return Cause.FAILED.status if status == Cause.INTERRUPTED.status else status  # nobody has pressed Ctrl-C
     if supervisor.controller_status == 0:
         return 0
     if supervisor.controller_status not in (None, 128 + signal.SIGKILL):  # which is how it ends if it took too long

@@ -209,6 +209,11 @@ def test_children_that_a_process_leaves_behind_end_with_it(
     assert_gone({int(child.read_text())})
 
 
+def test_a_controller_that_ends_by_the_supervisors_interrupt_has_failed(lab: Lab) -> None:
+    """Its trainer has left without a word: Ctrl-C was not pressed, and the exit status must not say so."""
+    assert lab.run(controller_0=PATIENT, trainer_0="") == 1
+
+
 @pytest.mark.parametrize(
     ("log", "words"),
     [
