@@ -100,6 +100,7 @@ bench: setup  ## print the benchmark tables
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.experts
 	$(BIN)/python bench/window.py
 	$(BIN)/python bench/length_bias.py
 

@@ -40,6 +40,7 @@ from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
 from rlhpc.training.megatron.attention import core_attention
+from rlhpc.training.megatron.grouped_experts import GroupedExperts
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.model_config import rotary_frequencies
 
@@ -237,6 +238,8 @@ def _layer(config: TransformerConfig, trainer: TrainerConfig) -> ModuleSpec:
         mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     else:
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        if config.moe_grouped_gemm:
+            mlp.submodules.experts.module = GroupedExperts  # of the same parts as the one that it replaces
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout, num_experts
+from rlhpc.training.megatron.grouped_experts import has_grouped_kernel
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3")  # others rescale attention or depend on the length of the row
@@ -39,7 +40,7 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
         raise ConfigError("trainer.device=cpu, but Megatron works on the GPU that it sees; hide it, or choose auto")
     return TransformerConfig(
         **_shape(model),
-        **_experts(model),
+        **_experts(model, dtype),
         **_layout(layout),
         **_recomputation(trainer),
         params_dtype=dtype,
@@ -95,9 +96,10 @@ def _shape(model: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _experts(model: PretrainedConfig) -> dict[str, Any]:
+def _experts(model: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     if model.model_type != "qwen3_moe":
         return {}
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return {
         "num_moe_experts": num_experts(model.to_dict()),
         "moe_router_topk": model.num_experts_per_tok,
@@ -106,7 +108,7 @@ def _experts(model: PretrainedConfig) -> dict[str, Any]:
         # Softmax of the chosen logits is the softmax of all, normalised over the chosen.
         "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": has_grouped_kernel(capability, dtype, (model.hidden_size, model.moe_intermediate_size)),
     }
 
 

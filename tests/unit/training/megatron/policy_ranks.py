@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhpc.config_sections import TrainerConfig
 from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.training.megatron.grouped_experts import GroupedExperts
 from rlhpc.training.megatron.local_row import LocalRow, whole_row
 from rlhpc.training.megatron.model import HeadRequest, build_chunks
 from rlhpc.training.megatron.model_config import transformer_config
@@ -39,6 +40,7 @@ class Case:
     checkpoint: Path
     trainer: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    groups_experts: bool = False  # although no GPU asks for it
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def _one_case(rank: int, world_size: int, case: Case, rows: list[PackedMicrobatc
     layout = ParallelLayout.of(trainer)
     open_groups(layout, rank=rank, device=CPU)
     config = transformer_config(AutoConfig.from_pretrained(case.checkpoint), trainer, case.dtype)
+    config.moe_grouped_gemm = case.groups_experts
     chunks = build_chunks(AutoConfig.from_pretrained(case.checkpoint), config, trainer, CPU)
+    assert case.groups_experts == any(isinstance(each, GroupedExperts) for c in chunks for each in c.modules())
     reference = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
     for chunk in chunks:
         give_weights(chunk.to(case.dtype), dict(reference.state_dict()))

@@ -61,6 +61,8 @@ def test_one_rank_computes_what_transformers_computes_and_nearly_so_in_bfloat16(
         "llama3": Case(checkpoint(tmp_path / "d", "llama", rope_parameters=LLAMA3_ROTATION)),
         "experts": Case(checkpoint(tmp_path / "e", "qwen3_moe", tied=False)),
         "experts whose weights do not sum to 1": Case(checkpoint(tmp_path / "f", "qwen3_moe", norm_topk_prob=False)),
+        "experts at once": Case(tmp_path / "e", groups_experts=True),
+        "experts at once, recomputed": Case(tmp_path / "e", {"recompute_activations": "full"}, groups_experts=True),
         "layers recomputed": Case(tmp_path / "b", {"recompute_activations": "full"}),
         "attention recomputed": Case(tmp_path / "b", {"recompute_activations": "selective"}),
     }
@@ -105,6 +107,8 @@ def test_two_ranks_share_experts(tmp_path):
         "experts over context": Case(model, {"context_parallel": 2, "expert_parallel": 2}),
         "all experts on every tensor rank": Case(model, SEQUENCE),
         "pipeline": Case(model, {"pipeline_parallel": 2}),
+        "experts at once, over tensor": Case(model, {**SEQUENCE, "expert_parallel": 2}, groups_experts=True),
+        "all experts at once on every tensor rank": Case(model, SEQUENCE, groups_experts=True),
     }
     assert_as_transformers(cases, run_cases(cases, 2, tmp_path))
 

@@ -1,0 +1,178 @@
+"""Experts computed at once: the same numbers as one after the other, whatever the routing, and nothing more is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhpc.training.megatron.grouped_experts import GroupedExperts, grouped_linear, has_grouped_kernel
+from rlhpc.training.megatron.parallel import close_groups
+from tests.contracts.trainer_cluster import Rank, RankProcesses
+from tests.contracts.trainer_scenarios import take_steps, train, weights_of
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.training.live_bytes import LiveBytes
+from tests.unit.training.megatron.expert_pairs import draw_tokens, expert_pair, through
+from tests.unit.training.packed_rows import draw_samples, pack_row
+from tests.unit.training.rank_processes import run_ranks
+
+CPU = torch.device("cpu")
+HIDDEN, WIDTH = 32, 24
+ROUTINGS = {
+    "every expert": [5, 1, 9, 2, 3, 4],
+    "some have none": [0, 7, 0, 0, 3, 0],
+    "one has all": [0, 0, 11, 0, 0, 0],
+    "the last has all": [0, 0, 0, 0, 0, 3],
+    "one token": [0, 1, 0, 0, 0, 0],
+    "no token": [0, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "expected"),
+    [
+        ((9, 0), torch.bfloat16, (2048, 768), True),
+        (None, torch.bfloat16, (2048, 768), False),
+        ((8, 0), torch.bfloat16, (2048, 768), False),
+        ((8, 9), torch.bfloat16, (2048, 768), False),
+        ((10, 0), torch.bfloat16, (2048, 768), False),
+        ((12, 0), torch.bfloat16, (2048, 768), False),
+        ((9, 0), torch.float32, (2048, 768), False),
+        ((9, 0), torch.float16, (2048, 768), False),
+        ((9, 0), torch.bfloat16, (2048, 772), False),
+        ((9, 0), torch.bfloat16, (2044, 768), False),
+    ],
+)
+def test_experts_are_grouped_where_a_kernel_is_known_to_be_right(capability, dtype, sizes, expected):
+    assert has_grouped_kernel(capability, dtype, sizes) is expected
+
+
+def compare(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """By routing: what the experts one after the other come to, and all at once."""
+    torch.manual_seed(0)
+    one_by_one, at_once = expert_pair(CPU, dtype, num_experts=6, hidden=HIDDEN, width=WIDTH)
+    found = {}
+    for name, counts in ROUTINGS.items():
+        inputs = draw_tokens(counts, HIDDEN, CPU, dtype)
+        found[name] = through(one_by_one, counts, *inputs), through(at_once, counts, *inputs)
+    close_groups()
+    return found
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_output_and_gradients_are_those_of_one_expert_after_the_other(dtype, tolerance, tmp_path):
+    """Tolerance: of the largest number; bfloat16 has 8 bits."""
+    (found,) = run_ranks(1, compare, tmp_path, dtype)
+    assert found.keys() == ROUTINGS.keys()
+    for routing, (wanted, seen) in found.items():
+        assert seen.keys() == wanted.keys()
+        assert len(seen) == 3 + 2 * len(ROUTINGS[routing])
+        for name, tensor in wanted.items():
+            assert (seen[name].shape, seen[name].dtype) == (tensor.shape, tensor.dtype)
+            if tensor.numel():
+                limit = tolerance * tensor.abs().max()
+                assert (seen[name] - tensor).abs().max() <= limit, (routing, name)
+        idle = [index for index, count in enumerate(ROUTINGS[routing]) if not count]
+        assert not any(seen[f"local_experts.{index}.linear_fc{part}.weight"].any() for index in idle for part in (1, 2))
+        assert routing == "no token" or any(seen[name].any() for name in seen if name.startswith("local_experts"))
+
+
+def grouped_inputs(num_tokens: int = 40) -> tuple[Tensor, Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    ends = torch.tensor([num_tokens // 4, num_tokens // 4, num_tokens], dtype=torch.int32)
+    weights = [torch.randn(16, 8, dtype=torch.float64).float().requires_grad_() for _ in range(3)]
+    return torch.randn(num_tokens, 8).requires_grad_(), ends, weights
+
+
+def test_matrices_side_by_side_are_not_kept_until_backward():
+    tokens, ends, weights = grouped_inputs()
+    stacked = sum(weight.nbytes for weight in weights)
+    with LiveBytes(tokens, ends, *weights) as forward:
+        product = grouped_linear(tokens, ends, weights)
+    assert forward.peak >= stacked + product.nbytes
+    assert forward.live == product.nbytes
+
+
+def test_an_expanded_gradient_and_one_token_of_odd_strides_are_taken():
+    tokens, ends, weights = grouped_inputs()
+    grouped_linear(tokens, ends, weights).sum().backward()  # a gradient of strides (0, 0)
+    wanted = torch.cat([part @ w.T for part, w in zip(tokens.tensor_split(ends[:-1].tolist()), weights, strict=True)])
+    expected = torch.autograd.grad(wanted.sum(), [tokens, *weights])
+    for found, gradient in zip([tokens, *weights], expected, strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, gradient)
+    single = torch.randn(8, 1).T
+    assert single.stride() != (8, 1)
+    one = grouped_linear(single, torch.tensor([0, 1, 1], dtype=torch.int32), weights)
+    torch.testing.assert_close(one, single @ weights[1].T)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_only_gradients_that_are_wanted_are_computed(wanted):
+    tokens, ends, weights = grouped_inputs()
+    tokens.requires_grad_(wanted[0])
+    for weight in weights:
+        weight.requires_grad_(wanted[1])
+    product = grouped_linear(tokens, ends, weights)
+    assert product.requires_grad is any(wanted)
+    if any(wanted):
+        product.sum().backward()
+    assert (tokens.grad is not None) is wanted[0]
+    assert all((weight.grad is not None) is wanted[1] for weight in weights)
+
+
+def take_grouped_steps(rank: Rank, *, model: Path, steps: list[Any], **settings: Any) -> Any:
+    """take_steps, with every layer's experts computed at once; the parameters are the ones that were loaded."""
+    backend: Any = rank.open(model, **settings)
+    layers = [each for chunk in backend._model.chunks for each in chunk.modules() if type(each) is SequentialMLP]
+    assert len(layers) == 2
+    for experts in layers:
+        experts.__class__ = GroupedExperts
+    results = [train(rank, backend, rows) for rows in steps]
+    weights = weights_of(backend)
+    backend.close()
+    return results, weights
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("mixture"), "qwen3_moe", hidden=32, layers=2, tied=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    processes = RankProcesses(2)
+    yield processes
+    processes.close()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "experts shared out": {"expert_parallel": 2, "dtype": "float32"},
+    "gradients summed while others are computed": {"overlap_grad_reduce": True, "dtype": "bfloat16"},
+    "layers computed anew": {"recompute_activations": "full", "dtype": "float32"},
+}
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_takes_the_same_steps(case, two_ranks, mixture, tmp_path):
+    """The two ends are no further from one another than a small part of the way to them."""
+    rel, part = (1e-5, 1e-4) if CASES[case]["dtype"] == "float32" else (0.05, 0.2)
+    steps = [[pack_row(draw_samples((17, 5, 30), seed=seed + row)) for row in range(2)] for seed in (0, 10)]
+    layout = {"backend": "megatron", "num_ranks": 2}
+    arguments = {"model": mixture, "steps": steps, **CASES[case]}
+    (wanted, end), *_ = two_ranks.run(take_steps, layout, tmp_path / "one", **arguments)
+    (results, weights), *_ = two_ranks.run(take_grouped_steps, layout, tmp_path / "all", **arguments)
+    assert [each.applied for each in results] == [True] * 2
+    assert [each.grad_norm for each in results] == pytest.approx([each.grad_norm for each in wanted], rel=rel)
+    start = load_file(mixture / "model.safetensors")
+    assert start.keys() == end.keys() == weights.keys()
+    apart = sum((weights[name] - end[name]).square().sum() for name in end)
+    moved = sum((start[name] - end[name]).square().sum() for name in end)
+    assert (apart / moved).sqrt() <= part
