@@ -21,6 +21,7 @@ Kept of a dense layer, bytes a token (u = t under sequence parallelism, otherwis
 Of a mixture the SwiGLU term is b·(6·F_expert + H) for each token that is routed here, plus 12·E for the router.
 Recompute "selective" keeps b·(3·A + 3·K)·D / t of attention in either case: little is gained unless rows are shared.
 "full" keeps b·H / u of every layer, and the whole sum of the one layer that is being computed anew.
+Matrices of experts lie side by side while a product of Megatron's (bfloat16) takes them: 2·b·H·F_expert·E of a rank.
 """
 
 from __future__ import annotations
@@ -110,8 +111,16 @@ class RowMemory:
         shape, b = self.shape, self.element_bytes
         residual = 2 * self.num_tokens * b * shape.hidden  # whole under sequence parallelism too: gathered for the MLP
         if layer in shape.expert_layers:
-            return residual + int(self._num_routed * b * (3 * shape.expert_width + shape.hidden))
+            routed = int(self._num_routed * b * (3 * shape.expert_width + shape.hidden))
+            return residual + routed + self._side_by_side
         return residual + self.num_tokens * 3 * b * shape.mlp_width // self.layout.tensor
+
+    @property
+    def _side_by_side(self) -> int:
+        """The larger matrices of a rank's experts, or their gradients, while one grouped product takes all of them."""
+        shape, b = self.shape, self.element_bytes
+        can_be_grouped = self._is_megatron and b == 2
+        return b * 2 * shape.hidden * shape.expert_width * shape.num_experts // self.layout.expert * can_be_grouped
 
     def head(self) -> int:
         """Logits, log-probabilities and the head's gradient on the last stage (rlhpc/training/logprob.py).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,24 @@ def test_activations_of_a_dense_layer_are_those_of_the_table() -> None:
     attention = 2 * (3 * 28 + 3 * 4) * 128 + 4 * 28 + 8 * 128
     per_token = 28 * (norms + attention + 10 * 18944) + 2 * 2 * 3584 + 6 * 18944
     assert rank.activations == 8192 * per_token
+
+
+def test_matrices_of_experts_lie_side_by_side_once_a_rank_in_megatrons_bfloat16() -> None:
+    """Twice the experts, of which each token takes as many: but for that, the router's 12 bytes a token and expert."""
+    shape = shape_of(CONFIGS["Qwen3-30B-A3B"])
+    larger = replace(shape, num_experts=2 * shape.num_experts)
+
+    def growth(backend: str, dtype: str, **trainer: Any) -> int:
+        few, many = (
+            plan_memory(config_of(backend, dtype=dtype, **trainer), each)[0].activations for each in (shape, larger)
+        )
+        return int(many - few)
+
+    router = growth("megatron", "float32", num_ranks=8, expert_parallel=8)
+    assert router == growth("deepspeed", "bfloat16", num_ranks=8) > 0
+    matrices = 2 * 2 * 2048 * 768 * 128
+    assert growth("megatron", "bfloat16", num_ranks=8, expert_parallel=8) == router + matrices // 8
+    assert growth("megatron", "bfloat16", num_ranks=1) == router + matrices
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.training.megatron.grouped_experts import GroupedExperts, grouped_linear, has_grouped_kernel
 from rlhpc.training.megatron.parallel import close_groups
@@ -90,13 +91,16 @@ def grouped_inputs(num_tokens: int = 40) -> tuple[Tensor, Tensor, list[Tensor]]:
     return torch.randn(num_tokens, 8).requires_grad_(), ends, weights
 
 
-def test_matrices_side_by_side_are_not_kept_until_backward():
+def test_matrices_lie_side_by_side_for_as_long_as_a_product_takes():
     tokens, ends, weights = grouped_inputs()
     stacked = sum(weight.nbytes for weight in weights)
     with LiveBytes(tokens, ends, *weights) as forward:
         product = grouped_linear(tokens, ends, weights)
-    assert forward.peak >= stacked + product.nbytes
-    assert forward.live == product.nbytes
+    assert (forward.peak, forward.live) == (stacked + product.nbytes, product.nbytes)
+    gradient = torch.ones_like(product)
+    with LiveBytes(tokens, ends, product, gradient, *weights) as backward:
+        torch.autograd.grad(product, [tokens, *weights], gradient)
+    assert backward.peak == stacked + tokens.nbytes  # laid side by side, and then their gradients
 
 
 def test_an_expanded_gradient_and_one_token_of_odd_strides_are_taken():
@@ -125,6 +129,43 @@ def test_only_gradients_that_are_wanted_are_computed(wanted):
         product.sum().backward()
     assert (tokens.grad is not None) is wanted[0]
     assert all((weight.grad is not None) is wanted[1] for weight in weights)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Takes down the factors of every grouped product, as the kernel gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.factors.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_sizes_of_a_real_layer_are_taken_and_groups_without_tokens_stay_legal():
+    """On torch's meta device, whose checks are those of the kernel.
+
+    CUTLASS multiplies groups that may be empty, or of a length that 8 does not divide, in one order of the two factors
+    of a weight's gradient alone: the left one by columns, the right one by rows.  On a CPU every order is right.
+    """
+    num_experts, hidden, width, num_tokens = 128, 2048, 768, 4099
+    with torch.device("meta"):
+        tokens = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.empty(num_experts, dtype=torch.int32)
+        inner = [torch.empty(2 * width, hidden, dtype=torch.bfloat16, requires_grad=True) for _ in range(num_experts)]
+        outer = [torch.empty(hidden, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(num_experts)]
+    with GroupedProducts() as products:
+        output = grouped_linear(grouped_linear(tokens, ends, inner).chunk(2, -1)[0], ends, outer)
+        assert output.shape == tokens.shape
+        gradients = torch.autograd.grad(output.sum(), [tokens, *inner, *outer])
+    assert [each.shape for each in gradients] == [each.shape for each in (tokens, *inner, *outer)]
+    assert len(products.factors) == 6
+    of_weights = [(left, right) for left, right in products.factors if right.dim() == 2]
+    assert [(left.shape[1], right.shape[0]) for left, right in of_weights] == [(num_tokens, num_tokens)] * 2
+    assert all((left.stride(0), right.stride(1)) == (1, 1) for left, right in of_weights)
+    assert all(left.stride(1) == 1 for left, right in products.factors if right.dim() == 3)
 
 
 def take_grouped_steps(rank: Rank, *, model: Path, steps: list[Any], **settings: Any) -> Any:
