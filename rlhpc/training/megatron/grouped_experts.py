@@ -26,6 +26,7 @@ from torch.nn import functional
 KERNEL_CAPABILITY = (9, 0)
 KERNEL_DTYPE = torch.bfloat16
 ALIGNED_ELEMENTS = 8  # rows must begin at multiples of 16 bytes
+LAYERS = ("linear_fc1", "linear_fc2")  # of an expert
 
 
 def has_grouped_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
@@ -55,11 +56,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
             alone: tuple[Tensor, Tensor | None] = super().forward(tokens, tokens_per_expert, probabilities)
             return alone
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(tokens, ends, [expert.linear_fc1.weight for expert in self.local_experts]).chunk(
-            2, -1
-        )
-        weighted = (functional.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
-        return grouped_linear(weighted, ends, [expert.linear_fc2.weight for expert in self.local_experts]), None
+        inner, outer = ([getattr(each, name).weight for each in self.local_experts] for name in LAYERS)
+        gate_and_up = grouped_linear(tokens, ends, inner)
+        return grouped_linear(weighted_swiglu(gate_and_up, probabilities), ends, outer), None
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -96,6 +95,36 @@ class _GroupedLinear(torch.autograd.Function):
             # groups of any length, and writes zeros for one without tokens.
             of_weights = functional.grouped_mm(gradient.mT, tokens, offs=ends).unbind()
         return of_tokens, None, *(of_weights or [None] * len(weights))
+
+
+def weighted_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
+    """[T, F]: silu(gate) · up · probability, rounded where SequentialMLP rounds.  gate_and_up: [T, 2·F], halves."""
+    product: Tensor = _WeightedSwiGLU.apply(gate_and_up, probabilities)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """Keeps its inputs alone: 2·F numbers a token, of the 5·F that autograd keeps of single operations."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up, probabilities)
+        gate, up = gate_and_up.chunk(2, -1)
+        return (functional.silu(gate) * up * probabilities[:, None]).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate_and_up, probabilities = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, -1)
+        silu = functional.silu(gate)
+        # In place where it can be: these are the largest tensors of a layer, and all experts' live at once.
+        of_probabilities = gradient.to(probabilities.dtype, copy=True).mul_(silu * up).sum(-1)
+        of_product = (gradient * probabilities[:, None]).to(gate.dtype)
+        of_both = torch.empty_like(gate_and_up)
+        of_gate, of_up = of_both.chunk(2, -1)
+        torch.mul(of_product, silu, out=of_up)
+        torch.ops.aten.silu_backward(of_product.mul_(up), gate, grad_input=of_gate)
+        return of_both, of_probabilities
 
 
 def _plain_rows(matrix: Tensor) -> Tensor:
