@@ -3,8 +3,8 @@
 Input: tokens sorted by expert, as the dispatcher hands them over.  Output: the same tokens, through their experts.
 Guarantees: parameters, their names and their order are those of SequentialMLP, and so is everything that is made of
 them (checkpoints, optimiser, HF names); every parameter gets a gradient, zeros where its expert saw no token.  Nothing
-here waits for the device.  Matrices of all experts are laid side by side for as long as a product takes, and not kept
-for backward.
+here waits for the device (Megatron's dispatcher does before it, once a layer).  Matrices of all experts are laid side
+by side for as long as a product takes, and not kept for backward.
 Legend: T tokens of all experts of this rank, E experts, K inputs and N outputs of a matrix.
 
 Megatron's own grouped layers need the package grouped_gemm or TransformerEngine; this one needs torch alone.
@@ -104,7 +104,7 @@ def weighted_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> Tensor:
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs alone: 2·F numbers a token, of the 5·F that autograd keeps of single operations."""
+    """Keeps its inputs alone: 2·F numbers a token, where autograd would keep 4·F of single operations."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, probabilities: Tensor) -> Tensor:

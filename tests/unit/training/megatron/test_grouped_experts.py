@@ -89,6 +89,19 @@ def test_output_and_gradients_are_those_of_one_expert_after_the_other(dtype, tol
         assert routing == "no token" or any(seen[name].any() for name in seen if name.startswith("local_experts"))
 
 
+class GroupedProducts(TorchDispatchMode):
+    """Takes down the factors of every grouped product, as the kernel gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.factors.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
 def grouped_inputs(num_tokens: int = 40) -> tuple[Tensor, Tensor, list[Tensor]]:
     torch.manual_seed(0)
     ends = torch.tensor([num_tokens // 4, num_tokens // 4, num_tokens], dtype=torch.int32)
@@ -149,23 +162,12 @@ def test_only_gradients_that_are_wanted_are_computed(wanted):
         weight.requires_grad_(wanted[1])
     product = grouped_linear(tokens, ends, weights)
     assert product.requires_grad is any(wanted)
-    if any(wanted):
-        product.sum().backward()
+    with GroupedProducts() as products:
+        if any(wanted):
+            product.sum().backward()
+    assert len(products.factors) == sum(wanted)
     assert (tokens.grad is not None) is wanted[0]
     assert all((weight.grad is not None) is wanted[1] for weight in weights)
-
-
-class GroupedProducts(TorchDispatchMode):
-    """Takes down the factors of every grouped product, as the kernel gets them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factors: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            self.factors.append((args[0], args[1]))
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_sizes_of_a_real_layer_are_taken_and_groups_without_tokens_stay_legal():
