@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,7 @@ from rlhpc.training.megatron.grouped_experts import (
 )
 from rlhpc.training.megatron.parallel import close_groups
 from tests.contracts.trainer_cluster import Rank, RankProcesses
-from tests.contracts.trainer_scenarios import take_steps, train, weights_of
+from tests.contracts.trainer_scenarios import STEP, take_steps, train, weights_of
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.live_bytes import LiveBytes
 from tests.unit.training.megatron.expert_pairs import draw_tokens, expert_pair, through
@@ -243,3 +244,28 @@ def test_a_trainer_takes_the_same_steps(case, two_ranks, mixture, tmp_path):
     apart = sum((weights[name] - end[name]).square().sum() for name in end)
     moved = sum((start[name] - end[name]).square().sum() for name in end)
     assert (apart / moved).sqrt() <= part
+
+
+@pytest.mark.starts
+def test_a_rank_whose_experts_get_no_token_takes_its_part_in_the_step(two_ranks, mixture, tmp_path):
+    """The first number of every token is large, and routers look at nothing else: experts 0 and 1, both of rank 0."""
+    model = tmp_path / "model"
+    shutil.copytree(mixture, model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 10
+    routers = [tensor for name, tensor in weights.items() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    for router in routers:
+        router.zero_()[:, 0] = torch.arange(8, 0, -1)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    layout = {"backend": "megatron", "num_ranks": 2, "expert_parallel": 2}
+    arguments = {"model": model, "steps": [[pack_row(draw_samples((17, 5, 30))), pack_row(draw_samples((9,)))]]}
+    (wanted, end), *_ = two_ranks.run(take_steps, layout, tmp_path / "one", **arguments)
+    (results, found), *_ = two_ranks.run(take_grouped_steps, layout, tmp_path / "all", **arguments)
+    assert results[0].grad_norm == pytest.approx(wanted[0].grad_norm, rel=1e-5)
+    idle = [name for name in end if any(f".experts.{index}." in name for index in range(2, 8))]
+    assert len(idle) == 2 * 6 * 3
+    for name, tensor in end.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
+    decayed = 1 - STEP["learning_rate"] * STEP["weight_decay"]
+    assert all(torch.allclose(found[name], weights[name] * decayed, atol=1e-6) for name in idle)
