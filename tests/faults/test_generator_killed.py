@@ -40,7 +40,7 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(
     layout = lab.layout("bereft")
     with Run(run_file, layout) as run:
         run.wait_until(lambda s: s["step"] >= 2 and all(_has_sampled(r) for r in _generators(s, 2)))
-        # Nobody is judged from here on: who holds leases, and one does, since all slots are full, holds them until killed.
+        # Nobody is judged from here on: who holds leases holds them until killed, and one does: all slots are full.
         open_gate(gate, 0)
         closed = time.time()
         status = run.wait_until(lambda s: any(_holds_leases(r, s, closed) for r in _generators(s, 2)))
