@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
@@ -167,8 +168,8 @@ def kills(trial: Trial) -> int:
 
 def _wait_for_a_step(run: Run) -> bool:
     """Wait until a step has been trained from now on; False: the run has ended, or none was trained."""
-    deadline, before = time.monotonic() + 180.0, run.status()
-    while run.process.poll() is None and time.monotonic() < deadline:
+    deadline, before = Deadline(180.0), run.status()
+    while run.process.poll() is None and not deadline.is_over:
         now = run.status()
         if now.get("attempt") == before.get("attempt") and now.get("step", -1) > max(before.get("step", -1), 0):
             return True

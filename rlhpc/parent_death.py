@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rlhpc.deadline import Deadline
+
 _LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end what was killed
@@ -55,8 +57,8 @@ def end_children() -> None:
 
     One that the kernel does not end within seconds (a driver that hangs) stays.
     """
-    deadline = time.monotonic() + _KILLED_S
-    while time.monotonic() < deadline and (children := _children()):
+    deadline = Deadline(_KILLED_S)
+    while not deadline.is_over and (children := _children()):
         for pid in children:
             with suppress(ProcessLookupError, ChildProcessError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

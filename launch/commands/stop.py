@@ -16,6 +16,7 @@ from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
 from launch.slurm.states import Life
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_INTERRUPTED
 from rlhpc.files import write_atomically
@@ -87,10 +88,10 @@ def _ids(layout: RunLayout) -> str:
 
 
 def _living(layout: RunLayout) -> list[JobRow]:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = Deadline(PATIENCE_S)
     ids = [record.job_id for record in read_records(layout)]
     while (look := look_at_jobs(ids)).trouble:
-        if time.monotonic() > deadline or "no such command" in look.trouble:
+        if deadline.is_over or "no such command" in look.trouble:
             raise SlurmError(look.trouble)
         time.sleep(ASK_S)
     return [row for row in look.rows if row.state.is_alive]

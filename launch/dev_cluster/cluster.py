@@ -27,6 +27,7 @@ from launch.dev_cluster.machine import check_own_name, check_owner
 from launch.dev_cluster.network import Network
 from launch.dev_cluster.processes import Process, holding, own_user, wait_gone, with_descendants, with_environment
 from launch.dev_cluster.shape import LOOPBACK, ClusterShape
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 _BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
@@ -214,12 +215,11 @@ class DevCluster:
 
     def wait_answer(self, wait_s: float = 30.0) -> None:
         """Return when the controller accepts connections.  Raises RoleFailed."""
-        deadline = time.monotonic() + wait_s
-        while not self.is_reachable():
+        for _ in Deadline(wait_s).polls(0.05):
+            if self.is_reachable():
+                return
             self.daemons.raise_for_dead()
-            if time.monotonic() > deadline:
-                raise RoleFailed(f"the controller does not answer: {self.daemons.last_error(CONTROLLER)}")
-            time.sleep(0.05)
+        raise RoleFailed(f"the controller does not answer: {self.daemons.last_error(CONTROLLER)}")
 
     def node_states(self) -> dict[str, str]:
         """State of every node as `sinfo` shows it: idle, mixed, allocated, down, down*, …
@@ -236,20 +236,19 @@ class DevCluster:
 
     def wait_up(self, wait_s: float = 30.0, states: Sequence[str] = _UP) -> None:
         """Return when every node is in one of `states`.  Raises RoleFailed with the reason."""
-        deadline = time.monotonic() + wait_s
-        while True:
+        for _ in Deadline(wait_s).polls(0.05):
             self.daemons.raise_for_dead()
             found = self.node_states() if self.is_reachable() else {}
             if len(found) == len(self.shape.nodes) and set(found.values()) <= set(states):
                 return
             broken = {node: state for node, state in found.items() if state.startswith(_BROKEN)}
-            if broken or time.monotonic() > deadline:
-                reasons = self.run("sinfo", "--list-reasons", "--noheader", "--format=%N: %E", check=False).strip()
-                wanted, seen = " or ".join(states), broken or found or "the controller does not answer"
-                raise RoleFailed(
-                    f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_error(CONTROLLER)})"
-                )
-            time.sleep(0.05)
+            if broken:
+                break
+        reasons = self.run("sinfo", "--list-reasons", "--noheader", "--format=%N: %E", check=False).strip()
+        wanted, seen = " or ".join(states), broken or found or "the controller does not answer"
+        raise RoleFailed(
+            f"nodes not {wanted} after {wait_s:.0f} s: {seen} {reasons} ({self.daemons.last_error(CONTROLLER)})"
+        )
 
     def step_daemons(self, node: str | None = None) -> list[Process]:
         """slurmstepd processes, of one node or of all: each holds its node's log open."""
@@ -327,9 +326,7 @@ class DevCluster:
             path.unlink(missing_ok=True)
 
     def _wait_for_empty_queue(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        Deadline(patience_s).wait_for(lambda: not self.run("squeue", "--noheader", check=False).strip(), 0.1)
 
 
 def _value(path: Path, key: str) -> int:

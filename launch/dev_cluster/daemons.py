@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from launch.dev_cluster import accounting, namespaces
 from launch.dev_cluster.installation import Installation
 from launch.dev_cluster.layout import ClusterLayout
 from launch.dev_cluster.processes import Process, end, own_user, read_record, wait_gone, write_record
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed, RunDirectoryError
 
 HUB, MUNGED, CONTROLLER = "network", "munged", "slurmctld"
@@ -107,13 +107,12 @@ class Daemons:
 
     def wait_until(self, is_ready: Callable[[], bool], name: str, patience_s: float) -> None:
         """Return when a daemon serves.  Raises RoleFailed."""
-        deadline = time.monotonic() + patience_s
-        while not is_ready():
+        for _ in Deadline(patience_s).polls(0.02):
+            if is_ready():
+                return
             if not self.is_alive(name):
                 raise RoleFailed(f"{name} ended by itself: {self.last_error(name)}")
-            if time.monotonic() > deadline:
-                raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_error(name)}")
-            time.sleep(0.02)
+        raise RoleFailed(f"{name} does not serve after {patience_s:.0f} s: {self.last_error(name)}")
 
     def raise_for_dead(self) -> None:
         """Raises RoleFailed with the last words of a daemon that has a record and does not live."""

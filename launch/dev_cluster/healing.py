@@ -11,6 +11,7 @@ import time
 
 from launch.dev_cluster.cluster import IDLE, DevCluster
 from launch.dev_cluster.processes import with_descendants
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RoleFailed
 
 PATIENCE_S = 15.0  # a new cluster takes one or two
@@ -38,20 +39,20 @@ def find_amiss(cluster: DevCluster) -> list[str]:
 
 def restore(cluster: DevCluster, patience_s: float = PATIENCE_S) -> list[str]:
     """Undo every fault and end every job; returns what was amiss.  Raises RoleFailed: it does not become whole."""
-    deadline = time.monotonic() + patience_s
+    deadline = Deadline(patience_s)
     amiss = _ask(cluster)
     if not amiss:
         return []
     for found in cluster.daemons.recorded().values():
         found.send(signal.SIGCONT)
-    cluster.revive(max(1.0, deadline - time.monotonic()))
+    cluster.revive(max(1.0, deadline.left_s))
     if cluster.network:
         for node in cluster.shape.nodes:
             cluster.network.forward(node, is_cut=False)
-    cluster.wait_answer(max(1.0, deadline - time.monotonic()))
+    cluster.wait_answer(max(1.0, deadline.left_s))
     cluster.cancel_all()
     while left := _ask(cluster):
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise RoleFailed(f"{cluster.layout.root}: not whole after {patience_s:.0f} s: {', '.join(left)}")
         _end_processes(cluster)
         _open(cluster)

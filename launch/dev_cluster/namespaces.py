@@ -10,11 +10,11 @@ import ipaddress
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from launch.dev_cluster.processes import Process
 from launch.dev_cluster.shape import machine_address
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ConfigError, RoleFailed
 
 _SUBNETS = 512  # 198.18.0.0/15, which RFC 2544 keeps for tests of networks, in parts of 256 addresses
@@ -71,19 +71,16 @@ def claim_subnet(hub: Process, label: str, wanted: str | None = None) -> str:
     The kernel gives every name once, so two clusters never have one subnet.  label: shown by `ip link`.  Raises
     RoleFailed: none is free, or the wanted one is not.
     """
-    deadline = time.monotonic() + (_PATIENCE_S if wanted else 0.0)
     taken = _routed()
     candidates = [wanted] if wanted else [f"198.{18 + k // 256}.{k % 256}" for k in _order(hub)]
-    while True:
+    for _ in Deadline(_PATIENCE_S if wanted else 0.0).polls(0.05):
         for subnet in candidates:
             network = ipaddress.ip_network(f"{subnet}.0/24")
             if wanted is None and any(network.overlaps(other) for other in taken):
                 continue
             if _join_host(hub, subnet, label):
                 return subnet
-        if time.monotonic() > deadline:
-            raise RoleFailed(f"no free subnet in 198.18.0.0/15{f' ({wanted}.0/24 is taken)' if wanted else ''}")
-        time.sleep(0.05)
+    raise RoleFailed(f"no free subnet in 198.18.0.0/15{f' ({wanted}.0/24 is taken)' if wanted else ''}")
 
 
 def plug(hub: Process, holder: Process, node: str, address: str) -> None:

@@ -9,11 +9,11 @@ import contextlib
 import os
 import pwd
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
 
 
@@ -87,12 +87,12 @@ def end(processes: Iterable[Process], grace_s: float) -> None:
 
 def wait_gone(processes: Iterable[Process], patience_s: float) -> bool:
     """True when all have ended within `patience_s`."""
-    left, deadline = list(processes), time.monotonic() + patience_s
-    while True:
+    left = list(processes)
+    for _ in Deadline(patience_s).polls(0.02):
         left = [each for each in left if each.is_alive]
-        if not left or time.monotonic() > deadline:
-            return not left
-        time.sleep(0.02)
+        if not left:
+            return True
+    return False
 
 
 def with_descendants(roots: Iterable[Process]) -> list[Process]:

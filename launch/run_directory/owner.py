@@ -21,6 +21,7 @@ from typing import Self
 
 from launch.run_directory.directory_lock import DirectoryLock, LockHeld, holders, lock_directory
 from launch.run_directory.process_identity import ProcessIdentity
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
@@ -170,7 +171,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
 
 def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
     """Get the lock; end processes that a dead launcher has left behind."""
-    patience_ends = time.monotonic() + LEAVE_S
+    deadline = Deadline(LEAVE_S)
     has_told = has_killed = False
     while True:
         try:
@@ -182,7 +183,7 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
         if left and not has_told:
             tell(f"waiting for processes of an earlier start to end: {_describe(left)}")
             has_told = True
-        if time.monotonic() > patience_ends:
+        if deadline.is_over:
             if has_killed or not left:
                 who = _describe(left) or "by a process of another machine or user"
                 raise RunDirectoryError(
@@ -191,7 +192,7 @@ def _lock(layout: RunLayout, tell: Tell) -> DirectoryLock:
             tell(f"killing     {_describe(left)}: left behind by a launcher that is dead")
             for process in left:
                 _kill(process)
-            has_killed, patience_ends = True, time.monotonic() + KILL_S
+            has_killed, deadline = True, Deadline(KILL_S)
         time.sleep(POLL_S)
 
 
@@ -226,12 +227,8 @@ def _signs_of_life(layout: RunLayout) -> tuple[int, ...]:
 
 def _shows_life(layout: RunLayout) -> bool:
     """Wait for a change; False if there is none for SILENCE_S."""
-    before, deadline = _signs_of_life(layout), time.monotonic() + SILENCE_S
-    while time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        if _signs_of_life(layout) != before:
-            return True
-    return False
+    before = _signs_of_life(layout)
+    return Deadline(SILENCE_S).wait_for(lambda: _signs_of_life(layout) != before, POLL_S)
 
 
 def _modified_ns(path: Path) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 
 # Messages of Slurm's commands while slurmctld restarts or is overloaded.  Whether the command took effect is unknown,
@@ -91,7 +92,7 @@ def ask(
     hears_ctrl_c: bool = True,
 ) -> Said:
     """The same, with stderr in addition to the output."""
-    deadline = time.monotonic() + patience_s
+    deadline = Deadline(patience_s)
     clean = clean_environment(environment)
     if words[0] != "sbatch":  # whose environment becomes the job's
         clean.update(SLURM_TIME_FORMAT="standard", LC_ALL="C")
@@ -99,9 +100,9 @@ def ask(
         try:
             return _once(words, timeout_s, clean, hears_ctrl_c)
         except SlurmError as error:
-            if not is_away(error) or time.monotonic() >= deadline:
+            if not is_away(error) or deadline.is_over:
                 raise
-            time.sleep(min(PAUSE_S, patience_s / 4, max(0.1, deadline - time.monotonic())))
+            time.sleep(min(PAUSE_S, patience_s / 4, max(0.1, deadline.left_s)))
 
 
 def is_away(error: SlurmError) -> bool:

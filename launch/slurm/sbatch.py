@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 
 from launch.slurm.commands import NoAnswer, SlurmError, ask, is_away, slurm
 from launch.slurm.control import cancel
+from rlhpc.deadline import Deadline
 
 ANSWER_S = 50.0  # of sbatch; a job that starts at once waits RECORDED_S for its record (launch/supervisor)
 LOOK_AGAIN_S = 4.0  # slurmctld may accept a request some time after it failed to answer it
@@ -51,7 +52,7 @@ def submit_script(
     hear: called with what sbatch prints on stderr for an accepted job, such as a site's "moved to partition scav".
     Raises SlurmError: refused, or nothing was submitted; MayBeQueued; KeyboardInterrupt that says what happened to it.
     """
-    tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", time.monotonic() + patience_s
+    tag, deadline = f"rlhpc-{uuid.uuid4().hex[:12]}", Deadline(patience_s)
     with _HeldCtrlC(tag) as ctrl_c:
         while True:
             try:
@@ -60,9 +61,9 @@ def submit_script(
             except SlurmError as error:
                 if ctrl_c.has_come:
                     raise KeyboardInterrupt(str(error)) from error
-                if isinstance(error, MayBeQueued) or not is_away(error) or time.monotonic() >= deadline:
+                if isinstance(error, MayBeQueued) or not is_away(error) or deadline.is_over:
                     raise
-            time.sleep(min(5.0, max(0.1, deadline - time.monotonic())))
+            time.sleep(min(5.0, max(0.1, deadline.left_s)))
         if not ctrl_c.has_come:
             try:
                 record(job_id)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launch.slurm.commands import srun_environment
+from rlhpc.deadline import Deadline
 from rlhpc.files import is_listed
 
 LEAVE_SIGNAL = signal.SIGUSR1  # srun forwards it, and Slurm itself never sends it
@@ -102,18 +102,12 @@ class Step:
 
     def has_all_results(self, patience_s: float = 0.0) -> bool:
         """True if every rank has left a result.  An srun whose tasks never began may nevertheless exit with 0."""
-        deadline = time.monotonic() + patience_s
-        ranks = range(self._plan["num_tasks"])
-        return all(self.has_result(rank, max(0.0, deadline - time.monotonic())) for rank in ranks)
+        deadline = Deadline(patience_s)
+        return all(self.has_result(rank, deadline.left_s) for rank in range(self._plan["num_tasks"]))
 
     def has_result(self, rank: int, patience_s: float = 0.0) -> bool:
         """True if a rank has left a result, good or bad."""
-        deadline = time.monotonic() + patience_s
-        while not is_listed(self._result(rank)):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.2)
-        return True
+        return Deadline(patience_s).wait_for(lambda: is_listed(self._result(rank)), 0.2)
 
     # --------------------------------------------------------------------------------------------------------- inside
 

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import component_states, requeue
 from launch.submitit_hetjob.step import RESULT_PATIENCE_S, Step
+from rlhpc.deadline import Deadline
 from rlhpc.files import write_atomically
 
 POLL_S = 0.2
@@ -129,7 +129,8 @@ class CallablesSupervisor:
         for step in storing:
             if not step.has_note:
                 step.warn(self._warning)
-        _wait(lambda: not any(step.is_alive and not step.has_note for step in storing), self._checkpoint_s)
+        deadline = Deadline(self._checkpoint_s)
+        deadline.wait_for(lambda: not any(step.is_alive and not step.has_note for step in storing), POLL_S)
         silent = [step for step in storing if not step.is_alive and not step.has_note]
         self._end(late)
         if self._is_over(silent):
@@ -178,19 +179,10 @@ class CallablesSupervisor:
         for step in steps:
             step.leave()
         for patience_s in (LEAVE_S, LEAVE_S):
-            if _wait(lambda: not any(step.is_alive for step in steps), patience_s):
+            if Deadline(patience_s).wait_for(lambda: not any(step.is_alive for step in steps), POLL_S):
                 return
             for step in steps:
                 step.kill()
-
-
-def _wait(is_so: Callable[[], bool], patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not is_so():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def _say(what: str) -> None:
@@ -200,7 +192,7 @@ def _say(what: str) -> None:
 def read_plan(folder: Path, patience_s: float = PUBLISH_S) -> dict[str, Any]:
     """The job's plan.  Raises SystemExit if it does not appear, or has another schema."""
     path = folder / "plan.json"
-    if not _wait(path.exists, patience_s):
+    if not Deadline(patience_s).wait_for(path.exists, POLL_S):
         raise SystemExit(f"{path}: missing after {patience_s:.0f} s; does this node see the executor's folder?")
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if plan.get("schema") != 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from launch.supervisor.other_jobs import PATIENCE_S, end_other_jobs
 from launch.supervisor.outcome_classifier import asked_to_end
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.worker_job import WorkerJobSupervisor
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.files import is_listed
 
@@ -85,13 +85,13 @@ def _is_recorded(plan: JobPart, job: ThisJob, signals: SlurmSignals) -> bool:
 
     A job whose submission was not confirmed must not join a run that may have been submitted a second time.
     """
-    record, deadline = plan.layout.job_record(job.submitted_id), time.monotonic() + RECORDED_S
-    while True:
+    record = plan.layout.job_record(job.submitted_id)
+    for _ in Deadline(RECORDED_S).polls(RECORD_POLL_S, signals.sleep):
         if plan.layout.jobs.is_dir() and is_listed(record):
             return True
-        if time.monotonic() > deadline or signals.end_requested:
-            return False
-        signals.sleep(RECORD_POLL_S)
+        if signals.end_requested:
+            break
+    return False
 
 
 def _follow_up(plan: JobPart, job: ThisJob, log: EventLog, outcome: Outcome, successor: int | None = None) -> int:

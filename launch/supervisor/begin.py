@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +14,7 @@ from launch.run_files.run_state import Attempt
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Tether
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.parent_death import die_with
 
@@ -66,7 +66,7 @@ class AttemptStarter:
 
     def _run(self, words: list[str], is_over: Callable[[], bool]) -> tuple[int, str, str]:
         """Run the command; it is killed when nobody waits for it any more.  Returns exit status, output, errors."""
-        deadline = time.monotonic() + BEGIN_S
+        deadline = Deadline(BEGIN_S)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             with subprocess.Popen(
                 [*self._program, *self._words, *words],
@@ -80,7 +80,7 @@ class AttemptStarter:
                 while process.poll() is None:
                     if is_over():
                         process.kill()
-                    if time.monotonic() > deadline:
+                    if deadline.is_over:
                         process.kill()
                         raise subprocess.TimeoutExpired(self._program, BEGIN_S)
                     self._signals.sleep(POLL_S)

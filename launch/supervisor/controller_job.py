@@ -38,6 +38,7 @@ from launch.supervisor.processes import Processes
 from launch.supervisor.resubmitter import Resubmitter
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Step, Tether
+from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_FENCED
 
 POLL_S = 0.3
@@ -112,8 +113,8 @@ class ControllerJobSupervisor:
 
     def _pause(self, pause_s: float) -> None:
         """Wait before another attempt, unless a stop is requested."""
-        deadline = time.monotonic() + pause_s
-        while time.monotonic() < deadline and self._asked_not_to_begin() is None:
+        deadline = Deadline(pause_s)
+        while not deadline.is_over and self._asked_not_to_begin() is None:
             self._signals.sleep(POLL_S)
 
     def _asked_not_to_begin(self) -> Outcome | None:

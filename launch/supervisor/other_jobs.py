@@ -20,6 +20,7 @@ from launch.slurm.control import MIN_JOB_AGE_S, TaskStates, cancel, most_active,
 from launch.slurm.sbatch import submit_script
 from launch.slurm.states import OVER
 from launch.slurm.this_job import ThisJob
+from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 
 FAREWELL_S = 60.0  # for other jobs of the run to end by themselves
@@ -75,8 +76,8 @@ def other_jobs(layout: RunLayout, job: ThisJob) -> list[OtherJob]:
 def end_other_jobs(layout: RunLayout, job: ThisJob, log: EventLog) -> None:
     """Cancel every other job: pending ones at once, running ones after they have had time to end by themselves."""
     _cancel([other for other in other_jobs(layout, job) if other.state == "PENDING"], log)
-    deadline = time.monotonic() + FAREWELL_S
-    while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and time.monotonic() < deadline:
+    deadline = Deadline(FAREWELL_S)
+    while (alive := [other for other in other_jobs(layout, job) if other.is_alive]) and not deadline.is_over:
         time.sleep(1.0)
     _cancel(alive, log)
 

@@ -5,8 +5,6 @@ Generators and reward services keep running from one attempt to the next; a trai
 
 from __future__ import annotations
 
-import time
-
 from launch.run_files.events import Log
 from launch.run_files.exit_records import read_record
 from launch.run_files.plan_file import JobPart, Part
@@ -14,6 +12,7 @@ from launch.run_files.run_state import Attempt, read_progress
 from launch.slurm.this_job import ThisJob
 from launch.supervisor.signals import Signals
 from launch.supervisor.steps import Step, Tether, start_beside, start_part
+from rlhpc.deadline import Deadline
 
 
 class Processes:
@@ -65,10 +64,10 @@ class Processes:
 
     def end_trainer(self, patience_s: float) -> None:
         """Wait for all ranks, and kill those that have not ended in time."""
-        deadline = time.monotonic() + patience_s
+        deadline = Deadline(patience_s)
         for step in self._of("trainer"):
             step.asked = True
-            if not step.wait(max(0.0, deadline - time.monotonic()), self._signals.sleep):
+            if not step.wait(deadline.left_s, self._signals.sleep):
                 step.kill()
 
     def ask_all_to_leave(self) -> list[Step]:
@@ -84,9 +83,9 @@ class Processes:
         if self.controller is not None:
             self.controller.kill()
         left = self.ask_all_to_leave()
-        deadline = time.monotonic() + grace_s
+        deadline = Deadline(grace_s)
         for step in left:
-            if not step.wait(max(0.0, deadline - time.monotonic()), self._signals.sleep):
+            if not step.wait(deadline.left_s, self._signals.sleep):
                 self._log.say("kill", f"{step.name} is killed: it has not exited in time")
                 step.kill()
 

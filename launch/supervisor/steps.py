@@ -20,6 +20,7 @@ from functools import partial
 from launch.run_files.plan_file import JobPart, Part
 from launch.run_files.run_state import Attempt
 from launch.slurm.commands import srun_environment
+from rlhpc.deadline import Deadline
 from rlhpc.parent_death import die_with
 
 KILL_PATIENCE_S = 10.0  # for srun to have ended its tasks
@@ -84,10 +85,7 @@ class Step:
 
     def wait(self, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
         """Wait until it has ended; False: it has not ended in time."""
-        deadline = time.monotonic() + patience_s
-        while self.status() is None and time.monotonic() < deadline:
-            sleep(0.1)
-        return self.status() is not None
+        return Deadline(patience_s).wait_for(lambda: self.status() is not None, 0.1, sleep)
 
     def _send(self, number: signal.Signals) -> None:
         if self.status() is not None:

@@ -26,6 +26,7 @@ from launch.run_files.run_state import (
 from launch.slurm.this_job import ThisJob, TimeLimit
 from launch.supervisor.signals import SlurmSignals
 from launch.supervisor.steps import Step, start_part
+from rlhpc.deadline import Deadline
 from rlhpc.exit_status import EXIT_ALONE, EXIT_CONFIG
 
 POLL_S = 0.5
@@ -180,8 +181,8 @@ class WorkerJobSupervisor:
         return self._complete() if is_complete(self._layout) else Outcome(cause, cause.words)
 
     def _wait_for_end(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and not wants_abort(self._layout):
+        deadline = Deadline(patience_s)
+        while not deadline.is_over and not wants_abort(self._layout):
             if self._step is None or self._step.wait(0.3):
                 return
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from torch import Tensor
 
 from rlhpc.contracts import WeightReceiver
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed, RlhpcError, TornWeights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_scope import DeviceScope
@@ -107,11 +107,11 @@ class WeightLink:
 
         That is a kernel of NCCL, which ends with its publisher's data or when this thread leaves the group.
         """
-        deadline = time.monotonic() + self._permit_s
+        deadline = Deadline(self._permit_s)
         while not self._permission.wait(LOOK_S):
             if lost := self._receiver.lost():
                 raise GroupFailed(lost)
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 raise GroupFailed(f"the engine did not stop sampling within {self._permit_s:g} s")
 
     @staticmethod

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.files import is_listed, write_atomically
 
@@ -52,13 +53,13 @@ def connect_ranks(file: Path, *, rank: int, world_size: int, host: str, timeout_
     host: IPv4 address under which the other ranks reach rank 0; the others' is not used.
     Raises ChannelTimeout that names missing ranks, RoleFailed if rank 0 cannot listen at `host` or write the file.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     if rank == 0:
-        return _receive_others(file, world_size, host, deadline, timeout_s)
-    return _go_to_rank_0(file, rank, world_size, deadline, timeout_s)
+        return _receive_others(file, world_size, host, deadline)
+    return _go_to_rank_0(file, rank, world_size, deadline)
 
 
-def _receive_others(file: Path, world_size: int, host: str, deadline: float, timeout_s: float) -> Store:
+def _receive_others(file: Path, world_size: int, host: str, deadline: Deadline) -> Store:
     try:
         place, room = _open(file, host, world_size)
     except (OSError, RuntimeError) as error:
@@ -66,8 +67,8 @@ def _receive_others(file: Path, world_size: int, host: str, deadline: float, tim
     try:
         missing, pause_s = _missing(room, range(1, world_size)), POLL_S
         while missing:
-            if time.monotonic() >= deadline:
-                raise ChannelTimeout(_who_is_missing(missing, timeout_s, place))
+            if deadline.is_over:
+                raise ChannelTimeout(_who_is_missing(missing, deadline.limit_s, place))
             pause_s = _pause(pause_s)
             missing = _missing(room, missing)
         room.set(_ALL_HERE, "")
@@ -96,10 +97,11 @@ def _open(file: Path, host: str, world_size: int) -> tuple[Place, Store]:
     return place, PrefixStore(place.nonce, server)
 
 
-def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: float, timeout_s: float) -> Store:
+def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: Deadline) -> Store:
     place: Place | None = None
     room: Store | None = None  # where we are now
-    pause_s, why = POLL_S, f"rank 0 of the trainer has not appeared after {timeout_s:g} s: no {file}; see its log"
+    pause_s = POLL_S
+    why = f"rank 0 of the trainer has not appeared after {deadline.limit_s:g} s: no {file}; see its log"
     while True:
         told = _read(file)
         if told is not None and (told != place or room is None):  # rank 0 is new, or was not reachable before
@@ -107,18 +109,18 @@ def _go_to_rank_0(file: Path, rank: int, world_size: int, deadline: float, timeo
             if room is None:
                 why = (
                     f"rank 0 of the trainer (process {told.pid} on {told.host}) has not replied at {told.address} "
-                    f"after {timeout_s:g} s; do both hosts have the network of RLHPC_INTERFACE?"
+                    f"after {deadline.limit_s:g} s; do both hosts have the network of RLHPC_INTERFACE?"
                 )
         if room is not None and place is not None:
             try:
                 if room.check([_ALL_HERE]):
                     return room
-                if time.monotonic() >= deadline:
-                    why = _who_is_missing(_missing(room, range(1, world_size)), timeout_s, place)
+                if deadline.is_over:
+                    why = _who_is_missing(_missing(room, range(1, world_size)), deadline.limit_s, place)
             except RuntimeError:  # any failure of torch's store
                 room = None
                 why = f"rank 0 of the trainer (process {place.pid} on {place.host}) died before all ranks connected"
-        if time.monotonic() >= deadline:
+        if deadline.is_over:
             raise ChannelTimeout(why)
         pause_s = _pause(pause_s)
 

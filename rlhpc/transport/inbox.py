@@ -7,10 +7,12 @@ closing wakes everyone.  asyncio.Queue cannot be closed before Python 3.13.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelClosed, ChannelTimeout
 
 Item = TypeVar("Item")
@@ -55,16 +57,15 @@ class Inbox(Generic[Item]):
             await asyncio.sleep(0)
         if self._items and not self._is_closed:
             return self._pop()
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
+        deadline = Deadline(math.inf if timeout_s is None else timeout_s)
         while True:
             if self._is_closed:
                 raise ChannelClosed(f"{self._owner} is closed")
             if self._items:
                 return self._pop()
-            if deadline is not None and loop.time() >= deadline:
-                raise ChannelTimeout(f"{self._owner}: no message within {timeout_s:g} s")
-            await wait_until(self._waiters, deadline)
+            if deadline.is_over:
+                raise ChannelTimeout(f"{self._owner}: no message within {deadline.limit_s:g} s")
+            await sleep_until_woken(self._waiters, deadline.left_s)
 
     def close(self) -> None:
         """Forget what is queued and wake every take with ChannelClosed.  Idempotent."""
@@ -83,12 +84,12 @@ class Inbox(Generic[Item]):
         wake_all(self._waiters)
 
 
-async def wait_until(waiters: set[asyncio.Future[None]], deadline: float | None) -> None:
-    """Sleep until wake_all(waiters) or the deadline of the loop's clock; the caller checks again either way."""
+async def sleep_until_woken(waiters: set[asyncio.Future[None]], limit_s: float) -> None:
+    """Sleep until wake_all(waiters), or for limit_s; the caller checks again either way."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
     waiters.add(waiter)
-    alarm = None if deadline is None else loop.call_at(deadline, _wake_one, waiter)
+    alarm = None if limit_s == math.inf else loop.call_later(limit_s, _wake_one, waiter)
     try:
         await waiter
     finally:

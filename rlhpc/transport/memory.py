@@ -11,10 +11,11 @@ from collections import Counter
 from typing import Any
 
 from rlhpc.contracts import BlockingClientChannel, ChannelStatistics, ClientChannel, ServerChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec, Frame
-from rlhpc.transport.inbox import Inbox, wait_until, wake_all
+from rlhpc.transport.inbox import Inbox, sleep_until_woken, wake_all
 from rlhpc.transport.sessions import Counters, PeerBook, Session, peer_name
 
 
@@ -73,7 +74,7 @@ class MemoryServer(ServerChannel):
 
     async def send(self, peer: str, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message to one peer.  Also raises ProtocolError for a message that may not go to clients."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = Deadline(timeout_s)
         frames = self._outgoing.encode(message, 0)
         while True:
             client = self._clients.get(peer)
@@ -84,7 +85,7 @@ class MemoryServer(ServerChannel):
             if client.accept(frames):
                 self._counters.sent(sum(map(len, frames)))
                 return
-            await _wait_for_room(client.room, deadline, f"{self.address}: the queue to {peer} was full", timeout_s)
+            await _wait_for_room(client.room, deadline, f"{self.address}: the queue to {peer} was full")
 
     async def close(self) -> None:
         """Refuse further calls; as over ZeroMQ, clients are not told."""
@@ -144,7 +145,7 @@ class MemoryClient(ClientChannel):
 
     async def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = Deadline(timeout_s)
         frames = self._outgoing.encode(message, 0)
         while True:
             if self.is_closed:
@@ -152,7 +153,7 @@ class MemoryClient(ClientChannel):
             if self._server.accept(self, frames):
                 self._counters.sent(sum(map(len, frames)))
                 return
-            await _wait_for_room(self._server.room, deadline, f"{self._server.address}: its queue was full", timeout_s)
+            await _wait_for_room(self._server.room, deadline, f"{self._server.address}: its queue was full")
 
     async def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message."""
@@ -200,8 +201,8 @@ class MemoryBlockingClient(BlockingClientChannel):
         asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
 
 
-async def _wait_for_room(waiters: set[asyncio.Future[None]], deadline: float, who: str, timeout_s: float) -> None:
+async def _wait_for_room(waiters: set[asyncio.Future[None]], deadline: Deadline, who: str) -> None:
     """Sleep until there may be room.  Raises ChannelFull once the deadline has passed."""
-    if asyncio.get_running_loop().time() >= deadline:
-        raise ChannelFull(f"{who} for {timeout_s:g} s")
-    await wait_until(waiters, deadline)
+    if deadline.is_over:
+        raise ChannelFull(f"{who} for {deadline.limit_s:g} s")
+    await sleep_until_woken(waiters, deadline.left_s)

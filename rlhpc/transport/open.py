@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ServerChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import ChannelSpec
@@ -114,26 +115,26 @@ async def connect(
     Raises ChannelTimeout that says who is missing or why it does not answer, RunDirectoryError for keys, ConfigError
     for an address that cannot be reached from this host.
     """
-    began = time.monotonic()
+    deadline = Deadline(timeout_s)
     while True:
         endpoint = await await_endpoint(
-            layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=timeout_s, began=began, gone=gone
+            layout.rendezvous, spec.name, spec.server, server_replica, deadline=deadline, gone=gone
         )
-        left = max(0.0, began + timeout_s - time.monotonic())
+        left_s = deadline.left_s
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
-        if awaits_keys and left > 0 and config.curve and not _has_keys(identity):
+        if awaits_keys and left_s > 0 and config.curve and not _has_keys(identity):
             await asyncio.sleep(PAUSE_S)
             continue
         client = FoundClient(spec, endpoint, **identity)
         try:
-            why = await client.admission(min(ATTEMPT_S, left))
+            why = await client.admission(min(ATTEMPT_S, left_s))
         except BaseException:  # a cancelled connect must not leave a socket behind
             await client.close()
             raise
         if not why:
             return client
         await client.close()
-        _raise_if_late(began + timeout_s, timeout_s, endpoint, why)
+        _raise_if_late(deadline, endpoint, why)
         await asyncio.sleep(PAUSE_S)
 
 
@@ -149,19 +150,17 @@ def connect_blocking(
     timeout_s: float,
 ) -> BlockingClientChannel:
     """Like connect, for a role without an event loop."""
-    began = time.monotonic()
+    deadline = Deadline(timeout_s)
     while True:
-        endpoint = await_endpoint_blocking(
-            layout.rendezvous, spec.name, spec.server, server_replica, timeout_s=timeout_s, began=began
-        )
-        left = max(0.0, began + timeout_s - time.monotonic())
+        endpoint = await_endpoint_blocking(layout.rendezvous, spec.name, spec.server, server_replica, deadline=deadline)
+        left_s = deadline.left_s
         identity = _identity(layout, config, role, replica, incarnation, endpoint)
         client = ZmqBlockingClient(spec, endpoint.address, **identity)
-        why = client.admission(min(ATTEMPT_S, left))
+        why = client.admission(min(ATTEMPT_S, left_s))
         if not why:
             return client
         client.close()
-        _raise_if_late(began + timeout_s, timeout_s, endpoint, why)
+        _raise_if_late(deadline, endpoint, why)
         time.sleep(PAUSE_S)
 
 
@@ -193,9 +192,9 @@ def _has_keys(identity: dict[str, Any]) -> bool:
     return True
 
 
-def _raise_if_late(deadline: float, timeout_s: float, endpoint: Endpoint, why: str) -> None:
-    if time.monotonic() >= deadline:
+def _raise_if_late(deadline: Deadline, endpoint: Endpoint, why: str) -> None:
+    if deadline.is_over:
         raise ChannelTimeout(
             f"{endpoint.name} (process {endpoint.pid} on {endpoint.host}, incarnation {endpoint.incarnation}) does not "
-            f"admit us to channel {endpoint.channel!r} after {timeout_s:g} s: {why} at {endpoint.address}"
+            f"admit us to channel {endpoint.channel!r} after {deadline.limit_s:g} s: {why} at {endpoint.address}"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from rlhpc.transport.codec import Frame
-from rlhpc.transport.inbox import wait_until, wake_all
+from rlhpc.transport.inbox import sleep_until_woken, wake_all
 from rlhpc.transport.sockets import Socket, pull, push
 
 BURST_MESSAGES = 64  # handled before other tasks get a turn
@@ -60,9 +60,9 @@ class SocketPump:
             if not self._is_scheduled and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 self._schedule()
 
-    async def room(self, deadline: float) -> None:
-        """Sleep until trying again may help, at most until the deadline of the loop's clock."""
-        await wait_until(self._senders, min(deadline, self._loop.time() + RETRY_S))
+    async def room(self, limit_s: float) -> None:
+        """Sleep until trying again may help, at most for limit_s."""
+        await sleep_until_woken(self._senders, min(limit_s, RETRY_S))
 
     def stop(self) -> None:
         """Stop using the socket and wake senders, which find the channel closed.  Idempotent."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.files import is_listed, write_atomically
 from rlhpc.transport.incarnation import is_earlier
@@ -91,41 +92,34 @@ async def await_endpoint(
     role: str,
     replica: int = 0,
     *,
-    timeout_s: float,
-    began: float | None = None,
+    deadline: Deadline,
     gone: str = "",
 ) -> Endpoint:
-    """Wait for the endpoint; that of the incarnation `gone` is ignored.
-
-    began: when the wait of timeout_s began, by time.monotonic(); None: now.
-    Raises ChannelTimeout that says who is missing.
-    """
-    began = time.monotonic() if began is None else began
+    """Wait for an endpoint, but not that of the incarnation `gone`.  Raises ChannelTimeout that says who is missing."""
     while (endpoint := find(directory, channel, replica)) is None or endpoint.incarnation == gone:
-        _raise_if_late(began + timeout_s, directory, channel, peer_name(role, replica), timeout_s)
-        await asyncio.sleep(_poll_interval_s(began))
+        _raise_if_late(deadline, directory, channel, peer_name(role, replica))
+        await asyncio.sleep(_poll_interval_s(deadline))
     return endpoint
 
 
 def await_endpoint_blocking(
-    directory: Path, channel: str, role: str, replica: int = 0, *, timeout_s: float, began: float | None = None
+    directory: Path, channel: str, role: str, replica: int = 0, *, deadline: Deadline
 ) -> Endpoint:
     """Like await_endpoint, without an event loop."""
-    began = time.monotonic() if began is None else began
     while (endpoint := find(directory, channel, replica)) is None:
-        _raise_if_late(began + timeout_s, directory, channel, peer_name(role, replica), timeout_s)
-        time.sleep(_poll_interval_s(began))
+        _raise_if_late(deadline, directory, channel, peer_name(role, replica))
+        time.sleep(_poll_interval_s(deadline))
     return endpoint
 
 
-def _poll_interval_s(began: float) -> float:
-    return POLL_S if time.monotonic() - began < QUICK_S else LATER_POLL_S
+def _poll_interval_s(deadline: Deadline) -> float:
+    return POLL_S if deadline.passed_s < QUICK_S else LATER_POLL_S
 
 
-def _raise_if_late(deadline: float, directory: Path, channel: str, name: str, timeout_s: float) -> None:
-    if time.monotonic() >= deadline:
+def _raise_if_late(deadline: Deadline, directory: Path, channel: str, name: str) -> None:
+    if deadline.is_over:
         raise ChannelTimeout(
-            f"{name} has not opened channel {channel!r} after {timeout_s:g} s: "
+            f"{name} has not opened channel {channel!r} after {deadline.limit_s:g} s: "
             f"{_file(directory, channel, 0).parent} has no address of it; see its log"
         )
 

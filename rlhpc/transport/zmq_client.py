@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import BlockingClientChannel, ChannelStatistics, ClientChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelClosed, ChannelFull, ChannelTimeout, ProtocolError
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec, Frame
@@ -149,20 +150,18 @@ class ZmqClient(ClientChannel):
 
     async def admission(self, timeout_s: float) -> str:
         """Wait for the handshake; return "" if the server has admitted us, else why not."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while (why := self._dealer.admission_by(loop.time() >= deadline)) is None:  # noqa: ASYNC110 - monitors are polled
+        deadline = Deadline(timeout_s)
+        while (why := self._dealer.admission_by(deadline.is_over)) is None:  # noqa: ASYNC110 - monitors are polled
             await asyncio.sleep(HANDSHAKE_POLL_S)
         return why
 
     async def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = Deadline(timeout_s)
         while not self._dealer.try_send(message, self._pump.try_send):
-            if loop.time() >= deadline:
+            if deadline.is_over:
                 raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
-            await self._pump.room(deadline)
+            await self._pump.room(deadline.left_s)
 
     async def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message."""
@@ -207,21 +206,21 @@ class ZmqBlockingClient(BlockingClientChannel):
 
     def admission(self, timeout_s: float) -> str:
         """Wait for the handshake; return "" if the server has admitted us, else why not."""
-        deadline = time.monotonic() + timeout_s
-        while (why := self._dealer.admission_by(time.monotonic() >= deadline)) is None:
+        deadline = Deadline(timeout_s)
+        while (why := self._dealer.admission_by(deadline.is_over)) is None:
             time.sleep(HANDSHAKE_POLL_S)
         return why
 
     def send(self, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message.  Also raises ProtocolError for a message that may not go to the server."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while not self._dealer.try_send(message, lambda frames: push(self._dealer.socket, frames)):
             if not self._wait_for(zmq.POLLOUT, deadline):
                 raise ChannelFull(f"{self._dealer.title}: nothing was taken for {timeout_s:g} s")
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(math.inf if timeout_s is None else timeout_s)
         while True:
             if not self._dealer.is_open:
                 raise ChannelClosed(f"{self._dealer.title} is closed")
@@ -237,10 +236,10 @@ class ZmqBlockingClient(BlockingClientChannel):
             self._dealer.is_open = False
             self._dealer.close()
 
-    def _wait_for(self, event: int, deadline: float | None) -> bool:
+    def _wait_for(self, event: int, deadline: Deadline) -> bool:
         """Return False once the deadline has passed without the event; a signal's handler runs meanwhile."""
         while True:
-            left_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = deadline.left_s
             if self._dealer.socket.poll(math.ceil(min(left_s, SIGNAL_DELAY_S) * 1e3), event):
                 return True
             if left_s <= SIGNAL_DELAY_S:

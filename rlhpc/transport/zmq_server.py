@@ -21,6 +21,7 @@ import zmq
 
 from rlhpc.config_sections import TransportConfig
 from rlhpc.contracts import ChannelStatistics, Clock, ServerChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelClosed, ChannelFull, PeerUnreachable, ProtocolError
 from rlhpc.topology import ChannelSpec
 from rlhpc.transport.codec import Codec
@@ -100,12 +101,11 @@ class ZmqServer(ServerChannel):
 
     async def send(self, peer: str, message: object, timeout_s: float = 10.0) -> None:
         """Queue one message to one peer.  Also raises ProtocolError for a message that may not go to clients."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = Deadline(timeout_s)
         while not self._try_send(peer, message):
-            if loop.time() >= deadline:
+            if deadline.is_over:
                 raise ChannelFull(f"{self._title}: the queue to {peer} was full for {timeout_s:g} s")
-            await self._pump.room(deadline)
+            await self._pump.room(deadline.left_s)
 
     async def close(self) -> None:
         """Flush what was queued for at most a second; then remove the address."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.files import write_atomically
 from rlhpc.types import WeightGroup, WeightManifest
@@ -65,7 +65,7 @@ class DiskPublisher(WeightPublisher):
             raise GroupFailed("no rendezvous is open")
         directory = _path_of(self._opened)
         marks = [directory / f"joined_{rank:04d}" for rank in range(1, self._opened.world_size)]
-        if not _wait(lambda: all(mark.exists() for mark in marks), self._timeout_s):
+        if not Deadline(self._timeout_s).wait_for(lambda: all(mark.exists() for mark in marks), LOOK_EVERY_S):
             missing = [mark.name for mark in marks if not mark.exists()]
             raise GroupFailed(f"{', '.join(missing)} missing in {directory} after {self._timeout_s:g} s")
         self._is_formed = True
@@ -98,7 +98,8 @@ class DiskPublisher(WeightPublisher):
         def verdicts(kind: str) -> list[int]:
             return [rank for rank in ranks if (directory / f"{kind}_{rank:04d}").exists()]
 
-        _wait(lambda: len(verdicts("verified")) + len(verdicts("torn")) == len(ranks), self._timeout_s)
+        deadline = Deadline(self._timeout_s)
+        deadline.wait_for(lambda: len(verdicts("verified")) + len(verdicts("torn")) == len(ranks), LOOK_EVERY_S)
         missing = set(ranks) - set(verdicts("verified"))
         if missing:
             raise GroupFailed(
@@ -154,7 +155,8 @@ class DiskReceiver(WeightReceiver):
 
     def _wait_for(self, path: Path, directory: Path) -> None:
         """Raises GroupFailed if it does not appear, and is then a member of none."""
-        if not _wait(lambda: path.exists() or (directory / CHECKSUMS).exists(), self._timeout_s):
+        deadline = Deadline(self._timeout_s)
+        if not deadline.wait_for(lambda: path.exists() or (directory / CHECKSUMS).exists(), LOOK_EVERY_S):
             self.leave()
             raise GroupFailed(f"{path} did not appear within {self._timeout_s:g} s")
 
@@ -214,16 +216,6 @@ def _leave_verdict(directory: Path, name: str) -> None:
         (directory / name).touch()
     except OSError as error:
         raise GroupFailed(f"{directory} has gone: {error}") from error
-
-
-def _wait(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until it is done; False after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(LOOK_EVERY_S)
-    return True
 
 
 def _path_of(group: WeightGroup) -> Path:

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.contracts import Allocate, WeightPublisher, WeightReceiver
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed, TornWeights
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.broadcast_header import check_header, check_sums, header_of
@@ -71,10 +71,10 @@ class IpcPublisher(WeightPublisher):
         """Accept every rank; see WeightPublisher."""
         if self._opened is None or self._listener is None:
             raise GroupFailed("no rendezvous is open")
-        deadline = time.monotonic() + self._timeout_s
+        deadline = Deadline(self._timeout_s)
         try:
             while len(self._receivers) < self._opened.world_size - 1:
-                self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+                self._listener.settimeout(max(deadline.left_s, 1e-3))
                 line = _Line(self._listener.accept()[0], self._timeout_s)
                 self._receivers[int(line.read()["rank"])] = line
         except OSError as error:

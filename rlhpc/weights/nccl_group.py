@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 
 c10d: Any = dist  # group classes come from C++ and have no stubs
@@ -68,8 +68,8 @@ def connect(
 
     thread = threading.Thread(target=connect, name="weights-rendezvous", daemon=True)
     thread.start()
-    deadline, words = time.monotonic() + timeout_s, ""
-    while thread.is_alive() and not words and time.monotonic() < deadline:
+    deadline, words = Deadline(timeout_s), ""
+    while thread.is_alive() and not words and not deadline.is_over:
         thread.join(min(LOOK_S, timeout_s))
         words = lost()
     if thread.is_alive():

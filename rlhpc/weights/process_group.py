@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 from rlhpc.weights.lifeline import Lifeline
 from rlhpc.weights.nccl_group import connect, nccl_group
@@ -126,12 +127,12 @@ class SideGroup:
 
         In short sleeps, as torch's own wait for NCCL does: one that waits in torch cannot look at the lifeline.
         """
-        deadline, lost_at, interval_s = time.monotonic() + self._timeout.total_seconds(), math.inf, POLL_S[0]
+        deadline, lost_at, interval_s = Deadline(self._timeout.total_seconds()), math.inf, POLL_S[0]
         while not work.is_completed():
             now = time.monotonic()
             lost_at = min(lost_at, now) if self.lost() else math.inf
-            if now - lost_at > GRACE_S or now > deadline:
-                raise RuntimeError(self.lost() or f"not within {self._timeout.total_seconds():g} s")
+            if now - lost_at > GRACE_S or deadline.is_over:
+                raise RuntimeError(self.lost() or f"not within {deadline.limit_s:g} s")
             time.sleep(interval_s)
             interval_s = min(1.5 * interval_s, POLL_S[1])
         self._num_under_way -= 1

@@ -294,8 +294,8 @@ _BATCH = sorted(
 _PLAIN = [
     *_BATCH,
     *(
-        ROOT / "rlhpc" / name
-        for name in ("__init__.py", "errors.py", "exit_status.py", "files.py", "parent_death.py", "run_layout.py")
+        ROOT / "rlhpc" / f"{name}.py"
+        for name in ("__init__", "deadline", "errors", "exit_status", "files", "parent_death", "run_layout")
     ),
 ]
 

@@ -7,7 +7,6 @@ Layouts of one backend and number of ranks share their processes, which also hol
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhpc.contracts import TrainerBackend
+from rlhpc.deadline import Deadline
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
@@ -91,9 +91,9 @@ class RankProcesses:
 
     def _collect(self) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = Deadline(TIMEOUT_S)
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        while waiting and (ready := wait(list(waiting), timeout=deadline.left_s)):
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
@@ -102,7 +102,7 @@ class RankProcesses:
                 except EOFError:
                     answers[rank] = False, "died without a word"
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = Deadline(min(deadline.left_s, GRACE_S))
         return answers
 
     def close(self, grace_s: float = 10) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.deadline import Deadline
 from rlhpc.errors import CheckpointError
 from rlhpc.types import PackedMicrobatch
 from tests.contracts.trainer_cluster import Rank
@@ -151,7 +151,7 @@ def threads_after_a_step(rank: Rank, *, model: Path, rows: Rows) -> int:
     train(rank, backend, rows)
     backend.close()
     del backend
-    deadline = time.monotonic() + THREADS_END_S
-    while (left := len(list(Path("/proc/self/task").iterdir()))) > FEW_THREADS and time.monotonic() < deadline:
-        time.sleep(0.05)
+    for _ in Deadline(THREADS_END_S).polls(0.05):
+        if (left := len(list(Path("/proc/self/task").iterdir()))) <= FEW_THREADS:
+            break
     return left

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
+from tests.ring.ring_rewards import GATE, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, Run, last_scalar, make_lab, rlhpc
 
@@ -18,11 +21,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.mark.ring
 @pytest.mark.vllm
-def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
+def test_a_run_survives_sigkill_of_one_of_two_generators(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    open_gate(gate)
     run_file = lab.run_file(
         "bereft",
         run={"num_steps": 100_000},  # stopped once everything has been seen
-        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        data={"task": "tests.ring.ring_rewards:gated_parity"},
+        rewards={"timeout_s": 600.0},
         generation={"engine": "vllm", "num_replicas": 2, "max_num_seqs": 8, "max_completion_tokens": 160},
         trainer={"device": "auto"},
         weights={"timeout_s": 10.0},
@@ -30,10 +39,14 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(lab: Lab) -> None:
     )
     layout = lab.layout("bereft")
     with Run(run_file, layout) as run:
-        # Both sample: the victim holds leases, so that there is something to lose.
-        status = run.wait_until(lambda s: s["step"] >= 2 and all(_is_sampling(r) for r in _generators(s, 2)))
-        victim = _generators(status, 2)[0]
+        run.wait_until(lambda s: s["step"] >= 2 and all(_has_sampled(r) for r in _generators(s, 2)))
+        # Nobody is judged from here on: who holds leases holds them until killed, and one does: all slots are full.
+        open_gate(gate, 0)
+        closed = time.time()
+        status = run.wait_until(lambda s: any(_holds_leases(r, s, closed) for r in _generators(s, 2)))
+        victim = next(role for role in _generators(status, 2) if _holds_leases(role, status, closed))
         os.kill(victim["pid"], signal.SIGKILL)
+        open_gate(gate)
         run.wait_for_step(status["step"] + 5)
         back = run.wait_until(lambda s: all(_has_sampled(r) and r["pid"] != victim["pid"] for r in _generators(s, 2)))
         pids = {role["name"]: role["pid"] for role in _generators(back, 2)}
@@ -59,5 +72,7 @@ def _has_sampled(role: dict) -> bool:
     return role["metrics"].get("tokens", 0) > 0
 
 
-def _is_sampling(role: dict) -> bool:
-    return role["metrics"].get("running", 0) > 0
+def _holds_leases(role: dict, status: dict, since: float) -> bool:
+    """It said so half a second after that moment: verdicts that were on their way have arrived."""
+    heard_at = status["unix_time_s"] - role.get("silent_s", 0)
+    return role["pid"] > 0 and heard_at > since + 0.5 and role["waits_for"] == ""

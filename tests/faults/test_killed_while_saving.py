@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from launch.demo.task import write_dataset
+from rlhpc.deadline import Deadline
 from rlhpc.errors import CheckpointError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -106,10 +106,9 @@ def _trainer_of(run: Run) -> psutil.Process:
 
 def _wait_for_words(run: Run, words: str) -> None:
     """Wait until the controller has said so in its log."""
-    deadline = time.monotonic() + CEILING_S
-    while words not in run.layout.log("controller", 0, 0).read_text():
-        assert time.monotonic() < deadline, f"{words!r} was never said\n{run.story()}"
-        time.sleep(0.05)
+    log = run.layout.log("controller", 0, 0)
+    is_said = Deadline(CEILING_S).wait_for(lambda: words in log.read_text(), 0.05)
+    assert is_said, f"{words!r} was never said\n{run.story()}"
 
 
 def _step_of(unfinished: Path) -> int:
@@ -121,8 +120,7 @@ def _stop_in_mid_write(run: Run, trainer: psutil.Process) -> Path:
 
     It may be done sooner than it is stopped: then the next checkpoint is waited for.
     """
-    deadline = time.monotonic() + CEILING_S
-    while time.monotonic() < deadline:
+    for _ in Deadline(CEILING_S).polls(0.001):
         for file in run.layout.checkpoints.glob(".owner_*/.step_*.tmp/trainer/*"):
             trainer.suspend()
             directory = file.parents[1]
@@ -132,7 +130,6 @@ def _stop_in_mid_write(run: Run, trainer: psutil.Process) -> Path:
                 return directory
             trainer.resume()
         assert run.process.poll() is None, f"the run has ended\n{run.story()}"
-        time.sleep(0.001)
     raise AssertionError(f"never caught while writing\n{run.story()}")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.processes import Process
+from rlhpc.deadline import Deadline
 
 PATIENCE_S = 120.0  # what takes a second on a quiet machine has come by then on one where 20 others work
 MakeCluster = Callable[..., DevCluster]  # (shape: ClusterShape | None = None, installation: Installation | None = None)
@@ -53,11 +54,9 @@ def wait_state(cluster: DevCluster, job: int, *states: str, patience_s: float = 
 
 def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> float:
     """Wait; returns the seconds it took."""
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < patience_s, f"not in {patience_s:.0f} s: {what}"
-        time.sleep(0.1)
-    return time.monotonic() - began
+    deadline = Deadline(patience_s)
+    assert deadline.wait_for(is_so, 0.1), f"not in {patience_s:.0f} s: {what}"
+    return deadline.passed_s
 
 
 def seconds_of(action: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 
 from rlhpc.config_sections import TransportConfig
+from rlhpc.deadline import Deadline
 from rlhpc.errors import RlhpcError
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL
@@ -48,9 +49,9 @@ async def _serve(directory: Path) -> None:
     layout, config = channel_layout(directory), TransportConfig(kind="tcp")
     server = open_server(CONTROL, layout=layout, config=config, replica=0, incarnation=_incarnation())
     clients = json.loads((directory / "peers.json").read_text(encoding="utf-8"))["channel"]
-    deadline = time.monotonic() + SERVE_S
+    deadline = Deadline(SERVE_S)
     try:
-        while time.monotonic() < deadline and len(server.peers) < len(clients) - 1:  # noqa: ASYNC110 - peers have no event
+        while not deadline.is_over and len(server.peers) < len(clients) - 1:  # noqa: ASYNC110 - peers have no event
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)  # the last one reads our answer
     finally:

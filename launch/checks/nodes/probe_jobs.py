@@ -14,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from launch.slurm.commands import SlurmError
 from launch.slurm.control import cancel, own_job_ids, own_states_and_reasons
 from launch.slurm.sbatch import submit_once
 from launch.slurm.states import OVER
+from rlhpc.deadline import Deadline
 from rlhpc.transport.keys import mint_run_keys
 
 JOB_S = 120
@@ -83,7 +83,7 @@ def probe_nodes(plan: JobPlan, timeout_s: float) -> Reports:
                 probes.append(_Probe(part, submit_once(script)))
             except SlurmError as error:
                 reports.failed[part.name] = str(error)
-        _attend(_Round(directory, probes, reports, time.monotonic() + timeout_s))
+        _attend(_Round(directory, probes, reports, Deadline(timeout_s)))
     finally:
         reports.left_behind = _clean_up(directory, [part.name for job in plan.jobs for part in job.components])
     return reports
@@ -139,8 +139,8 @@ class _Round:
     directory: Path
     probes: list[_Probe]
     reports: Reports
-    deadline: float  # of time.monotonic, as all below
-    first_ready_at: float | None = None
+    deadline: Deadline
+    first_ready_at: float | None = None  # of time.monotonic, as all below
     introduced_at: float | None = None
     introduced: frozenset[str] = frozenset()
     asked_queue_at: float = 0.0
@@ -157,7 +157,7 @@ class _Round:
             self.introduced = frozenset(self.reports.ready)
             write(self.directory / "peers.json", _introduction(self.reports.ready, self.introduced))
             self.introduced_at = now
-        return now < self.deadline and any(self._is_awaited(probe, now) for probe in self.probes)
+        return not self.deadline.is_over and any(self._is_awaited(probe, now) for probe in self.probes)
 
     def _take(self, path: Path, now: float) -> None:
         name, _, kind = path.name.partition(".")
@@ -245,7 +245,7 @@ def _ask_queue(probes: list[_Probe], now: float) -> None:
 def _clean_up(directory: Path, components: list[str]) -> str:
     """Cancel the jobs, delete the directory; what is left of it, or ""."""
     names, num_empty = {job_name(directory, component) for component in components}, 0
-    for _ in _for_seconds(10.0):
+    for _ in Deadline(10.0).polls(0.2):
         with contextlib.suppress(SlurmError):
             # By name and twice: a sbatch that was interrupted has not told its id, and slurmctld may still read it.
             ids = own_job_ids(names)
@@ -253,16 +253,8 @@ def _clean_up(directory: Path, components: list[str]) -> str:
             if num_empty == 2:  # sooner files that a job holds open could not be deleted on NFS
                 break
             cancel(ids)
-    for _ in _for_seconds(5.0):
+    for _ in Deadline(5.0).polls(0.2):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
             return ""
     return str(directory)
-
-
-def _for_seconds(patience_s: float) -> Iterator[None]:
-    deadline = time.monotonic() + patience_s
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        yield

@@ -24,6 +24,7 @@ from typing import TypedDict, TypeVar
 from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError, StarvedError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
@@ -209,18 +210,19 @@ class StopRequest:
     def __init__(self) -> None:
         """Listen for both signals; call it inside the running loop."""
         self.event = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._deadline = math.inf
-        self._loop.add_signal_handler(signal.SIGTERM, self._request, math.inf)
-        self._loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
+        self._deadline = Deadline(math.inf)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._request, math.inf)
+        loop.add_signal_handler(signal.SIGINT, self._request, INTERRUPT_PATIENCE_S)
 
     async def wait_for(self, work: asyncio.Task[None]) -> None:
         """Wait for the end of `work` for as long as the signals allow; a signal meanwhile may shorten it."""
-        while not work.done() and (left_s := self._deadline - self._loop.time()) > 0:
-            await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
+        while not work.done() and not self._deadline.is_over:
+            await asyncio.wait((work,), timeout=min(self._deadline.left_s, LOOK_S))
 
     def _request(self, patience_s: float) -> None:
-        self._deadline = min(self._deadline, self._loop.time() + patience_s)
+        if patience_s < self._deadline.left_s:
+            self._deadline = Deadline(patience_s)
         self.event.set()
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlhpc.contracts import Clock, ServerChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
 from rlhpc.messages import (
     FormGroup,
@@ -221,14 +222,13 @@ class WeightSync:
 
     async def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
         """Wait until the condition holds; False after `limit_s`, by a clock that excludes pauses of this process."""
-        deadline = self._clock() + limit_s
+        deadline = Deadline(limit_s, self._clock)
         async with self._changed:
             while not is_so():
-                left_s = deadline - self._clock()
-                if left_s <= 0:
+                if deadline.is_over:
                     return False
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(deadline.left_s):
                         await self._changed.wait()
         return True
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
 from rlhpc.contracts import BlockingClientChannel
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelError
 from rlhpc.messages import Heartbeat, SaveReport
 from rlhpc.roles.common.heartbeat import hello
@@ -68,10 +68,10 @@ class TrainerHeartbeat:
 
     def _speak_until_next_beat(self, control: BlockingClientChannel) -> bool:
         """Send queued messages until the next heartbeat is due.  False when asked to stop."""
-        deadline = time.monotonic() + self._interval_s
-        while (remaining_s := deadline - time.monotonic()) > 0:
+        next_beat = Deadline(self._interval_s)
+        while not next_beat.is_over:
             try:
-                message = self._told.get(timeout=remaining_s)
+                message = self._told.get(timeout=next_beat.left_s)
             except queue.Empty:
                 break
             if message is None:

@@ -28,6 +28,7 @@ from launch.commands.doctor.table import exit_status, render
 from launch.plan.site_file import PrologueConfig, load_site
 from launch.slurm.cluster_facts import parse_gpus
 from launch.supervisor import role_task
+from rlhpc.deadline import Deadline
 from tests.patience import PATIENCE_S
 from tests.unit.launch.site_kit import ROOT, component_of, config_of, plan_of, site_of
 from tests.unit.launch.test_slurm_check import FACTS
@@ -178,9 +179,9 @@ def test_two_probes_on_one_machine_tell_their_node_and_reach_each_other(tmp_path
 
 def _answer_until(directory: Path, kind: str, number: int) -> dict[str, Any]:
     """Answer the probes' letters as the login node does, until so many files of a kind are there."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = Deadline(PATIENCE_S)
     while len(found := list(directory.glob(f"*.{kind}.json"))) < number:
-        assert time.monotonic() < deadline
+        assert not deadline.is_over
         for call in directory.glob("*.call.?"):
             answer = directory / call.name.replace("call", "answer")
             if not answer.exists():

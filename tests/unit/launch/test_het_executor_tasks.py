@@ -18,6 +18,7 @@ from submitit.core.utils import DelayedSubmission, pickle_load
 from launch.submitit_hetjob.script import Component, Part, plan_text
 from launch.submitit_hetjob.step import LEAVES_VARIABLE
 from launch.submitit_hetjob.supervisor import read_plan
+from rlhpc.deadline import Deadline
 from tests.patience import PATIENCE_S
 from tests.slurm.het_callables import Counts, FailsFirst, fail, sleep_long
 
@@ -35,10 +36,10 @@ def begin(folder: Path, function: Callable[[], Any], **variables: str) -> subpro
     words = [sys.executable, "-u", "-m", "launch.submitit_hetjob.task", str(folder)]
     out = (folder / "out").open("wb")
     process = subprocess.Popen(words, env={**ENVIRONMENT, **variables}, stdout=out, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = Deadline(PATIENCE_S)
     while not {"counts 3", "asleep"} & set((folder / "out").read_text().replace("life 1 ", "").splitlines()):
         assert process.poll() is None
-        assert time.monotonic() < deadline
+        assert not deadline.is_over
         time.sleep(0.05)
     return process
 

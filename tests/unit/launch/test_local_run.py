@@ -19,6 +19,7 @@ from launch.run_files.plan_file import LOCAL, SCHEMA
 from launch.run_files.run_state import Attempt
 from launch.supervisor import controller_job, role_task
 from launch.supervisor.local_run import LocalSignals, supervise_locally
+from rlhpc.deadline import Deadline
 from rlhpc.errors import OwnershipLost
 from rlhpc.exit_status import EXIT_FENCED, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
@@ -235,10 +236,7 @@ def _children() -> set[int]:
 
 def assert_gone(pids: set[int]) -> None:
     """All of them, in a moment."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and any(map(_lives, pids)):
-        time.sleep(0.02)
-    assert not any(map(_lives, pids))
+    assert Deadline(PATIENCE_S).wait_for(lambda: not any(map(_lives, pids)), 0.02)
 
 
 def _lives(pid: int) -> bool:

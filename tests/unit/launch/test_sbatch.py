@@ -19,6 +19,7 @@ from launch.slurm import sbatch
 from launch.slurm.commands import SlurmError
 from launch.slurm.sbatch import MayBeQueued, submit_script
 from launch.supervisor.other_jobs import submit_again
+from rlhpc.deadline import Deadline
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.ring.run_kit import ROOT
@@ -174,10 +175,7 @@ def _interrupted(fake: FakeSlurm, times: int) -> tuple[str, str]:
         [sys.executable, "-c", SUBMITS, str(fake.script)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE_S
-    while not (fake.here / "begun").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert Deadline(PATIENCE_S).wait_for((fake.here / "begun").exists, 0.05)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.3)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from rlhpc.config_file import write_resolved
+from rlhpc.deadline import Deadline
 from rlhpc.messages import Heartbeat, StopRole, TrainerReady
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES, CONTROL
@@ -117,10 +117,7 @@ async def test_a_trainer_does_not_outlive_what_started_it(tmp_path: Path) -> Non
 
 
 def until_ended(pid: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not has_ended(pid):
-        assert time.monotonic() < deadline, f"{pid} is still there"
-        time.sleep(0.05)
+    assert Deadline(PATIENCE_S).wait_for(lambda: has_ended(pid), 0.05), f"{pid} is still there"
 
 
 def has_ended(pid: int) -> bool:

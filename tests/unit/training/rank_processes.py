@@ -7,7 +7,6 @@ processes have ended when run_ranks returns or raises.
 from __future__ import annotations
 
 import pickle
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from rlhpc.deadline import Deadline
 from tests.rank_context import RANKS
 
 GRACE_S = 2  # for the others, once one rank has failed: they may hang in a collective, or have their own story
@@ -61,9 +61,9 @@ def _collect(pipes: Mapping[Connection, int], timeout_s: float) -> tuple[dict[in
     """Results by rank and stories of failure, until all have answered or time is over."""
     results: dict[int, Any] = {}
     failures: list[str] = []
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     waiting = set(pipes)
-    while waiting and (ready := wait(waiting, timeout=max(0.0, deadline - time.monotonic()))):
+    while waiting and (ready := wait(waiting, timeout=deadline.left_s)):
         for pipe in ready:
             assert isinstance(pipe, Connection)
             waiting.remove(pipe)
@@ -75,14 +75,14 @@ def _collect(pipes: Mapping[Connection, int], timeout_s: float) -> tuple[dict[in
                 results[pipes[pipe]] = answer
             else:
                 failures.append(answer)
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = Deadline(min(deadline.left_s, GRACE_S))
     return results, failures
 
 
 def _end(processes: list[ForkServerProcess]) -> None:
-    deadline = time.monotonic() + GRACE_S
+    deadline = Deadline(GRACE_S)
     for process in processes:
-        process.join(timeout=max(0.0, deadline - time.monotonic()))
+        process.join(timeout=deadline.left_s)
         process.kill()  # this one, by its id; nothing happens to one that has ended
         process.join()
 

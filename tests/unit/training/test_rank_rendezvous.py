@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, RoleFailed
 from rlhpc.host_address import host_address
 from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
@@ -72,10 +73,7 @@ def test_rank_0_tells_nobody_but_the_user_where_it_is(file: Path) -> None:
 
 
 def until_told(file: Path) -> Place:
-    deadline = time.monotonic() + PATIENCE_S
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert Deadline(PATIENCE_S).wait_for(file.exists, 0.01)
     return Place(**json.loads(file.read_bytes()))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout, ProtocolError
 from rlhpc.transport.rendezvous import (
     Endpoint,
@@ -68,25 +69,27 @@ def test_a_successor_is_another_incarnation_and_none_of_an_earlier_start(tmp_pat
 async def test_who_is_gone_for_good_is_not_waited_for(tmp_path: Path):
     publish(tmp_path, FIRST)
     with pytest.raises(ChannelTimeout, match="controller-0 has not opened channel 'leases'"):
-        await await_endpoint(tmp_path, "leases", "controller", timeout_s=0.06, gone="first")
-    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=PATIENCE_S, gone="first"))
+        await await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(0.06), gone="first")
+    waiting = asyncio.create_task(
+        await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(PATIENCE_S), gone="first")
+    )
     await asyncio.sleep(0.01)
     publish(tmp_path, SECOND)
     assert await waiting == SECOND
 
 
 async def test_one_waits_until_the_server_is_there(tmp_path: Path):
-    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", timeout_s=PATIENCE_S))
+    waiting = asyncio.create_task(await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(PATIENCE_S)))
     await asyncio.sleep(0.01)
     publish(tmp_path, FIRST)
     assert await waiting == FIRST
-    assert await_endpoint_blocking(tmp_path, "leases", "controller", timeout_s=0) == FIRST
+    assert await_endpoint_blocking(tmp_path, "leases", "controller", deadline=Deadline(0)) == FIRST
 
 
 async def test_the_error_says_who_is_missing_after_how_long(tmp_path: Path):
     began = time.monotonic()
     with pytest.raises(ChannelTimeout, match=r"controller-0 has not opened channel 'leases' after 0.1 s"):
-        await await_endpoint(tmp_path, "leases", "controller", timeout_s=0.1)
+        await await_endpoint(tmp_path, "leases", "controller", deadline=Deadline(0.1))
     assert 0.09 < time.monotonic() - began < 2
     with pytest.raises(ChannelTimeout, match="reward-3 has not opened channel 'rewards'"):
-        await_endpoint_blocking(tmp_path, "rewards", "reward", 3, timeout_s=0.01)
+        await_endpoint_blocking(tmp_path, "rewards", "reward", 3, deadline=Deadline(0.01))

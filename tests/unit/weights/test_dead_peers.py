@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from rlhpc.deadline import Deadline
 from rlhpc.errors import GroupFailed
 from rlhpc.generation.weight_link import BUSY, FAILED, READY, WeightLink
 from rlhpc.types import WeightGroup
@@ -76,9 +77,9 @@ def doomed() -> Iterator[Doomed]:
 
 
 def reached(link: WeightLink, *states: str) -> str:
-    limit = time.monotonic() + PATIENCE_S
+    deadline = Deadline(PATIENCE_S)
     while (state := link.poll()[0]) not in states:
-        assert time.monotonic() < limit, f"still {state}: the group's own time-out is {TIMEOUT_S:g} s"
+        assert not deadline.is_over, f"still {state}: the group's own time-out is {TIMEOUT_S:g} s"
         time.sleep(0.005)
     return link.poll()[1]
 
@@ -162,10 +163,8 @@ def store(tmp_path: Path) -> Any:
 
 
 def lost(line: Lifeline) -> str:
-    limit = time.monotonic() + PATIENCE_S
-    while not (words := line.lost()) and time.monotonic() < limit:
-        time.sleep(0.001)
-    return words
+    Deadline(PATIENCE_S).wait_for(lambda: bool(line.lost()), 0.001)
+    return line.lost()
 
 
 def test_a_lifeline_is_lost_when_either_end_is_closed(store: Any) -> None:
