@@ -97,6 +97,7 @@ gpu-dry: setup  ## without a GPU: our adapters beside official wheels, and the C
 bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/transport.py
+	$(BIN)/python -m bench.journal
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer

@@ -47,7 +47,7 @@ from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 DISTINCT = 32  # rollouts that go round
 WARM = 200  # messages before the clock starts
 QUEUE = 200
-SPEC = dataclasses.replace(LEASES, capacity_messages=QUEUE)
+SPEC = dataclasses.replace(LEASES, to_server=(ScoredRollout,), capacity_messages=QUEUE)
 
 
 @functools.cache

@@ -18,6 +18,7 @@
     ├── PackingError           a sample does not fit the token budget                             (user)
     ├── LedgerError            a group or lease was used against its life cycle                   (bug)
     ├── SegmentError           a rollout segment is damaged or of a schema not known here         (world)
+    ├── JournalError           a journal of rollouts cannot be written, or is not one             (world)
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
     ├── StarvedError           active sampling found only zero-variance groups            (user)
@@ -108,6 +109,10 @@ class LedgerError(RlhpcError):
 
 class SegmentError(RlhpcError):
     """A rollout segment is damaged, unsealed or of an unknown schema."""
+
+
+class JournalError(RlhpcError):
+    """A journal of rollouts cannot be written, is of an unknown schema, or is none."""
 
 
 class CheckpointError(RlhpcError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.types import Prefix, WeightGroup, WeightManifest
+from rlhpc.types import Prefix, ScoredRollout, WeightGroup, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,24 @@ class CancelGroup:
     """The group was dropped: abort its rollouts."""
 
     group_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Generator → controller: a rollout, which the generator keeps until the controller has it on disk."""
+
+    number: int  # of this generator's deliveries, from 1; a delivery that is sent again keeps its number
+    oldest: int  # all below it need no answer any more
+    outbox: str  # which counts them: another one after each start of the process
+    scored: ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Controller → generator: all deliveries up to this number are on disk."""
+
+    number: int
+    outbox: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhpc import messages as m
-from rlhpc.types import Lease, PackedBatch, ScoredRollout
+from rlhpc.types import Lease, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ CONTROL = ChannelSpec(
 )  # fmt: skip
 LEASES = ChannelSpec(
     "leases", "controller", ("generator",),
-    (ScoredRollout, m.LeaseReturn, m.LeaseProgress),
-    (Lease, m.CancelGroup),
+    (m.Delivery, m.LeaseReturn, m.LeaseProgress),
+    (Lease, m.CancelGroup, m.Delivered),
     10_000,
 )  # fmt: skip
 BATCHES = ChannelSpec(

@@ -7,13 +7,13 @@ their final names, and files deleted before they could be read are left out.
 
 from __future__ import annotations
 
-import enum
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
+from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows
+from launch.checks.run_rows import Progress, Row, Verdict, listed
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
@@ -29,34 +29,18 @@ from rlhpc.training.checkpoint.directory import (
     what_was_set_aside,
 )
 
-Progress = Callable[[str], None]
-
-
-class Verdict(enum.Enum):
-    """What a row comes to."""
-
-    SOUND = "sound"
-    NOTE = "note"  # nothing is wrong with what counts
-    DAMAGED = "damaged"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One thing that was looked at."""
-
-    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "leftovers"
-    name: str
-    verdict: Verdict
-    text: str
-
 
 def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     """Look at everything; progress is told what is being read.  Raises ConfigError if it is no run directory."""
     if not layout.is_run:
         raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    first = first_rollout(layout)
     parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
     rows = [row for part in parts for row in part(layout, progress)]
-    return [*rows, *_segments_that_are_needed(layout, chosen_step(rows)), *_leftovers(layout)]
+    step = chosen_step(rows)
+    rows += _segments_that_are_needed(layout, step)
+    rows += [*journal_rows(layout, progress), *beginning_that_is_needed(layout, step, first)]
+    return [*rows, *event_rows(layout, progress), *_leftovers(layout)]
 
 
 def chosen_step(rows: list[Row]) -> int | None:
@@ -157,7 +141,7 @@ def _segments(layout: RunLayout, progress: Progress) -> Iterator[Row]:
                 yield Row("segments", path.name, Verdict.DAMAGED, str(error))
     twice = sorted(group for group, count in groups.items() if count > 1)
     if twice:
-        text = f"groups that are in segments twice: {', '.join(map(str, twice[:10]))}{' …' if twice[10:] else ''}"
+        text = f"groups that are in segments twice: {listed(twice)}"
         yield Row("segments", layout.rollouts.name, Verdict.DAMAGED, text)
     if paths and not num_damaged:
         text = f"{len(groups)} groups, all checksums right"

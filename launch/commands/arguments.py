@@ -132,11 +132,13 @@ def is_family(options: argparse.Namespace) -> bool:
 
 
 def takes_resume_point(parser: argparse.ArgumentParser) -> None:
-    """Add --from-start and --step."""
+    """Add --from-start, --step and --no-replay."""
     where = parser.add_mutually_exclusive_group()
     text = "resume at step 0: set all checkpoints and rollouts aside"
     where.add_argument("--from-start", action="store_true", help=text)
     where.add_argument("--step", type=int, metavar="N", help="resume from this checkpoint; set newer ones aside")
+    text = "do not train the steps after the checkpoint again from the journal: sample them anew"
+    where.add_argument("--no-replay", action="store_true", help=text)
 
 
 def resume_point(options: argparse.Namespace) -> ResumePoint:
@@ -144,14 +146,19 @@ def resume_point(options: argparse.Namespace) -> ResumePoint:
     # Imports what reads checkpoints; --help need not wait for it.
     from launch.run_directory.checkpoint_choice import ResumePoint
 
-    is_resume = getattr(options, "resume", True)
-    if (options.from_start or options.step is not None) and not is_resume:
-        option = "--from-start" if options.from_start else "--step"
-        raise ConfigError(f"{option} chooses where a resume begins: use it with --resume")
-    return ResumePoint(options.from_start, options.step)
+    point = ResumePoint(options.from_start, options.step, options.no_replay)
+    if point != ResumePoint() and not getattr(options, "resume", True):
+        raise ConfigError(f"{_spelt(options)} chooses where a resume begins: use it with --resume")
+    return point
 
 
 def refuse_resume_point(options: argparse.Namespace) -> None:
     """For several runs at once.  Raises ConfigError if one of the options is given."""
-    if options.from_start or options.step is not None:
-        raise ConfigError("--step and --from-start apply to one run; use `rlhpc resume RUN_DIR` for each")
+    if option := _spelt(options):
+        raise ConfigError(f"{option} applies to one run; use `rlhpc resume RUN_DIR` for each")
+
+
+def _spelt(options: argparse.Namespace) -> str:
+    """The one that was given; "": none."""
+    given = {"--from-start": options.from_start, "--step": options.step is not None, "--no-replay": options.no_replay}
+    return next((option for option, is_given in given.items() if is_given), "")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from launch.checks.run_check import Row, Verdict, check_run, chosen_step
+from launch.checks.run_check import check_run, chosen_step
+from launch.checks.run_rows import Row, Verdict
 from launch.common.paths import without_dots
 from launch.common.text_table import aligned
 from rlhpc.errors import ConfigError

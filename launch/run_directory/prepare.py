@@ -21,6 +21,7 @@ from typing import Any
 from launch.plan.processes import process_names
 from launch.run_directory.checkpoint_choice import LOGIN_NODE_BYTES, NEWEST, ResumePoint, Tell, choose, put_aside
 from launch.run_directory.inputs import Inputs, look_at_inputs, refuse_other_inputs, write_inputs
+from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.owner import OWN_FILES, own_run, refuse_launcher
 from launch.run_files.job_records import read_records
 from launch.run_files.run_state import saved_step
@@ -75,6 +76,7 @@ def prepare_run_dir(
         _refuse_shorter(config, layout, choice.step or 0)
         _take_up(config, layout, renewal)
         aside = put_aside(choice, tell)
+        set_journal_aside(layout, resume_from, renewal.changed, index, tell)
         return note_attempt(layout, Attempt(index, choice.step, owner, renewal.changed), set_aside=aside)
     if exists and fresh:
         _delete_contents(layout)
@@ -104,6 +106,7 @@ def prepare_run_dir_for_jobs(
             _refuse_shorter(config, layout, choice.step or 0)
             _take_up(config, layout, renewal)
             put_aside(choice, tell)
+            set_journal_aside(layout, resume_from, renewal.changed, num_attempts(layout), tell)
             return renewal.changed
         if exists and fresh:
             _delete_contents(layout)
@@ -125,7 +128,7 @@ def refuse_run_dir_for_jobs(
     if not resume:
         return exists, None
     renewal = _renewal(config, layout)
-    if resume_from == NEWEST:
+    if not resume_from.from_start and resume_from.step is None:
         _refuse_complete(config, layout)
         _refuse_shorter(config, layout, saved_step(layout))
     return exists, renewal

@@ -53,7 +53,7 @@ class AdmissionLedger:
         self._clock = clock
         known = lost_leases or LostLeases()
         self._leases = LeaseBook(lease_deadline_s, max_attempts, clock=clock, lost_leases=known)
-        self._next_group_id = 0
+        self.next_group_id = 0  # of the group that is admitted next
         self._untaken: dict[int, GroupRecord] = {}  # in flight or finished, in order of admission
         self._taken: dict[int, GroupRecord] = {}
         self._num_released = 0
@@ -71,16 +71,17 @@ class AdmissionLedger:
         """Upper bound of the staleness of a taken group, in steps."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_step
 
-    def admit(self, prompt: Prompt, policy_version: int) -> int:
+    def admit(self, prompt: Prompt, policy_version: int, *, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
 
+        again: it had a slot before the run was interrupted, and gets one whether or not one is free.
         Raises LedgerError when no slot is free; then nothing changes.
         """
-        if not self.has_slot:
+        if not (self.has_slot or again):
             raise LedgerError(f"no free slot among {self.num_slots} for prompt {prompt.prompt_id}")
         members = [MemberRecord() for _ in range(self.group_size)]
-        group = GroupRecord(self._next_group_id, prompt, policy_version, self._clock(), members)
-        self._next_group_id += 1
+        group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
+        self.next_group_id += 1
         self._untaken[group.group_id] = group
         self._leases.add(group)
         return group.group_id
@@ -119,11 +120,7 @@ class AdmissionLedger:
         return self._leases.outstanding(holder)
 
     def deliver(self, group_id: int, sample_index: int) -> bool:
-        """Record that a member arrived; True if it is new and wanted.
-
-        False, without effect, for a second copy and for members of groups that are unknown or dropped.  It does not
-        matter who holds the member: a generator that lost the lease may still be the first to deliver.
-        """
+        """Record that a member arrived, whoever holds it.  False, without effect, if it is not wanted (any more)."""
         if not self.is_wanted(group_id, sample_index):
             return False
         self._leases.deliver(self._untaken[group_id], sample_index)
@@ -183,7 +180,7 @@ class AdmissionLedger:
         self._dropped[reason.value] += 1
 
     def takeable(self, num_groups: int) -> list[int]:
-        """Ids of the groups, at most num_groups, that the anchored window lets a batch take now, oldest first.
+        """Ids of at most num_groups groups that the anchored window lets a batch take now, oldest first.
 
         The anchor is the oldest group neither taken nor dropped; a group may pass it by less than window_groups ids.
         """
@@ -203,17 +200,21 @@ class AdmissionLedger:
         chosen = self.takeable(num_groups)
         if len(chosen) < num_groups:
             return None
-        for group_id in chosen:
+        self.take_these(chosen, step)
+        return chosen
+
+    def take_these(self, group_ids: Sequence[int], step: int) -> None:
+        """Move finished groups into the batch of a step.  Raises LedgerError, before any, if one is not finished."""
+        for group_id in group_ids:
+            if group_id not in self._untaken or not self._untaken[group_id].is_finished:
+                raise LedgerError(f"group {group_id} cannot be taken: it is {self._whereabouts(group_id)}")
+        for group_id in group_ids:
             group = self._untaken.pop(group_id)
             group.step = step
             self._taken[group_id] = group
-        return chosen
 
     def release(self, group_ids: Sequence[int]) -> None:
-        """Free the slots of taken groups: the weights of their step are live on the generators.
-
-        Raises LedgerError if one of them is not taken, or is named twice; then nothing changes.
-        """
+        """Free the slots of groups whose weights are live.  Raises LedgerError, before any, if one is not taken."""
         for group_id in group_ids:
             if group_id not in self._taken:
                 raise LedgerError(f"group {group_id} cannot be released: it is {self._whereabouts(group_id)}")
@@ -257,7 +258,7 @@ class AdmissionLedger:
         """Groups per state, and members held or lost, for metrics and status."""
         num_finished = sum(group.is_finished for group in self._untaken.values())
         return {
-            "admitted": self._next_group_id,
+            "admitted": self.next_group_id,
             "in_flight": len(self._untaken) - num_finished,
             "finished": num_finished,
             "taken": len(self._taken),
@@ -272,9 +273,9 @@ class AdmissionLedger:
     def conservation(self) -> None:
         """Raise LedgerError unless every admitted group is in exactly one state and the leases agree with it."""
         num_ended = self._num_released + self._dropped.total()
-        if self._num_slots_taken + num_ended != self._next_group_id or self._untaken.keys() & self._taken.keys():
+        if self._num_slots_taken + num_ended != self.next_group_id or self._untaken.keys() & self._taken.keys():
             raise LedgerError(
-                f"{self._next_group_id} groups admitted, but {len(self._untaken)} wait, {len(self._taken)} are taken, "
+                f"{self.next_group_id} groups admitted, but {len(self._untaken)} wait, {len(self._taken)} are taken, "
                 f"{self._num_released} released and {self._dropped.total()} dropped"
             )
         if unfinished := [group_id for group_id, group in self._taken.items() if not group.is_finished]:
@@ -293,7 +294,7 @@ class AdmissionLedger:
         again = [group for group in self.groups if group.step is None or group.step >= next_step]
         return {
             "group_size": self.group_size,
-            "next_group_id": self._next_group_id,
+            "next_group_id": self.next_group_id,
             "num_released": self._num_released + self._num_slots_taken - len(again),
             "dropped": dict(self._dropped),
             "groups": [group.to_json() for group in sorted(again, key=lambda group: group.group_id)],
@@ -317,7 +318,7 @@ class AdmissionLedger:
     def _restore(self, state: dict[str, Any]) -> None:
         if state["group_size"] != self.group_size:
             raise CheckpointError(f"the ledger was saved with group_size={state['group_size']}, not {self.group_size}")
-        self._next_group_id = int(state["next_group_id"])
+        self.next_group_id = int(state["next_group_id"])
         self._num_released = int(state["num_released"])
         self._dropped = Counter({DropReason(reason).value: int(n) for reason, n in state["dropped"].items()})
         for saved in state["groups"]:
@@ -344,4 +345,4 @@ class AdmissionLedger:
             return f"taken for step {self._taken[group_id].step}"
         if group_id in self._untaken:
             return "finished, not taken" if self._untaken[group_id].is_finished else "in flight"
-        return "released or dropped" if 0 <= group_id < self._next_group_id else "unknown: it was never admitted"
+        return "released or dropped" if 0 <= group_id < self.next_group_id else "unknown: it was never admitted"

@@ -11,19 +11,22 @@ a segment; a checkpoint carries everything else, incomplete groups included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
 from rlhpc.buffer.group_record import GroupRecord
+from rlhpc.buffer.history import START, History, Position
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.buffer.segments import SegmentWriter, to_hdf5
 from rlhpc.errors import CheckpointError, LedgerError, SegmentError
-from rlhpc.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, ScoredRollout
+from rlhpc.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, ScoredRollout, Verdict
 
 BUFFERED_FILE = "buffered.h5"
 
@@ -36,6 +39,7 @@ class FrozenBuffer:
     ledger: dict[str, Any]
     next_step: int
     segments: SegmentWriter  # cut at that moment
+    position: Position  # of the journal, at that moment
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Seal what was resolved before that moment and write what was not into `directory`.
@@ -46,14 +50,15 @@ class FrozenBuffer:
         next_index = self.segments.seal_to_cut()
         # Uncompressed: it is read once, by a resume, or never.
         write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
-        return {"ledger": self.ledger, "next_segment_index": next_index}
+        return {"ledger": self.ledger, "next_segment_index": next_index, "journal": asdict(self.position)}
 
 
 class RolloutBuffer:
     """Groups by id, between prompts and trainer.  Synchronous: a change is seen whole or not at all."""
 
-    def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter) -> None:
-        self._ledger, self.segments = ledger, segments
+    def __init__(self, ledger: AdmissionLedger, segments: SegmentWriter, journal: RolloutJournal | None = None) -> None:
+        """journal: where the history is written; None: it is not, as while it is being restored."""
+        self._ledger, self.segments, self.journal = ledger, segments, journal
         self._members: dict[int, dict[int, ScoredRollout]] = {}  # group → sample index → member, while incomplete
         self._groups: dict[int, RolloutGroup] = {}  # complete and neither consumed nor dropped
 
@@ -66,7 +71,9 @@ class RolloutBuffer:
 
     def admit(self, prompt: Prompt, policy_version: int) -> int:
         """Admit a prompt under the live version; return its group's id.  Raises LedgerError when no slot is free."""
-        return self._ledger.admit(prompt, policy_version)
+        group_id = self._ledger.admit(prompt, policy_version)
+        self._note(Admitted(group_id, prompt.prompt_id, policy_version))
+        return group_id
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
@@ -130,6 +137,8 @@ class RolloutBuffer:
                 f"{rollout.prompt.prompt_id}"
             )
         self._ledger.deliver(rollout.group_id, rollout.sample_index)
+        if self.journal is not None:
+            self.journal.add(scored, record.admitted_version)
         return self._add(scored)
 
     def is_open(self, group_id: int) -> bool:
@@ -143,18 +152,37 @@ class RolloutBuffer:
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
         group_ids = self._ledger.take(num_groups, step)
-        return None if group_ids is None else [self._groups[group_id] for group_id in group_ids]
+        if group_ids is None:
+            return None
+        self._note(Taken(step, group_ids))
+        return [self._groups[group_id] for group_id in group_ids]
 
-    def consume(self, groups: Sequence[RolloutGroup], step: int, *, trained_version: int, applied: bool) -> None:
+    def take_again(self, group_ids: Sequence[int], step: int) -> list[RolloutGroup]:
+        """Take the batch that a step had before the run was interrupted.  Raises LedgerError if one is not finished."""
+        self._ledger.take_these(group_ids, step)
+        self._note(Taken(step, group_ids))
+        return [self._groups[group_id] for group_id in group_ids]
+
+    def consume(
+        self,
+        groups: Sequence[RolloutGroup],
+        step: int,
+        *,
+        trained_version: int,
+        applied: bool,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Record that the optimiser step has used these groups.  Called after the step's report, before `release`.
 
-        trained_version: of the policy that the step began with; applied: whether it led to another.
+        trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
+        trainer's, for a replay to compare with.
 
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
+        self._note(Trained(step, trained_version, applied, metrics or {}))
         for group in groups:
             attempts = self._ledger.group(group.group_id).attempts
             self.segments.add(
@@ -183,6 +211,7 @@ class RolloutBuffer:
         """
         record = self._ledger.group(group_id)
         self._ledger.drop(group_id, reason)
+        self._note(Dropped(group_id, reason))
         group = self._groups.pop(group_id, None) or self._assembled(record)
         self._members.pop(group_id, None)
         self.segments.add(ResolvedGroup(group, drop_reason=reason, attempts=record.attempts))
@@ -218,7 +247,8 @@ class RolloutBuffer:
         groups = [self._buffered(group) for _, group in sorted(self._groups.items())]
         groups += [self._buffered(self._assembled(self._ledger.group(i))) for i in sorted(self._members)]
         self.segments.cut()
-        return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments)
+        position = START if self.journal is None else self.journal.position
+        return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments, position)
 
     def load(self, directory: Path) -> int:
         """Take back what a frozen buffer wrote; the ledger was made from the same state.  Returns the number of groups.
@@ -241,6 +271,51 @@ class RolloutBuffer:
             for member in resolved.group.members:
                 self._add(member)
         return len(saved)
+
+    # -------------------------------------------------------------------------------------------------- restoration
+
+    def restore(self, history: History, draw: Callable[[], Prompt]) -> list[ResolvedGroup]:
+        """Bring back what has happened since the checkpoint, or since the start: admissions, rollouts, drops.
+
+        Groups that were trained on since then are finished again.  draw: the next prompt of the seeded order.
+        Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
+        Raises CheckpointError if the order of prompts is not that of the history.
+        """
+        while (admitted := history.admitted.get(self._ledger.next_group_id)) is not None:
+            prompt = draw()
+            if prompt.prompt_id != admitted.prompt:
+                raise CheckpointError(
+                    f"group {admitted.group} was admitted for prompt {admitted.prompt}, and the next one is "
+                    f"{prompt.prompt_id}: the order of prompts has changed"
+                )
+            self._ledger.admit(prompt, admitted.version, again=True)
+        changed, dropped = set[int](), dict(history.dropped)
+        for record in history.rollouts:
+            rollout = record.scored.rollout
+            if self._ledger.deliver(rollout.group_id, rollout.sample_index):
+                self._add(record.scored)
+                changed.add(rollout.group_id)
+                if record.scored.verdict is Verdict.VERIFIER_ERROR:
+                    dropped.setdefault(rollout.group_id, DropReason.VERIFIER_ERROR)
+        found = [ResolvedGroup(group) for group in self.finished() if group.group_id in changed - dropped.keys()]
+        for group_id, reason in dropped.items():
+            if self._ledger.is_open(group_id):
+                group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
+                found.append(ResolvedGroup(group, drop_reason=reason))
+                self.drop(group_id, reason)
+        return sorted(found, key=lambda resolved: resolved.group.group_id)
+
+    def is_finished(self, group_id: int) -> bool:
+        """True if all members are here, and the group is neither taken nor dropped."""
+        return self._ledger.is_open(group_id) and group_id in self._groups
+
+    def finished(self) -> list[RolloutGroup]:
+        """All groups that are complete and neither taken nor dropped, in order of admission."""
+        return [self._groups[group_id] for group_id in self.open_groups() if group_id in self._groups]
+
+    def _note(self, event: Event) -> None:
+        if self.journal is not None:
+            self.journal.note(event)
 
     def _buffered(self, group: RolloutGroup) -> ResolvedGroup:
         return ResolvedGroup(group, attempts=self._ledger.group(group.group_id).attempts)

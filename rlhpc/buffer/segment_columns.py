@@ -176,7 +176,8 @@ def decode_text(text: bytes) -> str:
     return text.decode("utf-8", "surrogatepass")
 
 
-def _encode_text(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
+    """UTF-8, as in text columns; a lone surrogate is no special case."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -191,8 +192,8 @@ def _group_row(resolved: ResolvedGroup) -> _GroupRow:
         drop_reason=(resolved.drop_reason or "").encode(),
         num_rollouts=len(group.members),
         prompt_token_ids=np.ascontiguousarray(prompt.token_ids, dtype="<i4"),
-        task=_encode_text(prompt.task),
-        reference=_encode_text(prompt.reference),
+        task=encode_text(prompt.task),
+        reference=encode_text(prompt.reference),
         trained_version=resolved.trained_version,
         applied=-1 if resolved.applied is None else int(resolved.applied),
     )
@@ -212,8 +213,8 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
         reward=float(scored.reward),
         verdict=scored.verdict.encode(),
         finish_reason=rollout.finish_reason.encode(),
-        detail=_encode_text(scored.detail),
-        reward_parts=_encode_text(json.dumps(scored.reward_parts)),
+        detail=encode_text(scored.detail),
+        reward_parts=encode_text(json.dumps(scored.reward_parts)),
         tokens=tuple(np.ascontiguousarray(a, dtype=t) for a, t in zip(arrays, _TOKEN_COLUMNS.values(), strict=True)),
     )
 

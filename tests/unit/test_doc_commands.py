@@ -35,7 +35,7 @@ SHOWN_WITH_OUTPUT = {
     "docs/slurm.md": "tests/unit/launch/test_job_plan.py",
     "docs/tutorial.md": "tests/unit/test_tutorial.py",
 }
-NOT_COMMANDS = {"rollouts"}  # `rlhpc rollouts` begins a segment file
+NOT_COMMANDS = {"rollouts", "journal"}  # `rlhpc rollouts` and `rlhpc journal` begin files
 KEY = re.compile(r"([a-z]\w*)\.([a-z]\w*)=.*", re.DOTALL)
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rlhpc.contracts import Clock
-from rlhpc.errors import CheckpointError, SegmentError
+from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.disk_patience import DiskPatience
-from rlhpc.roles.controller.saved_state import SavedState, write_saved_state
+from rlhpc.roles.controller.saved_state import SavedState, delete_needless_journals, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.run_layout import RunLayout
@@ -163,7 +163,9 @@ class CheckpointWriter:
         self._check_ownership()
         try:
             await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
-        except CheckpointError as error:
+            kept = [step for step, _ in self._known.steps()]
+            await asyncio.to_thread(delete_needless_journals, self._layout, kept)
+        except (CheckpointError, JournalError, OSError) as error:
             log.warning("%s", error)
         self.write_s = time.monotonic() - began
         log.info("checkpoint %s complete after %.2f s, trainer's part %.2f s", final.name, self.write_s, report.seconds)

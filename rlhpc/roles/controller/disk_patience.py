@@ -24,13 +24,18 @@ class DiskPatience:
     def __init__(self, clock: Clock, limit_s: float = DISK_PATIENCE_S) -> None:
         self._clock, self._limit_s = clock, limit_s
         self._failing_since: float | None = None
-        self._pause_s = 0.0  # after the last failure: doubles with every failure
+        self.pause_s = 0.0  # seconds to wait after the last failure: doubles with every failure
         self._failed_at = 0.0
+
+    @property
+    def is_failing(self) -> bool:
+        """True if the last write has failed."""
+        return self._failing_since is not None
 
     @property
     def may_try(self) -> bool:
         """True unless a write has failed very recently."""
-        return self._failing_since is None or self._clock() - self._failed_at >= self._pause_s
+        return self._failing_since is None or self._clock() - self._failed_at >= self.pause_s
 
     @property
     def is_exhausted(self) -> bool:
@@ -43,14 +48,14 @@ class DiskPatience:
         if self._failing_since is None or self.is_exhausted:
             return "not tried again"
         left_s = self._limit_s - (self._failed_at - self._failing_since)
-        return f"trying again for {left_s:.0f} s, next in {self._pause_s:.0f} s"
+        return f"trying again for {left_s:.0f} s, next in {self.pause_s:.0f} s"
 
     def failed(self) -> None:
         """A write has failed."""
         self._failed_at = self._clock()
         if self._failing_since is None:
-            self._failing_since, self._pause_s = self._failed_at, 0.0
-        self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+            self._failing_since, self.pause_s = self._failed_at, 0.0
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
         """A write has succeeded."""

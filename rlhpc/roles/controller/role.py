@@ -28,9 +28,10 @@ from contextlib import AsyncExitStack, suppress
 from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, OwnershipLost, SegmentError
+from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, JournalError, OwnershipLost, SegmentError
 from rlhpc.messages import (
     CancelGroup,
+    Delivery,
     Heartbeat,
     Hello,
     LeaseProgress,
@@ -46,6 +47,7 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
+from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
@@ -59,7 +61,6 @@ from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
 from rlhpc.topology import BATCHES, CONTROL, LEASES
 from rlhpc.transport.open import open_server
-from rlhpc.types import ScoredRollout
 
 log = logging.getLogger("rlhpc.controller")
 WATCH_INTERVAL_S = 0.5
@@ -108,6 +109,7 @@ class Controller:
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             clock=self._awake,
         )
+        self._journaling = Journaling(self._state.journal, leases, self._awake)
         self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
@@ -142,6 +144,7 @@ class Controller:
             step=self._state.step,
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
+            durable=self._journaling.durable,
         )
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -164,6 +167,7 @@ class Controller:
                     self._take_in(),
                     self._dispatcher.run(),
                     self._watch(),
+                    self._journaling.run(),
                     self._recorder.lag.run(),
                     self._awake.run(),
                 )
@@ -187,6 +191,11 @@ class Controller:
                 "they restored different checkpoints"
             )
         self._weight_sync.describe(ready.manifest, ready.device)
+        if self._state.replay.steps:
+            self._recorder.training_begins()
+        await self._loop.replay(self._state.replay, stop, self._sink.restored, self._recorder.record)
+        if stop.is_set():
+            return  # nothing is saved: the checkpoint before it and the journal hold all of it
         self._board.figures.phase = "waiting for generators"
         await self._loop.begin()
         self._recorder.training_begins()
@@ -216,8 +225,10 @@ class Controller:
         """Receive rollouts and progress from generators."""
         while True:
             name, message = await self._leases.receive()
-            if isinstance(message, ScoredRollout):
-                if not self._sink.receive(name, message):
+            if isinstance(message, Delivery):
+                has_changed = self._sink.receive(name, message.scored)
+                self._journaling.received(name, message)
+                if not has_changed:
                     continue
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
@@ -304,6 +315,8 @@ class Controller:
         """Write to disk what is only in memory: metrics, and rollouts that a failed run still holds."""
         self._recorder.close()
         try:
+            self._state.journal.commit()
             self._state.segments.seal_all()
-        except (SegmentError, OwnershipLost):
+        except (JournalError, SegmentError, OwnershipLost):
             log.exception("%d groups could not be sealed", self._state.segments.num_pending)
+        self._state.journal.close()

@@ -7,12 +7,13 @@ it is dropped and its slot is free at once, so that batches are always full.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlhpc.algorithms.advantages import has_reward_variance
-from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.errors import StarvedError
@@ -64,6 +65,22 @@ class RolloutSink:
         self._check_reward_variance(group)
         return True
 
+    def restored(self, groups: Iterable[ResolvedGroup]) -> None:
+        """Groups have come back from the journal, finished or dropped: count them, as if they arrived now.
+
+        One that is finished and has no variance is dropped, if that was not recorded any more.
+        """
+        for resolved in groups:
+            group = resolved.group
+            self.stats.num_tokens += sum(len(member.rollout.token_ids) for member in group.members)
+            if resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD:
+                self.stats.groups.append(group)
+            if resolved.drop_reason is not None:
+                self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
+                self._count_drop(resolved.drop_reason)
+            elif self._buffer.is_open(group.group_id):
+                self._check_reward_variance(group)
+
     @property
     def verifier_error_share(self) -> float:
         """Share of verifier errors among the last verdicts, 0–1."""
@@ -74,7 +91,10 @@ class RolloutSink:
         if self._buffer.is_open(group_id):
             if self._buffer.drop(group_id, reason):
                 self.cancelled.append(group_id)
-            self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
+            self._count_drop(reason)
+
+    def _count_drop(self, reason: DropReason) -> None:
+        self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
 
     def drain(self) -> IntakeStats:
         """Return what was received since the last call, and start over."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.buffer.history import Position, delete_old_journals
 from rlhpc.buffer.segment_files import set_aside_lost_segments
 from rlhpc.errors import CheckpointError
 from rlhpc.files import write_atomically
@@ -74,6 +76,11 @@ class SavedState:
     membership: dict[str, Any]
     totals: dict[str, Any]
 
+    @property
+    def position(self) -> Position:
+        """Of the journal: what came later is not in this checkpoint."""
+        return Position(**self.buffer.get("journal", {}))  # checkpoints before the journal have none
+
 
 def read_saved_state(layout: RunLayout, step: int) -> SavedState:
     """Read the controller's part.  Raises CheckpointError."""
@@ -84,12 +91,22 @@ def read_saved_state(layout: RunLayout, step: int) -> SavedState:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def delete_needless_journals(layout: RunLayout, steps: Sequence[int]) -> None:
+    """Delete the journal files that none of these checkpoints needs for going on.
+
+    Raises CheckpointError, JournalError, OSError.
+    """
+    positions = [read_saved_state(layout, step).position for step in steps]
+    if positions:
+        delete_old_journals(layout.rollouts, min(positions, key=lambda position: position.num_rollouts))
+
+
 def set_aside_later_segments(layout: RunLayout, state: SavedState | None, attempt: int) -> int:
     """Set aside what a resume undoes and return the number of the first segment to write."""
     first = int(state.buffer["next_segment_index"]) if state is not None else 0
     lost = set_aside_lost_segments(layout.rollouts, first, attempt)
     if lost:
-        log.warning("%d segments of undone steps are set aside in %s", len(lost), lost[0].parent)
+        log.info("%d segments later than the checkpoint are set aside in %s", len(lost), lost[0].parent)
     return first
 
 

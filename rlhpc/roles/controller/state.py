@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.buffer.event_log import Began
+from rlhpc.buffer.history import START, Replay, read_history, recorded_steps
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError
+from rlhpc.errors import CheckpointError, JournalError
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.saved_state import SavedState, Totals, read_saved_state, set_aside_later_segments
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
 from rlhpc.weights.membership import Membership
 
+log = logging.getLogger("rlhpc.state")
 SEGMENT_S = 60.0  # a group waits no longer for its segment: a reader beside the run is a minute behind
 
 
@@ -29,11 +34,13 @@ class ControllerState:
     prompts: PromptSource
     tokenizer: PromptTokenizer
     segments: SegmentWriter
+    journal: RolloutJournal
     buffer: RolloutBuffer
     membership: Membership
     totals: Totals
     step: int  # the step to begin with
     policy_version: int
+    replay: Replay = field(default_factory=Replay)  # what has to be done again before the run goes on
     attempt: int = 0  # of the run
     lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
 
@@ -57,9 +64,46 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         buffer.load(layout.checkpoint(saved.step))
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    replay, journal = _restore(context, saved, step, buffer, prompts)
     return ControllerState(
-        prompts, tokenizer, segments, buffer, membership, totals, step, policy_version, context.attempt, lost_leases
+        prompts,
+        tokenizer,
+        segments,
+        journal,
+        buffer,
+        membership,
+        totals,
+        step,
+        policy_version,
+        replay,
+        context.attempt,
+        lost_leases,
     )
+
+
+def _restore(
+    context: RoleContext, saved: SavedState | None, step: int, buffer: RolloutBuffer, prompts: PromptSource
+) -> tuple[Replay, RolloutJournal]:
+    """Bring back from the journal what was sampled since the checkpoint; return what to do again, and a new journal."""
+    directory = context.layout.rollouts
+    position = saved.position if saved is not None else START
+    try:
+        history = read_history(directory, position)
+    except (JournalError, OSError) as error:
+        raise CheckpointError(f"the journal of rollouts cannot be read: {error}") from error
+    for problem in history.problems:
+        log.warning("%s: what it held is sampled again", problem)
+    # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
+    goes_on = saved is not None or not history.lacks_beginning
+    restored = buffer.restore(history, prompts.draw) if goes_on else []
+    if restored:
+        log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
+    steps = recorded_steps(history, step, buffer.is_finished) if goes_on else ()
+    name, attempt = context.config.run.name, context.attempt
+    journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
+    journal.note(Began(step, history.num_rollouts, goes_on))
+    buffer.journal = journal
+    return Replay(steps, restored), journal
 
 
 def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:

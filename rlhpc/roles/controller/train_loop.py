@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhpc.algorithms.samples import to_samples
+from rlhpc.buffer.event_log import Trained
+from rlhpc.buffer.history import Replay
+from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
@@ -33,6 +38,9 @@ log = logging.getLogger("rlhpc.train_loop")
 # Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
 MAX_SKIPPED_STEPS = 5
 
+COMPARED = ("loss", "grad_norm")  # of a step that is repeated
+TOLERANCE = 1e-3  # relative and absolute: kernels and reductions may differ between machines and layouts
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -43,12 +51,16 @@ class StepRecord:
     groups: tuple[RolloutGroup, ...]
     trained_version: int  # the version that was trained: staleness is counted against it
     lockstep_slowdown: float  # work of the slowest rank over the mean
-    wait_for_groups_s: float
     pack_s: float
-    until_live_s: float  # of the version before this step
-    checkpoint_s: float  # of the last checkpoint: training was blocked
-    checkpoint_write_s: float  # of the last complete checkpoint: it was written meanwhile
+    wait_for_groups_s: float = 0.0
+    until_live_s: float = 0.0  # of the version before this step
+    checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
+    checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
+
+
+async def _at_once() -> None:
+    """Nothing has to be waited for."""
 
 
 class Checkpoints(Protocol):
@@ -90,8 +102,15 @@ class TrainLoop:
         step: int,
         version: int,
         wake: Callable[[], None],
+        durable: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed."""
+        """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
+
+        durable: returns once all that has happened so far is in the journal.  Weights are published after it: what is
+        sampled with them is of use only if a restart can make the same weights again.
+        """
+        self._durable = durable
+        self._saved = step  # of the last checkpoint
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._estimator, self._cost, self._wake = estimator, cost, wake
         self.step, self.version = step, version
@@ -108,8 +127,35 @@ class TrainLoop:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
         self._ready.set()
 
+    async def replay(
+        self,
+        replay: Replay,
+        stop: asyncio.Event,
+        restored: Callable[[Sequence[ResolvedGroup]], None],
+        record: Callable[[StepRecord], None],
+    ) -> None:
+        """Train again what was trained after the checkpoint, on the same batches; publish nothing.
+
+        restored: told the groups that came back, those of a step before it is recorded.
+        """
+        left, first = deque(replay.restored), self.step
+        for recorded in replay.steps:
+            if stop.is_set() or self.step >= self._config.run.num_steps:
+                return
+            newest = max(recorded.groups)
+            restored([left.popleft() for _ in range(sum(group.group.group_id <= newest for group in left))])
+            done = await self._step(self._buffer.take_again(recorded.groups, self.step))
+            self._buffer.release(recorded.groups)
+            if recorded.trained is not None:
+                _compare(done, recorded.trained)
+            record(done)
+        restored(left)
+        if replay.steps:
+            log.info("steps %d to %d were trained again, from the journal", first, self.step - 1)
+
     async def begin(self) -> None:
         """Publish the version to start from, and wait until a generator samples with it."""
+        await self._durable()
         while self._weight_sync.live_version != self.version:
             await self._publish()
             await self._wait_until_released()
@@ -127,7 +173,7 @@ class TrainLoop:
         complete.  Raises CheckpointError if that fails, or if none succeeds for long.
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
-        saved, self._stop = self.step, stop
+        saved, self._stop = self._saved, stop
         while self.step < last and not stop.is_set():
             groups, waited_s = await self._full_batch(stop)
             if groups is None:
@@ -172,6 +218,24 @@ class TrainLoop:
             stopped.cancel()
 
     async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
+        done = await self._step(groups)
+        # The previous version may not be live yet, and would release everything that is listed: list these after it.
+        await self._wait_until_released()
+        self._unreleased += [group.group_id for group in groups]
+        if not self._stop.is_set():
+            await self._durable()
+            await self._publish()
+        return replace(
+            done,
+            wait_for_groups_s=waited_s,
+            until_live_s=self.until_live_s,
+            checkpoint_s=self.checkpoint_s,
+            checkpoint_write_s=checkpoints.write_s,
+            longest_save_s=checkpoints.longest_s,
+        )
+
+    async def _step(self, groups: list[RolloutGroup]) -> StepRecord:
+        """Pack, train, consume."""
         began = time.monotonic()
         samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
         batch = self._pack(samples)
@@ -179,12 +243,7 @@ class TrainLoop:
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
-        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied)
-        # The previous version may not be live yet, and would release everything that is listed: list these after it.
-        await self._wait_until_released()
-        self._unreleased += [group.group_id for group in groups]
-        if not self._stop.is_set():
-            await self._publish()
+        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied, metrics=report.metrics)
         self.step += 1
         return StepRecord(
             report=report,
@@ -192,12 +251,7 @@ class TrainLoop:
             groups=tuple(groups),
             trained_version=trained,
             lockstep_slowdown=batch_slowdown(batch, self._cost),
-            wait_for_groups_s=waited_s,
             pack_s=packed_s,
-            until_live_s=self.until_live_s,
-            checkpoint_s=self.checkpoint_s,
-            checkpoint_write_s=checkpoints.write_s,
-            longest_save_s=checkpoints.longest_s,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
@@ -272,3 +326,17 @@ class TrainLoop:
         else:
             self._going_live.cancel()
         self._going_live = None
+
+
+def _compare(done: StepRecord, recorded: Trained) -> None:
+    """Say where a step that was repeated differs from what was recorded of it: nobody has asked for that."""
+    differences = []
+    if (done.trained_version, done.report.applied) != (recorded.version, recorded.applied):
+        was = f"version {recorded.version}, {'applied' if recorded.applied else 'skipped'}"
+        differences.append(f"{was} then, version {done.trained_version}, applied {done.report.applied} now")
+    for name in COMPARED:
+        then, now = recorded.metrics.get(name), done.report.metrics.get(name)
+        if then is not None and now is not None and not math.isclose(then, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            differences.append(f"{name} {then:.6g} then, {now:.6g} now")
+    if differences:
+        log.warning("step %d, repeated, went differently: %s", done.report.step, "; ".join(differences))

@@ -1,8 +1,9 @@
 """A generator: samples the prompts it holds leases for, has rollouts scored, delivers them, and receives new weights
 meanwhile.
 
-Input: Lease.  Output: ScoredRollout.  It has no state that must survive: whatever it loses is granted again to another.
-It states how many samples it is willing to hold; the controller never grants it more.
+Input: Lease.  Output: ScoredRollout.  It keeps what it has delivered until the controller has it on disk (outbox.py);
+whatever else it loses is granted again to another.  It states how many samples it is willing to hold; the controller
+never grants it more.
 
 Its engine takes minutes to start, so a generator keeps its engine when the controller is replaced
 (controller_session.py).  Its weights do not count as a version of the next controller, which grants it no lease before
@@ -23,6 +24,7 @@ from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.generation.finished_request import prefix_of
 from rlhpc.messages import (
     CancelGroup,
+    Delivered,
     Heartbeat,
     JoinGroup,
     LeaseReturn,
@@ -38,6 +40,7 @@ from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.lease_progress import ProgressReporter, report_interval_s
+from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
@@ -61,12 +64,12 @@ async def _generate(context: RoleContext) -> None:
     if engine is None:
         return
     try:
-        await serve_controllers(context, stop, partial(_serve, engine))
+        await serve_controllers(context, stop, partial(_serve, engine, Outbox()))
     finally:
         await engine.close()
 
 
-async def _serve(engine: GenerationEngine, session: ControllerSession) -> None:
+async def _serve(engine: GenerationEngine, outbox: Outbox, session: ControllerSession) -> None:
     """Sample for one controller."""
     context = session.context
     await engine.leave_weights()  # the group of the previous session, whose trainer is gone
@@ -78,11 +81,12 @@ async def _serve(engine: GenerationEngine, session: ControllerSession) -> None:
         leases, services, control = channels
         judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
         await control.send(hello(context, engine.weight_devices))
-        generator = Generator(context, engine, leases, judges)
+        generator = Generator(context, engine, leases, judges, outbox)
         loops = [
             generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
+            outbox.repeat(leases),
             follow_services(session, REWARDS, services, judges.replace),
         ]
         async with asyncio.TaskGroup() as sampling:
@@ -114,8 +118,9 @@ class Generator:
         engine: GenerationEngine,
         leases: ClientChannel,
         judges: RpcClient,
+        outbox: Outbox,
     ) -> None:
-        self._context, self._engine, self._leases = context, engine, leases
+        self._context, self._engine, self._leases, self._outbox = context, engine, leases, outbox
         self._tokenizer = PromptTokenizer(context.config.model.path)
         self._judges = judges
         self._sampling: dict[str, asyncio.Task[None]] = {}  # request id → task
@@ -133,6 +138,8 @@ class Generator:
             message = await self._leases.receive()
             if isinstance(message, CancelGroup):
                 await self._cancel(message.group_id)
+            elif isinstance(message, Delivered):
+                self._outbox.acknowledged(message)
             else:
                 self._start(message, sampling)
 
@@ -169,7 +176,7 @@ class Generator:
             if self._is_draining:
                 await self._return(request, rollout)
             return
-        await self._leases.send(await self._judge(rollout))
+        await self._outbox.deliver(self._leases, await self._judge(rollout))
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
         prefix = prefix_of(rollout) if len(rollout.token_ids) else None

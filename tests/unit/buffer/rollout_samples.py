@@ -74,9 +74,13 @@ def assert_same_group(actual: RolloutGroup, expected: RolloutGroup) -> None:
     _assert_same_prompt(actual.prompt, expected.prompt)
     assert len(actual.members) == len(expected.members)
     for mine, theirs in zip(actual.members, expected.members, strict=True):
-        assert (mine.verdict, mine.reward_parts, mine.detail) == (theirs.verdict, theirs.reward_parts, theirs.detail)
-        assert np.float64(mine.reward).tobytes() == np.float64(theirs.reward).tobytes()
-        _assert_same_rollout(mine.rollout, theirs.rollout)
+        assert_same_scored(mine, theirs)
+
+
+def assert_same_scored(mine: ScoredRollout, theirs: ScoredRollout) -> None:
+    assert (mine.verdict, mine.reward_parts, mine.detail) == (theirs.verdict, theirs.reward_parts, theirs.detail)
+    assert np.float64(mine.reward).tobytes() == np.float64(theirs.reward).tobytes()
+    _assert_same_rollout(mine.rollout, theirs.rollout)
 
 
 def _assert_same_rollout(mine: Rollout, theirs: Rollout) -> None:

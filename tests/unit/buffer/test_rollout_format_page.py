@@ -10,6 +10,8 @@ from pathlib import Path
 
 import h5py
 
+from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
+
 GOLDEN = Path(__file__).parent / "golden_schema_2.h5"
 PAGE = Path(__file__).parents[3] / "docs" / "rollout_format.md"
 
@@ -63,3 +65,9 @@ def test_the_checksums_are_those_that_the_page_describes():
         record += with_lengths([groups["drop_reason"][row], *texts])
         record += struct.pack("<2q", groups["trained_version"][row], groups["applied"][row])
         assert zlib.crc32(record) == groups["crc32"][row]
+
+
+def test_every_dataset_and_field_of_a_journal_is_on_the_page():
+    journal = PAGE.read_text(encoding="utf-8").partition("## The journal")[2]
+    names = {*COLUMNS, *ROLLOUT_ROW.names, *PROMPT_ROW.names}
+    assert [name for name in sorted(names) if f"`{name}`" not in journal] == []

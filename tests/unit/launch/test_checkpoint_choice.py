@@ -194,6 +194,53 @@ def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, 
     assert begin_attempt(layout, job_id=1, restart=0)["resume_step"] is None
 
 
+@pytest.fixture
+def journal(layout: RunLayout) -> list[str]:
+    """Files of a journal, as far as a directory can tell, beside a segment."""
+    files = ["events_000000.jsonl", "journal_000000.h5", "journal_000001.h5"]
+    for name in [*files, "segment_000000.h5"]:
+        (layout.rollouts / name).write_bytes(name.encode())
+    return files
+
+
+def files_of(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*.*") if path.is_file())
+
+
+def test_a_resume_leaves_the_journal_where_it_is(config: Config, layout: RunLayout, journal: list[str]) -> None:
+    flip_one_bit(layout.checkpoint(12) / "controller.json")
+    assert resume(override(config, ["run.num_steps=900"]), layout)[0] == 10
+    assert files_of(layout.rollouts) == [*journal, "segment_000000.h5"]
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "why"),
+    [
+        (ResumePoint(from_start=True), [], "--from-start: "),
+        (ResumePoint(step=10), [], "--step 10: "),
+        (ResumePoint(no_replay=True), [], "--no-replay: "),
+        (NEWEST, ["trainer.learning_rate=0.5", "run.num_steps=900"], "trainer.learning_rate changed: "),
+    ],
+)
+@pytest.mark.parametrize("is_for_jobs", [False, True])
+def test_who_wants_other_steps_than_those_of_the_journal_finds_it_set_aside(
+    config: Config,
+    layout: RunLayout,
+    journal: list[str],
+    where: ResumePoint,
+    changes: list[str],
+    why: str,
+    is_for_jobs: bool,
+) -> None:
+    told: list[str] = []
+    prepare = prepare_run_dir_for_jobs if is_for_jobs else prepare_run_dir
+    prepare(override(config, changes), layout, resume=True, fresh=False, resume_from=where, tell=told.append)
+    assert files_of(layout.rollouts) == ["segment_000000.h5"]
+    assert files_of(layout.rollouts / "lost_attempt_1") == journal
+    assert told[-1].startswith(f"{why}steps after the checkpoint are not repeated")
+    assert told[-1].endswith("set aside in lost_attempt_1")
+
+
 def test_a_run_that_is_complete_begins_once_more_where_it_is_told_to(config: Config, layout: RunLayout) -> None:
     layout.summary.write_text("{}")
     with pytest.raises(RunDirectoryError, match="complete"):

@@ -156,12 +156,12 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
 
 
 def test_where_a_resume_begins_is_said_of_a_resume_alone(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--from-start"], ["--step", "4"], ["--fresh", "--from-start"]):
+    for words in (["--from-start"], ["--step", "4"], ["--no-replay"], ["--fresh", "--from-start"]):
         assert main(["run", str(lab.run_file("bench")), *words]) == EXIT_CONFIG
         assert capsys.readouterr().err.endswith("chooses where a resume begins: use it with --resume\n")
     family = ["submit", str(lab.run_file("bench")), "site.toml", "--seeds", "2", "--resume", "--step", "4"]
     assert main(family) == EXIT_CONFIG
-    assert "--step and --from-start apply to one run" in capsys.readouterr().err
+    assert "--step applies to one run" in capsys.readouterr().err
 
 
 def test_a_word_that_may_be_left_out_may_stand_after_an_option(

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from launch.checks.run_check import Row, Verdict, check_run, chosen_step
+from launch.checks.run_check import check_run, chosen_step
+from launch.checks.run_rows import Row, Verdict
 from launch.cli import main
 from launch.demo.task import write_dataset
 from launch.run_directory.prepare import prepare_run_dir
-from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, EventLog, Taken, Trained
+from rlhpc.buffer.journal_files import JournalFiles
+from rlhpc.buffer.journal_layout import Sizes
+from rlhpc.buffer.journal_reader import read_journal
+from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.crc import crc32
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
-from tests.unit.buffer.rollout_samples import ManualClock, make_group
+from tests.unit.buffer.rollout_samples import ManualClock, make_group, make_scored
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
 
@@ -26,7 +38,7 @@ pytestmark = pytest.mark.starts
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    """Two checkpoints and three segments of two groups."""
+    """Two checkpoints, three segments of two groups, three journal files of twelve rollouts, events of an attempt."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     write_dataset(tmp_path / "train.jsonl", 10, seed=0)
@@ -35,9 +47,70 @@ def layout(tmp_path: Path) -> RunLayout:
     layout = RunLayout(config.run_directory)
     prepare_run_dir(config, layout, resume=False, fresh=False)
     write_segments(layout, range(6))
+    write_journal(layout, range(12))
+    write_events(layout, 0, EVENTS)
     save(layout, 8)
-    save(layout, 10)
+    save(layout, 10, controller=json.dumps(STATE | {"step": 10, "buffer": {"next_segment_index": 0} | JOURNAL_FROM_4}))
     return layout
+
+
+EVENTS = (
+    Began(0, 0, goes_on=True),
+    *(Admitted(group, group, 0) for group in range(5)),
+    Taken(0, [0, 1]),
+    Trained(0, 0, applied=True),
+    Dropped(2, DropReason.POISON),
+    Taken(1, [3, 4]),
+    Trained(1, 1, applied=True),
+)
+
+STATE = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}}
+JOURNAL_FROM_4 = {"journal": {"attempt": 0, "num_events": 0, "num_rollouts": 3}}
+
+
+def write_journal(layout: RunLayout, indices: range, attempt: int = 0) -> None:
+    """Rollouts of two a group, numbered from 1, of which five fit a file."""
+    room = Sizes(rollouts=5, prompts=5, prompt_tokens=100, tokens=300, text_bytes=4000)
+    records = [JournalRecord(i + 1, make_scored(i // 2, i % 2), 0) for i in indices]
+    files = JournalFiles(layout.rollouts, run_name="run", attempt=attempt, first_sequence=indices[0] + 1, room=room)
+    files.append(records)
+    files.close()
+
+
+def write_events(layout: RunLayout, attempt: int, events: Sequence[Event]) -> None:
+    log = EventLog(layout.rollouts, attempt)
+    for event in events:
+        log.add(event)
+    log.commit(len(events))
+    log.close()
+
+
+def journal(layout: RunLayout, index: int) -> Path:
+    return layout.rollouts / f"journal_{index:06d}.h5"
+
+
+def events(layout: RunLayout, attempt: int) -> Path:
+    return layout.rollouts / f"events_{attempt:06d}.jsonl"
+
+
+def flip_in_journal(path: Path, column: str, entry: int) -> None:
+    """One bit of an entry, behind its first bytes."""
+    place = read_journal(path).layout.place(column, entry)
+    flip_at(path, place + (8 if column == "rollouts" else 0))
+
+
+def flip_in_line(path: Path, number: int) -> None:
+    flip_at(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[: number - 1])) + 20)
+
+
+def flip_at(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def write_line(path: Path, line: bytes) -> None:
+    path.write_bytes(f"{crc32(line):08x} ".encode() + line + b"\n")
 
 
 def write_segments(layout: RunLayout, group_ids: range, first_index: int = 0) -> None:
@@ -69,6 +142,8 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == f"{layout.root}: sound; a resume starts from step 10"
     assert "6 groups, all checksums right" in out
+    assert "12 rollouts, all checksums right" in out
+    assert f"{len(EVENTS)} events, all checksums right" in out
     assert state_of(layout) == before
 
 
@@ -81,6 +156,22 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: os.truncate(run.segment(2), 700), "segments", "truncated or damaged"),
         (lambda run: run.segment(1).unlink(), "segments", "segment 1 is missing"),
         (lambda run: write_segments(run, range(4, 6), 3), "segments", "twice: 4, 5"),
+        (lambda run: flip_in_journal(journal(run, 1), "rollouts", 2), "journal", "journal_000001.h5: rows 2 of"),
+        (lambda run: flip_in_journal(journal(run, 1), "versions", 0), "journal", "journal_000001.h5: rows 0 of"),
+        (lambda run: flip_in_journal(journal(run, 1), "prompts", 0), "journal", "rows 0 of `rollouts`, or what they"),
+        (lambda run: flip_in_journal(journal(run, 0), "rollouts", 4), "journal", "rollouts 5 to 5 are missing between"),
+        (lambda run: flip_at(journal(run, 2), 40), "journal", "journal_000002.h5 its first bytes are damaged"),
+        (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
+        (lambda run: os.truncate(journal(run, 2), 9000), "journal", "journal_000002.h5 is cut off: it has 9,000 of"),
+        (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.h5 its first bytes are damaged"),
+        (lambda run: journal(run, 1).unlink(), "journal", "rollouts 6 to 10 are missing between"),
+        (lambda run: journal(run, 0).unlink(), "journal", "rollouts 4 to 5, the first ones since the checkpoint"),
+        (lambda run: shutil.copy(journal(run, 1), journal(run, 3)), "journal", "rollouts 6 to 12 are in journal_00000"),
+        (lambda run: flip_in_line(events(run, 0), 4), "events", "events_000000.jsonl: lines 4 are damaged"),
+        (lambda run: write_events(run, 1, [Taken(2, [9])]), "events", "step 2 took groups 9, which were never"),
+        (lambda run: write_events(run, 1, [Taken(2, [3]), Taken(3, [3])]), "events", "for step 2 and for step 3"),
+        (lambda run: write_events(run, 1, [Trained(1, 1, applied=True)]), "events", "step 1 was trained, and no batch"),
+        (lambda run: write_line(events(run, 0), b'{"event": "later"}'), "events", "is it of a later version?"),
         (lambda run: flip_one_bit(run.config), "settings", "config.json"),
         (lambda run: run.config.write_text(run.config.read_text().replace("demo", "other")), "settings", "altered"),
         (lambda run: run.inputs.write_text("[]"), "inputs", "damaged"),
@@ -118,9 +209,7 @@ def test_it_says_which_checkpoint_is_taken_and_why_others_are_not(layout: RunLay
 
 
 def test_segments_that_the_checkpoint_counts_on_are_missed_at_their_end_too(layout: RunLayout) -> None:
-    state = {"step": 12, "policy_version": 12, "prompts": {}, "membership": {}, "totals": {}}
-    content = json.dumps({**state, "buffer": {"next_segment_index": 4}})
-    save(layout, 12, controller=content)
+    save(layout, 12, controller=json.dumps(STATE | {"buffer": {"next_segment_index": 4} | JOURNAL_FROM_4}))
     assert [row.text for row in damaged(layout)] == [
         f"{layout.segment(3)} is missing: the checkpoint of step 12 was taken after 4"
     ]
@@ -145,6 +234,99 @@ def test_a_segment_that_goes_while_it_is_read_is_no_damage(layout: RunLayout) ->
             layout.segment(2).unlink()
 
     assert all(row.verdict is not Verdict.DAMAGED for row in check_run(layout, go))
+
+
+# ------------------------------------------------------------------------------------------------ journal and events
+
+
+def notes(layout: RunLayout) -> list[tuple[str, str]]:
+    rows = [row for row in check_run(layout, lambda text: None) if row.verdict is Verdict.NOTE]
+    return [(row.name, row.text) for row in rows]
+
+
+def test_what_a_killed_process_left_half_written_is_a_remark(layout: RunLayout) -> None:
+    flip_in_journal(journal(layout, 2), "loss_mask", 0)  # of the first of its two rollouts
+    flip_in_journal(journal(layout, 2), "rollouts", 1)
+    with events(layout, 0).open("ab") as file:
+        file.write(b'0123abcd {"event": "tak')
+    assert not damaged(layout)
+    remark = "at its end: half written when its process ended, or being written now"
+    assert notes(layout) == [
+        ("journal_000002.h5", f"rows 0, 1 of `rollouts` {remark}"),
+        ("events_000000.jsonl", f"line {len(EVENTS) + 1} {remark}"),
+    ]
+    write_journal(layout, range(10, 14), attempt=1)  # goes on where it found the end
+    write_events(layout, 1, [Began(0, 10, goes_on=True), Taken(1, [4, 3])])
+    assert not damaged(layout)
+
+
+def test_rollouts_of_an_attempt_that_was_overtaken_do_not_count(layout: RunLayout) -> None:
+    write_journal(layout, range(8, 14), attempt=1)
+    assert not damaged(layout)
+
+
+def test_files_that_checkpoints_have_made_superfluous_may_be_gone(layout: RunLayout) -> None:
+    shutil.rmtree(layout.rollouts)
+    layout.rollouts.mkdir()
+    write_segments(layout, range(6))
+    write_journal(layout, range(3, 12))
+    write_events(layout, 1, [Began(1, 3, goes_on=True), Taken(1, [0, 1])])  # group 0 was admitted by attempt 0
+    assert not damaged(layout)
+
+
+def test_without_a_checkpoint_the_beginning_is_needed_unless_the_run_began_over(layout: RunLayout) -> None:
+    shutil.rmtree(layout.checkpoints)
+    layout.checkpoints.mkdir()
+    assert not damaged(layout)
+    journal(layout, 0).unlink()
+    assert [row.text for row in damaged(layout)] == [
+        f"{layout.rollouts}: rollouts 1 to 5, the first ones since the beginning, are missing"
+    ]
+    write_events(layout, 1, [Began(0, 5, goes_on=False)])
+    assert not damaged(layout)
+
+
+def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> None:
+    write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
+    (row,) = damaged(layout)
+    assert row.text.endswith("step 0 took groups 1, which were never admitted")
+
+
+def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout: RunLayout) -> None:
+    def go(text: str) -> None:
+        if text.startswith("journal_000001"):
+            journal(layout, 0).unlink()
+            journal(layout, 1).unlink()
+
+    assert all(row.verdict is not Verdict.DAMAGED for row in check_run(layout, go))
+
+
+def test_a_run_that_goes_on_is_sound_at_every_moment(layout: RunLayout) -> None:
+    """A process appends all the time; the check reads what it has just begun to write."""
+    code = "from tests.unit.launch.test_run_check import append_for_ever; append_for_ever()"
+    with subprocess.Popen([sys.executable, "-c", code, str(layout.rollouts)], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            for _ in range(5):
+                writer.stdout.readline()
+                assert not damaged(layout)
+        finally:
+            writer.kill()
+    assert not damaged(layout)
+
+
+def append_for_ever() -> None:
+    """Main of the process that writes."""
+    files = JournalFiles(Path(sys.argv[1]), run_name="run", attempt=1, first_sequence=13)
+    log = EventLog(Path(sys.argv[1]), 1)
+    log.add(Began(0, 12, goes_on=True))
+    for batch in itertools.count():
+        numbers = range(13 + 16 * batch, 29 + 16 * batch)
+        files.append([JournalRecord(n, make_scored(n // 2, n % 2, length=128), 0) for n in numbers])
+        log.add(Admitted(5 + batch, 5 + batch, 0))
+        log.commit(log.num_pending)
+        print(batch, flush=True)
+        time.sleep(0.005)  # some MB a second
 
 
 def test_what_is_no_run_directory_is_refused_with_status_2(

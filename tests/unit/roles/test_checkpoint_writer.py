@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from rlhpc.buffer.event_log import EventLog
+from rlhpc.buffer.history import Position, read_history
+from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.rollout_journal import RolloutJournal
 from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
@@ -90,7 +95,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     layout.rollouts.mkdir()
     buffer = make_buffer(small_config(), layout.rollouts)
     totals, clock = Totals(), ManualClock()
-    state: Any = ControllerState(NoPrompts(), None, buffer.segments, buffer, Membership(), totals, 0, 0)
+    state: Any = ControllerState(NoPrompts(), None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
     asked: list[SaveCheckpoint] = []
     client = batches.connect(RANK_0)
 
@@ -307,3 +312,20 @@ async def test_a_checkpoint_left_half_written_is_no_obstacle_to_the_same_step_on
         await again.complete_one(1)
         assert latest_complete(again.layout.checkpoints) is not None
         assert not list((again.layout.checkpoint(1) / "trainer").glob(".*"))
+
+
+async def test_journals_are_deleted_once_every_checkpoint_holds_what_they_hold(tmp_path: Path) -> None:
+    async with desk(tmp_path, keep=3) as it:
+        room = Sizes(rollouts=4, prompts=4, prompt_tokens=100, tokens=100, text_bytes=1000)  # of two groups
+        files = JournalFiles(it.layout.rollouts, run_name="small", attempt=0, room=room)
+        it.buffer.journal = journal = RolloutJournal(files, EventLog(it.layout.rollouts, 0), 0)
+        for step in range(4):
+            it.train_on_groups(2 * step, 2 * step + 1, step=step)
+            journal.commit()
+            await it.complete_one(step + 1)
+        assert it.steps_on_disk == ["step_000002", "step_000003", "step_000004"]
+        # The first of them knows two steps; the files of the other two are needed to go on from it.
+        assert [path.name for path in journal_paths(it.layout.rollouts)] == ["journal_000002.h5", "journal_000003.h5"]
+        saved = read_saved_state(it.layout, 2)
+        assert saved.position == Position(0, journal.position.num_events - 8, 8)
+        assert [r.sequence for r in read_history(it.layout.rollouts, saved.position).rollouts] == [*range(9, 17)]

@@ -13,8 +13,9 @@ import pytest
 
 from rlhpc.config_file import config_hash
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
-from rlhpc.messages import RewardReply, RewardRequest
+from rlhpc.messages import Delivery, RewardReply, RewardRequest
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.roles.generator.role import Generator
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import LEASES, REWARDS
@@ -63,7 +64,7 @@ async def sampling(root: Path, verifier: Verifier, stop_probability: float) -> A
     engine = ScriptedEngine(Script(vocab_size=VOCABULARY, stop_token_id=EOS, stop_probability=stop_probability))
     await engine.receive_weights(make_manifest(0, 1, (), 1))
     async with RpcClient([verifier.server.connect(context.name)], max_attempts=MAX_ATTEMPTS) as judges:
-        generator = Generator(context, engine, leases.connect(context.name), judges)
+        generator = Generator(context, engine, leases.connect(context.name), judges, Outbox())
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(verifier.run()), tasks.create_task(generator.take_leases(tasks))]
             try:
@@ -80,8 +81,8 @@ async def scored(root: Path, verifier: Verifier, *, max_tokens: int, stop_probab
     async with sampling(root, verifier, stop_probability) as leases:
         await leases.send("generator-0", lease)
         _, delivered = await leases.receive(PATIENCE_S)
-    assert isinstance(delivered, ScoredRollout)
-    return delivered
+    assert isinstance(delivered, Delivery)
+    return delivered.scored
 
 
 @pytest.mark.parametrize("num_failures", [1, MAX_ATTEMPTS - 1])

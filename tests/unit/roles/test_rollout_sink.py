@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
@@ -126,3 +126,18 @@ def test_dropping_what_is_resolved_already_does_nothing(door: Door) -> None:
     door.sink.drop(0, DropReason.POISON)
     assert door.sink.drain().num_dropped == {"no_spread": 1}
     door.buffer._ledger.conservation()
+
+
+def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_they_were_not(door: Door) -> None:
+    for group_id, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 0.0)]):
+        for index, reward in enumerate(rewards):
+            door.buffer.deliver("journal", scored(group_id, index, reward))
+    dropped, judged_late, *_ = [door.buffer.finished()[i] for i in (2, 1)]
+    door.buffer.drop(2, DropReason.NO_SPREAD)
+    restored = [ResolvedGroup(door.buffer.finished()[0]), ResolvedGroup(judged_late)]
+    door.sink.restored([*restored, ResolvedGroup(dropped, drop_reason=DropReason.NO_SPREAD)])
+    stats = door.sink.drain()
+    assert [group.group_id for group in stats.groups] == [0, 1, 2]
+    assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (18, 2, {"no_spread": 2})
+    assert door.buffer.counts()["dropped_no_spread"] == 2
+    assert not door.buffer.is_open(1)

@@ -42,7 +42,15 @@ async def recorded_ring(
         prompts: Any = None
         buffer = ring.buffer
         state = ControllerState(
-            prompts, PromptTokenizer(root / "model"), buffer.segments, buffer, ring.membership, Totals(), 0, 0
+            prompts,
+            PromptTokenizer(root / "model"),
+            buffer.segments,
+            buffer.journal,
+            buffer,
+            ring.membership,
+            Totals(),
+            0,
+            0,
         )
         registry = ProcessRegistry(context.config_hash, 15.0, clock)
         board = StatusBoard(layout, config, registry, buffer)

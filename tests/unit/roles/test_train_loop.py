@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from rlhpc.buffer.event_log import Trained
+from rlhpc.buffer.history import RecordedStep, Replay
+from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.controller.train_loop import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S
-from tests.unit.roles.small_ring import prompt, scored, small_config, small_ring
+from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring
 
 NUM_TURNS = 50  # of the event loop: more than any chain of messages here needs
 
@@ -453,3 +456,83 @@ async def test_a_trainer_that_cannot_broadcast_at_all_ends_the_run(
         ring.trainer.failing_broadcasts = 1000
         with pytest.raises(RoleFailed, match=r"broadcasts in a row failed, the last: a member is gone"):
             await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+
+
+# ------------------------------------------------------------------------------------------------------------- replay
+
+
+def record_of(ring: SmallRing, num_steps: int, loss: float = 0.5) -> Replay:
+    """A history of full batches, whose groups are finished in the buffer; every second one is newer than its batch."""
+    for group_id in range(2 * num_steps):
+        ring.ledger.admit(prompt(group_id), 0, again=True)
+        for index in range(2):
+            ring.buffer.deliver("journal", scored(group_id, index))
+    steps = [
+        RecordedStep(step, (2 * step + 1, 2 * step), Trained(step, step, applied=True, metrics={"loss": loss}))
+        for step in range(num_steps)
+    ]
+    return Replay(tuple(steps), [ResolvedGroup(group) for group in ring.buffer.finished()])
+
+
+async def test_recorded_steps_are_trained_on_their_own_batches_before_anything_is_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with small_ring(small_config(num_steps=5), tmp_path) as ring:
+        replay, counted = record_of(ring, 3), list[list[int]]()
+
+        def restored(groups: Iterable[ResolvedGroup]) -> None:
+            counted.append([group.group.group_id for group in groups])
+
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, restored, ring.on_record), PATIENCE_S)
+        assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2]
+        assert ring.trainer.published == []
+        assert [[group.group_id for group in record.groups] for record in ring.records] == [[1, 0], [3, 2], [5, 4]]
+        assert counted == [[0, 1], [2, 3], [4, 5], []]
+        assert ring.ledger.counts()["released"] == 6
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
+        assert ring.trainer.published[0] == 3
+        assert ring.saving.begun == [(5, 5)]
+    assert "went differently" not in caplog.text
+
+
+async def test_a_repeated_step_that_goes_another_way_is_told_with_both_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with small_ring(small_config(num_steps=5), tmp_path) as ring:
+        replay = record_of(ring, 1, loss=0.25)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+    assert "step 0, repeated, went differently: loss 0.25 then, 0.5 now" in caplog.text
+
+
+async def test_a_replay_ends_at_a_stop_and_at_the_last_step(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=2), tmp_path) as ring:
+        replay = record_of(ring, 3)
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        assert ring.loop.step == 2
+    async with small_ring(small_config(num_steps=5), tmp_path) as ring:
+        replay = record_of(ring, 3)
+        ring.stop.set()
+        await asyncio.wait_for(ring.loop.replay(replay, ring.stop, list, ring.on_record), PATIENCE_S)
+        assert ring.loop.step == 0
+
+
+async def test_weights_are_published_only_when_what_made_them_is_on_disk(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=3), tmp_path) as ring:
+        is_on_disk, asked = asyncio.Event(), list[int]()
+
+        async def durable() -> None:
+            asked.append(len(ring.trainer.batches))
+            if len(asked) > 1:  # the first weights come of no batch
+                await is_on_disk.wait()
+
+        ring.loop._durable = durable
+        await ring.add_generator()
+        ring.start_training()
+        await until(lambda: len(ring.trainer.batches) == 1)
+        await settle_down()
+        assert asked == [0, 1]
+        assert ring.trainer.published == [0]
+        is_on_disk.set()
+        await until(lambda: 3 in ring.trainer.published)

@@ -1,0 +1,206 @@
+"""The journal and the events of a run: every row and line by its checksum, no number missing, no step that cannot be.
+
+    rollouts/journal_NNNNNN.h5, rollouts/events_NNNNNN.jsonl ─▶ rows of `rlhpc check RUN_DIR`
+
+Guarantees: a run that is going on, or was killed, is sound: the end of a file may be half written, and the oldest files
+are deleted once checkpoints hold what they say.  One file is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.checks.run_rows import Progress, Row, Verdict, listed
+from rlhpc.buffer.event_log import Admitted, Began, EventFile, Taken, Trained, event_paths, read_events
+from rlhpc.buffer.journal_files import journal_paths
+from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
+from rlhpc.errors import CheckpointError, JournalError
+from rlhpc.roles.controller.saved_state import read_saved_state
+from rlhpc.run_layout import RunLayout
+
+_HALF_WRITTEN = "at its end: half written when its process ended, or being written now"
+
+
+def journal_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    """Read every rollout of the journal."""
+    paths = _found(journal_paths, layout)
+    before: _Numbers | None = None  # None: nothing is known of the file before
+    num_rollouts, is_sound = 0, True
+    for number, path in enumerate(paths, start=1):
+        progress(f"{path.name} ({number} of {len(paths)})")
+        try:
+            content = _read_twice(path)
+            rows = [*_journal_damage(content), *_not_in_sequence(before, content)]
+        except (JournalError, OSError) as error:
+            if not path.exists():  # deleted meanwhile, and all before it
+                before = None
+                continue
+            rows = [Row("journal", path.name, Verdict.DAMAGED, str(error))]
+        else:
+            num_rollouts += len(content.records)
+            before = _Numbers.of(content)
+        is_sound &= all(row.verdict is not Verdict.DAMAGED for row in rows)
+        yield from rows
+    if paths and is_sound:
+        text = f"{num_rollouts} rollouts, all checksums right"
+        yield Row("journal", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+
+
+def event_rows(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    """Read every event, and follow the groups through them."""
+    paths, course = _found(event_paths, layout), _Course()
+    num_events, is_sound = 0, True
+    for number, path in enumerate(paths, start=1):
+        progress(f"{path.name} ({number} of {len(paths)})")
+        try:
+            file = read_events(path)
+        except JournalError as error:
+            course.lose_track()
+            if not path.exists():  # deleted meanwhile
+                continue
+            rows = [Row("events", path.name, Verdict.DAMAGED, str(error))]
+        else:
+            num_events += len(file.events)
+            rows = [*_event_damage(file)]
+            rows += [Row("events", path.name, Verdict.DAMAGED, f"{path}: {text}") for text in course.follow(file)]
+        is_sound &= all(row.verdict is not Verdict.DAMAGED for row in rows)
+        yield from rows
+    if paths and is_sound:
+        text = f"{num_events} events, all checksums right"
+        yield Row("events", f"{paths[0].stem} to {paths[-1].stem}", Verdict.SOUND, text)
+
+
+def first_rollout(layout: RunLayout) -> int | None:
+    """Number of the first rollout that the journal begins with; None: it has none, or that cannot be read.
+
+    To be asked before a checkpoint is chosen: a live run deletes what the newest one makes superfluous.
+    """
+    try:
+        return next((read_first_sequence(path) for path in _found(journal_paths, layout)), None)
+    except JournalError:
+        return None  # its row says so
+
+
+def beginning_that_is_needed(layout: RunLayout, step: int | None, first: int | None) -> Iterator[Row]:
+    """The rollouts just after the chosen checkpoint, which a journal without its beginning would not miss."""
+    if first is None:
+        return
+    try:
+        known = _known_to(layout, step)
+    except (CheckpointError, JournalError, KeyError, TypeError, ValueError):
+        return  # it was pruned meanwhile, or is not of this version, or its row stands above
+    if first > known + 1:
+        since = f"the checkpoint of step {step} was taken" if step is not None else "the beginning"
+        text = f"{layout.rollouts}: rollouts {known + 1} to {first - 1}, the first ones since {since}, are missing"
+        yield Row("journal", layout.rollouts.name, Verdict.DAMAGED, text)
+
+
+def _known_to(layout: RunLayout, step: int | None) -> int:
+    """Number of the last rollout before the point that a resume goes on from."""
+    if step is not None:
+        return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
+    events = (event for path in _found(event_paths, layout) for event in read_events(path).events)
+    return max((event.num_rollouts for event in events if isinstance(event, Began) and not event.goes_on), default=0)
+
+
+def _found(paths_in: Callable[[Path], list[Path]], layout: RunLayout) -> list[Path]:
+    return paths_in(layout.rollouts) if layout.rollouts.is_dir() else []
+
+
+# ------------------------------------------------------------------------------------------------------ journal files
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Of the rollouts of one file."""
+
+    path: Path
+    attempt: int
+    last: int
+
+    @classmethod
+    def of(cls, content: JournalContent) -> _Numbers:
+        """If it has none: the number before its first."""
+        last = content.records[-1].sequence if content.records else content.layout.first_sequence - 1
+        return cls(content.path, content.layout.attempt, last)
+
+
+def _read_twice(path: Path) -> JournalContent:
+    """What is damaged is read again: a reader that a writer overtakes misses a row, and finds the next ones whole."""
+    content = read_journal(path)
+    return read_journal(path) if content.damaged_rows else content
+
+
+def _journal_damage(content: JournalContent) -> Iterator[Row]:
+    path, rows = content.path, content.damaged_rows
+    num_bytes, expected = path.stat().st_size, content.layout.file_bytes
+    if num_bytes < expected:  # files have their full size before they have their names
+        text = f"{path} is cut off: it has {num_bytes:,} of {expected:,} bytes"
+        yield Row("journal", path.name, Verdict.DAMAGED, text)
+    if content.is_torn:
+        yield Row("journal", path.name, Verdict.NOTE, f"rows {listed(rows)} of `rollouts` {_HALF_WRITTEN}")
+    elif rows:
+        text = f"{path}: rows {listed(rows)} of `rollouts`, or what they refer to, are damaged: the checksums differ"
+        yield Row("journal", path.name, Verdict.DAMAGED, text)
+
+
+def _not_in_sequence(before: _Numbers | None, content: JournalContent) -> Iterator[Row]:
+    """A later attempt goes on where it found the end; what an older one wrote after that does not count."""
+    if before is None:
+        return
+    first, expected = content.layout.first_sequence, before.last + 1
+    if first > expected:
+        text = f"rollouts {expected} to {first - 1} are missing between {before.path} and {content.path.name}"
+        yield Row("journal", before.path.name, Verdict.DAMAGED, text)
+    elif first < expected and content.layout.attempt == before.attempt:
+        text = f"{content.path}: rollouts {first} to {before.last} are in {before.path.name} too"
+        yield Row("journal", content.path.name, Verdict.DAMAGED, text)
+
+
+# -------------------------------------------------------------------------------------------------------- event files
+
+
+def _event_damage(file: EventFile) -> Iterator[Row]:
+    lines = listed(file.damaged_lines)
+    if file.is_torn:
+        yield Row("events", file.path.name, Verdict.NOTE, f"line {lines} {_HALF_WRITTEN}")
+    elif file.damaged_lines:
+        text = f"{file.path}: lines {lines} are damaged: the checksums differ"
+        yield Row("events", file.path.name, Verdict.DAMAGED, text)
+
+
+@dataclass(slots=True)
+class _Course:
+    """Groups on their way through the events of a run, attempt after attempt."""
+
+    admitted: set[int] = field(default_factory=set)
+    knows_all: bool = False  # whether every admission since the run began, or began over, was seen
+
+    def lose_track(self) -> None:
+        """Some events are missing."""
+        self.knows_all = False
+
+    def follow(self, file: EventFile) -> Iterator[str]:
+        """What cannot have happened, in words.  Nothing is said that a damaged line may explain."""
+        self.knows_all |= file.attempt == 0
+        is_whole = not file.damaged_lines or file.is_torn
+        self.knows_all &= is_whole
+        step_of, steps = dict[int, int](), set[int]()
+        for event in file.events:
+            match event:
+                case Began(goes_on=False):
+                    self.admitted.clear()
+                    self.knows_all = is_whole
+                case Admitted():
+                    self.admitted.add(event.group)
+                case Taken():
+                    steps.add(event.step)
+                    if self.knows_all and (strange := sorted({*event.groups} - self.admitted)):
+                        yield f"step {event.step} took groups {listed(strange)}, which were never admitted"
+                    for group in event.groups:
+                        if step_of.setdefault(group, event.step) != event.step:
+                            yield f"group {group} was taken for step {step_of[group]} and for step {event.step}"
+                case Trained() if is_whole and event.step not in steps:
+                    yield f"step {event.step} was trained, and no batch was taken for it"

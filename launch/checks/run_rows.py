@@ -1,0 +1,32 @@
+"""What `rlhpc check RUN_DIR` says of one thing that it has looked at."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Progress = Callable[[str], None]  # is told what is being read
+
+
+class Verdict(enum.Enum):
+    """What a row comes to."""
+
+    SOUND = "sound"
+    NOTE = "note"  # nothing is wrong with what counts
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was looked at."""
+
+    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "journal", "events", "leftovers"
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def listed(numbers: list[int]) -> str:
+    """The first ten."""
+    return f"{', '.join(map(str, numbers[:10]))}{' …' if numbers[10:] else ''}"

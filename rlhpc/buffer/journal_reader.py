@@ -1,0 +1,141 @@
+"""Read a journal back, trusting nothing that a checksum does not confirm.
+
+Input: journal files, complete, being written, or left behind by a kill.  Output: JournalRecord, and what is damaged.
+A damaged row costs that row: all others of its file are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.buffer.journal_files import journal_paths
+from rlhpc.buffer.journal_layout import COLUMNS, TOKEN_COLUMNS, USER_BLOCK_BYTES, JournalLayout, read_layout
+from rlhpc.buffer.journal_rows import JournalRecord, decode_prompt, decode_rollout
+from rlhpc.errors import JournalError
+
+_ROWS_AT_ONCE = 512  # of the row tables: a file that has just been begun is not read whole
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContent:
+    """What one file holds."""
+
+    path: Path
+    layout: JournalLayout
+    records: list[JournalRecord]
+    damaged_rows: list[int]  # of `rollouts`: something was written there, and the checksum does not hold
+    is_torn: bool  # whether all damaged rows stand at the end: they were being written when the writer died
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Everything in a file that is whole.  Arrays are views of one block per column.
+
+    Raises JournalError: the file is not a journal, is cut off before its first column, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return _read(path, descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
+    except JournalError as error:
+        raise JournalError(f"{path} {error}") from error
+
+
+def read_first_sequence(path: Path) -> int:
+    """Number of the first rollout of a file.  Raises as read_journal."""
+    try:
+        with path.open("rb") as file:
+            return read_layout(file.read(USER_BLOCK_BYTES)).first_sequence
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
+    except JournalError as error:
+        raise JournalError(f"{path} {error}") from error
+
+
+def read_journals(directory: Path) -> Iterator[JournalContent]:
+    """All files of a run, in order.  Raises JournalError, OSError."""
+    for path in journal_paths(directory):
+        yield read_journal(path)
+
+
+def _read(path: Path, descriptor: int) -> JournalContent:
+    layout = read_layout(_pread(descriptor, 0, USER_BLOCK_BYTES))
+    rollout_rows = _rows(descriptor, layout, "rollouts")
+    prompt_rows = _rows(descriptor, layout, "prompts")
+    text = _column(descriptor, layout, "text", _text_end(rollout_rows, prompt_rows, layout)).data
+    prompt_tokens = _column(descriptor, layout, "prompt_token_ids", _tokens_end(prompt_rows, layout.room.prompt_tokens))
+    columns = [
+        _column(descriptor, layout, name, _tokens_end(rollout_rows, layout.room.tokens)) for name in TOKEN_COLUMNS
+    ]
+    prompts = [decode_prompt(row.tobytes(), prompt_tokens, text) for row in prompt_rows]
+    decoded = [decode_rollout(row.tobytes(), prompts, columns, text) for row in rollout_rows]
+    records = [record for record in decoded if record is not None]
+    last = max((index for index, record in enumerate(decoded) if record is not None), default=-1)
+    unread = [index for index, record in enumerate(decoded) if record is None]
+    # Zeros before a whole row were one themselves; behind all of them, nothing was ever written there.
+    damaged = [index for index in unread if index < last or any(rollout_rows[index].tobytes())]
+    return JournalContent(path, layout, records, damaged, bool(damaged) and damaged[0] > last)
+
+
+def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
+    """The rows of a table up to the last one that is not all zero."""
+    kind, room, parts = COLUMNS[table], layout.room.of(table), []
+    for first in range(0, room, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, room - first)
+        data = _pread(descriptor, layout.place(table, first), count * kind.itemsize)
+        rows = np.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
+        is_used = rows.view(np.uint8).reshape(len(rows), kind.itemsize).any(axis=1)
+        parts.append((rows, is_used))
+        if len(rows) < count:
+            break
+    rows = np.concatenate([rows for rows, _ in parts])
+    used = np.flatnonzero(np.concatenate([is_used for _, is_used in parts]))
+    return rows[: int(used[-1]) + 1 if len(used) else 0]
+
+
+def _text_end(rollout_rows: NDArray[Any], prompt_rows: NDArray[Any], layout: JournalLayout) -> int:
+    """Bytes of `text` that any row refers to."""
+    sizes = (rollout_rows, "detail_bytes", "reward_parts_bytes"), (prompt_rows, "task_bytes", "reference_bytes")
+    ends = [0]
+    for rows, first, second in sizes:
+        ends += (rows["text_start"] + rows[first].astype(np.int64) + rows[second]).tolist()
+    return _largest(ends, layout.room.text_bytes)
+
+
+def _tokens_end(rows: NDArray[Any], room: int) -> int:
+    return _largest([0, *(rows["token_start"] + rows["num_tokens"]).tolist()], room)
+
+
+def _largest(ends: list[int], room: int) -> int:
+    """The largest one that is possible: a damaged row may say anything."""
+    return max(end for end in ends if 0 <= end <= room)
+
+
+def _column(descriptor: int, layout: JournalLayout, name: str, length: int) -> NDArray[Any]:
+    """The first entries of a column; fewer if the file is cut off."""
+    # numpy's own memory: it asks for large pages, and faults on small ones cost as much as the reading.
+    values = np.empty(length, COLUMNS[name])
+    left, offset = values.view(np.uint8).data, layout.place(name, 0)
+    while left and (count := os.preadv(descriptor, [left[: 1 << 30]], offset)):
+        left, offset = left[count:], offset + count
+    values.flags.writeable = False
+    return values[: length - -(-len(left) // values.itemsize)]
+
+
+def _pread(descriptor: int, offset: int, size: int) -> bytes:
+    """Fewer bytes only at the end of the file."""
+    parts = []
+    while size and (part := os.pread(descriptor, min(size, 1 << 30), offset)):
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)

@@ -1,0 +1,95 @@
+"""The durable history of a run: rollouts as they arrive, and what becomes of their groups; one commit for both.
+
+    add, note ──▶ in memory ──▶ commit, by a thread ──▶ journal_NNNNNN.h5, then events_NNNNNN.jsonl ──▶ num_durable
+
+Guarantees: when an event is on disk, all rollouts that were added before it are; what a commit could not write is
+written by the next one, in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from rlhpc.buffer.event_log import Event, EventLog
+from rlhpc.buffer.history import Position
+from rlhpc.buffer.journal_files import JournalFiles
+from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.ownership import Fence
+from rlhpc.run_layout import RunLayout
+from rlhpc.types import ScoredRollout
+
+
+def open_journal(
+    layout: RunLayout, run_name: str, attempt: int, num_rollouts: int, fence: Fence | None
+) -> RolloutJournal:
+    """The journal of an attempt.  num_rollouts: of earlier attempts that count.  Writes nothing yet."""
+    files = JournalFiles(
+        layout.rollouts, run_name=run_name, attempt=attempt, first_sequence=num_rollouts + 1, fence=fence
+    )
+    return RolloutJournal(files, EventLog(layout.rollouts, attempt, fence), attempt)
+
+
+class RolloutJournal:
+    """Collects in memory and writes many at once.
+
+    `add` and `note` do no input or output and may be called by one thread while another one commits.
+    """
+
+    def __init__(self, files: JournalFiles, events: EventLog, attempt: int) -> None:
+        self._files, self._events, self._attempt = files, events, attempt
+        self._pending: list[JournalRecord] = []
+        self._last = files.next_sequence - 1
+        self._committing = threading.Lock()
+
+    @property
+    def num_added(self) -> int:
+        """Number of the last rollout that was added."""
+        return self._last
+
+    @property
+    def num_durable(self) -> int:
+        """All rollouts up to this number are on disk."""
+        return self._files.next_sequence - 1
+
+    @property
+    def position(self) -> Position:
+        """This moment: what comes later is not known to whoever notes it now."""
+        return Position(self._attempt, self._events.num_added, self._last)
+
+    def holds(self, position: Position) -> bool:
+        """Whether everything up to a moment is on disk."""
+        num_events = self._events.num_added - self._events.num_pending
+        return self.num_durable >= position.num_rollouts and num_events >= position.num_events
+
+    def add(self, scored: ScoredRollout, admitted_version: int) -> int:
+        """Keep a rollout for the next commit; return its number in the run."""
+        self._last += 1
+        self._pending.append(JournalRecord(self._last, scored, admitted_version))
+        return self._last
+
+    def note(self, event: Event) -> None:
+        """Keep an event for the next commit."""
+        self._events.add(event)
+
+    def commit(self) -> int:
+        """Write what was added before this call; return the number up to which rollouts are on disk.
+
+        Raises JournalError when something cannot be written, which stays in memory; OwnershipLost.
+        """
+        with self._committing:
+            num_events = self._events.num_pending  # first: rollouts that were added before them are pending now
+            records: Sequence[JournalRecord] = self._pending[:]
+            try:
+                if records:
+                    self._files.append(records)
+            finally:
+                done = sum(record.sequence < self._files.next_sequence for record in records)
+                del self._pending[:done]
+            self._events.commit(num_events)
+            return self.num_durable
+
+    def close(self) -> None:
+        """Close the files; what was not committed is lost."""
+        self._files.close()
+        self._events.close()

@@ -1,0 +1,99 @@
+"""Write the journal as fast as the disk allows, and tell generators what they may forget.
+
+    Delivery ─▶ buffer, journal ─▶ commit, in a thread ─▶ Delivered       one commit for all that came meanwhile
+
+A disk that refuses is told, and tried again with growing pauses (disk_patience.py): nothing is acknowledged meanwhile,
+and no weights are published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rlhpc.buffer.rollout_journal import RolloutJournal
+from rlhpc.contracts import Clock, ServerChannel
+from rlhpc.errors import ChannelError, JournalError
+from rlhpc.messages import Delivered, Delivery
+from rlhpc.roles.controller.disk_patience import DiskPatience
+
+log = logging.getLogger("rlhpc.journal")
+SEND_S = 1.0  # for a generator to take an acknowledgement; the next one says more
+
+
+@dataclass(slots=True)
+class _Receipts:
+    """Deliveries of one outbox."""
+
+    outbox: str
+    acknowledged: int = 0
+    received: dict[int, int] = field(default_factory=dict)  # number → rollout of the journal that it became
+
+    def advance(self, num_durable: int) -> bool:
+        """Count deliveries as acknowledged that are on disk, as far as none before them is missing."""
+        before = self.acknowledged
+        while self.received.get(self.acknowledged + 1, num_durable + 1) <= num_durable:
+            self.acknowledged += 1
+            del self.received[self.acknowledged]
+        return self.acknowledged > before
+
+
+class Journaling:
+    """Commits and acknowledges."""
+
+    def __init__(self, journal: RolloutJournal, leases: ServerChannel, clock: Clock) -> None:
+        self._journal, self._leases = journal, leases
+        self._patience = DiskPatience(clock)
+        self._receipts: dict[str, _Receipts] = {}  # by generator
+        self._work, self._committed = asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_failing(self) -> bool:
+        """True if the disk has refused the last commit."""
+        return self._patience.is_failing
+
+    def received(self, name: str, delivery: Delivery) -> None:
+        """A rollout has arrived, and the journal has it in memory, or has had it before."""
+        receipts = self._receipts.get(name)
+        if receipts is None or receipts.outbox != delivery.outbox:
+            receipts = self._receipts[name] = _Receipts(delivery.outbox)
+        receipts.acknowledged = max(receipts.acknowledged, delivery.oldest - 1)
+        if delivery.number > receipts.acknowledged:
+            receipts.received.setdefault(delivery.number, self._journal.num_added)
+        self._work.set()
+
+    async def durable(self) -> None:
+        """Return once everything that the journal has now is on disk."""
+        position = self._journal.position
+        while not self._journal.holds(position):
+            self._committed.clear()
+            self._work.set()
+            await self._committed.wait()
+
+    async def run(self) -> None:
+        """Commit and acknowledge, endlessly.  Raises JournalError when the disk has refused for too long."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            try:
+                num_durable = await asyncio.to_thread(self._journal.commit)
+            except JournalError as error:
+                self._patience.failed()
+                if self._patience.is_exhausted:
+                    raise
+                log.error("%s; %s", error, self._patience.prospect)  # noqa: TRY400  it will be said again and again
+                await asyncio.sleep(self._patience.pause_s)
+                self._work.set()
+                continue
+            self._patience.succeeded()
+            self._committed.set()
+            await self._acknowledge(num_durable)
+
+    async def _acknowledge(self, num_durable: int) -> None:
+        for name, receipts in list(self._receipts.items()):
+            if receipts.advance(num_durable):
+                with suppress(ChannelError):  # it is gone, or busy: the next acknowledgement says more
+                    message = Delivered(receipts.acknowledged, receipts.outbox)
+                    await self._leases.send(name, message, timeout_s=SEND_S)

@@ -1,0 +1,58 @@
+"""Keep delivered rollouts until the controller has them on disk; a controller that died before gets them again.
+
+Input: ScoredRollout.  Output: Delivery, in order, again after a silence and to the next controller.
+Guarantee: a rollout is forgotten only when a controller has acknowledged it, or with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from rlhpc.contracts import ClientChannel
+from rlhpc.messages import Delivered, Delivery
+from rlhpc.types import ScoredRollout
+
+SILENCE_S = 20.0  # without an acknowledgement, though something waits for one: it is sent again
+
+
+class Outbox:
+    """What one generator has delivered and must not forget yet.  It outlives the sessions with controllers."""
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex[:12]
+        self._num_delivered = 0
+        self._kept: dict[int, ScoredRollout] = {}  # in the order of delivery
+
+    @property
+    def num_kept(self) -> int:
+        """Rollouts that wait for an acknowledgement."""
+        return len(self._kept)
+
+    async def deliver(self, channel: ClientChannel, scored: ScoredRollout) -> None:
+        """Send a rollout, and keep it.  Raises ChannelError; then it is kept, too."""
+        self._num_delivered += 1
+        self._kept[self._num_delivered] = scored
+        await self._send(channel, self._num_delivered)
+
+    def acknowledged(self, message: Delivered) -> None:
+        """The controller has all up to this one on disk."""
+        if message.outbox == self._name:
+            for number in [number for number in self._kept if number <= message.number]:
+                del self._kept[number]
+
+    async def repeat(self, channel: ClientChannel) -> None:
+        """Send all that is kept to a controller that may not know it, and again after each silence; endlessly."""
+        while True:
+            oldest = min(self._kept, default=0)
+            for number in list(self._kept):
+                if number in self._kept:
+                    await self._send(channel, number)
+            while True:  # until nothing was acknowledged for long
+                await asyncio.sleep(SILENCE_S)
+                before, oldest = oldest, min(self._kept, default=0)
+                if oldest and oldest == before:
+                    break
+
+    async def _send(self, channel: ClientChannel, number: int) -> None:
+        await channel.send(Delivery(number, min(self._kept), self._name, self._kept[number]))

@@ -1,0 +1,112 @@
+"""A run is killed between two checkpoints: it trains the same batches again, and samples nothing again."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.buffer.event_log import Taken, event_paths, read_events
+from rlhpc.buffer.journal_reader import read_journals
+from rlhpc.run_layout import RunLayout
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, group_steps, rollouts_on_disk
+from tests.ring.run_kit import Lab, Run, make_lab
+
+pytestmark = pytest.mark.ring
+NUM_STEPS, KILL_AT = 24, 8
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+def batches_of(layout: RunLayout, attempt: int) -> dict[int, list[int]]:
+    """The groups of each step that an attempt has taken."""
+    events = read_events(event_paths(layout.rollouts)[attempt]).events
+    return {event.step: sorted(event.groups) for event in events if isinstance(event, Taken)}
+
+
+def assert_nothing_was_sampled_again(layout: RunLayout, num_before: int) -> None:
+    """Each rollout that was journaled before the kill is the one that was trained on or dropped in the end."""
+    first, *_ = read_journals(layout.rollouts)
+    final = {(row.group_id, row.sample_index): row for row in rollouts_on_disk(layout.rollouts)}
+    assert len(first.records) == num_before > 0
+    for record in first.records:
+        rollout = record.scored.rollout
+        row = final[rollout.group_id, rollout.sample_index]
+        assert (row.token_ids.tolist(), row.versions.tolist(), row.reward, row.admitted_version) == (
+            rollout.token_ids.tolist(),
+            rollout.versions.tolist(),
+            record.scored.reward,
+            record.admitted_version,
+        )
+
+
+@pytest.mark.parametrize(
+    ("victims", "every_steps"),
+    [
+        (("controller", "trainer", "generator"), 1000),  # no checkpoint was ever written
+        pytest.param(("controller",), 5, marks=pytest.mark.long),
+        pytest.param(("trainer",), 1000, marks=pytest.mark.long),
+        pytest.param(("generator",), 1000, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
+    lab: Lab, victims: tuple[str, ...], every_steps: int
+) -> None:
+    name = f"replayed-{'-'.join(victims)}"
+    run_file = lab.run_file(
+        name,
+        run={"num_steps": NUM_STEPS},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        checkpoint={"every_steps": every_steps},
+    )
+    layout = lab.layout(name)
+    with Run(run_file, layout) as run:
+        run.wait_for_step(KILL_AT)
+        for victim in victims:
+            run.role(victim).kill()
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        story = run.story()
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+    if victims == ("generator",):
+        return
+    before, after = batches_of(layout, 0), batches_of(layout, 1)
+    assert len(before) >= KILL_AT
+    for step, group_ids in group_steps_of(layout).items():
+        assert before.get(step, group_ids) == group_ids
+        assert after.get(step, group_ids) == group_ids
+    assert "were trained again, from the journal" in story
+    assert "went differently" not in story
+    assert_nothing_was_sampled_again(layout, len(next(read_journals(layout.rollouts)).records))
+
+
+def group_steps_of(layout: RunLayout) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for group_id, step in sorted(group_steps(layout.rollouts)):
+        steps.setdefault(step, []).append(group_id)
+    return steps
+
+
+def test_a_damaged_journal_costs_what_it_held_and_the_run_goes_on(lab: Lab) -> None:
+    run_file = lab.run_file(
+        "damaged",
+        run={"num_steps": NUM_STEPS},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        checkpoint={"every_steps": 1000},
+    )
+    layout = lab.layout("damaged")
+    with Run(run_file, layout) as run:
+        run.wait_for_step(KILL_AT)
+        run.process.kill()
+        run.process.wait()
+    content = next(read_journals(layout.rollouts))
+    with content.path.open("r+b") as file:
+        file.seek(content.layout.place("token_ids", 10 * 24))
+        file.write(b"\xff" * 64)
+    with Run(run_file, layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+        story = run.story()
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+    assert "journal_000000.h5: rows" in story
+    assert "what it held is sampled again" in story

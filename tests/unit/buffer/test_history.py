@@ -1,0 +1,265 @@
+"""What a restart makes of journal and events: nothing is sampled twice, and steps keep their batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rollout_samples import ManualClock, assert_same_group, make_group, make_ledger, make_prompt, make_scored
+from test_ledger import settings
+from test_rollout_buffer import make_writer
+
+from rlhpc.buffer.event_log import Began, Taken
+from rlhpc.buffer.history import START, History, Position, delete_old_journals, read_history, recorded_steps
+from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.buffer.journal_layout import Sizes
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
+from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.errors import CheckpointError, LedgerError
+from rlhpc.run_layout import RunLayout
+from rlhpc.types import Prompt, Verdict
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    layout.rollouts.mkdir()
+    return layout
+
+
+def begin(layout: RunLayout, attempt: int, history: History | None = None, **changes: int) -> RolloutBuffer:
+    """A controller's buffer at the start of an attempt."""
+    num_rollouts = history.num_rollouts if history is not None else 0
+    buffer = RolloutBuffer(make_ledger(ManualClock(), **changes), make_writer(layout.rollouts))
+    if history is not None:
+        buffer.restore(history, draw())
+    buffer.journal = open_journal(layout, "test", attempt, num_rollouts, None)
+    buffer.journal.note(Began(0, num_rollouts, goes_on=True))
+    return buffer
+
+
+def draw() -> Callable[[], Prompt]:
+    order = itertools.count()
+    return lambda: make_prompt(next(order))
+
+
+def journal_of(buffer: RolloutBuffer) -> RolloutJournal:
+    assert buffer.journal is not None
+    return buffer.journal
+
+
+def finish(buffer: RolloutBuffer, *group_ids: int) -> None:
+    for group_id, index in itertools.product(group_ids, (0, 1)):
+        buffer.deliver("g-0", make_scored(group_id, index))
+
+
+def train(buffer: RolloutBuffer, step: int) -> list[int]:
+    groups = buffer.take(2, step)
+    assert groups is not None
+    buffer.consume(groups, step, trained_version=step, applied=True, metrics={"loss": step / 2})
+    buffer.release([group.group_id for group in groups])
+    return [group.group_id for group in groups]
+
+
+def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0, 1, 3)
+    buffer.drop(3, DropReason.NO_SPREAD)
+    buffer.deliver("g-0", make_scored(2, 1))
+    assert train(buffer, 0) == [0, 1]
+    buffer.admit(make_prompt(4), 1)
+    journal_of(buffer).commit()
+
+    history = read_history(layout.rollouts, START)
+    assert (history.num_rollouts, history.problems, history.lacks_beginning) == (7, [], False)
+    again = begin(layout, 1, history)
+    assert again.open_groups() == [0, 1, 2, 4]
+    assert [group.group_id for group in again.finished()] == [0, 1]
+    assert not again.is_wanted(2, 1)
+    assert again.is_wanted(2, 0)
+    (step,) = recorded_steps(history, 0, again.is_finished)
+    assert (step.step, step.groups) == (0, (0, 1))
+    assert step.trained is not None
+    assert step.trained.metrics == {"loss": 0.0}
+    batch = again.take_again(step.groups, 0)
+    for group in batch:
+        assert_same_group(group, make_group(group.group_id))
+    again.consume(batch, 0, trained_version=0, applied=True)
+    again.segments.seal()
+    assert {r.group.group_id: r.drop_reason for r in read_rollouts_directory(layout.rollouts)} == {
+        0: None,
+        1: None,
+        3: DropReason.NO_SPREAD,
+    }
+
+
+def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 2, 0)
+    buffer.drop(2, DropReason.NO_SPREAD)
+    buffer.deliver("g-0", make_scored(1, 0, verdict=Verdict.VERIFIER_ERROR))  # killed before it was dropped
+    buffer.deliver("g-0", make_scored(3, 0))
+    journal_of(buffer).commit()
+    again = RolloutBuffer(make_ledger(ManualClock()), make_writer(layout.rollouts))
+    restored = again.restore(read_history(layout.rollouts, START), draw())
+    assert [(r.group.group_id, r.drop_reason) for r in restored] == [
+        (0, None),
+        (1, DropReason.VERIFIER_ERROR),
+        (2, DropReason.NO_SPREAD),
+    ]
+    assert again.open_groups() == [0, 3]
+
+
+def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: Path) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0, 1, 2)
+    train(buffer, 0)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    state = buffer.freeze(1).write(directory)
+    buffer.deliver("g-0", make_scored(3, 1))
+    buffer.admit(make_prompt(4), 1)
+    journal_of(buffer).commit()
+
+    position = Position(**state["journal"])
+    assert (position.attempt, position.num_rollouts) == (0, 6)
+    history = read_history(layout.rollouts, position)
+    assert [(r.scored.rollout.group_id, r.scored.rollout.sample_index) for r in history.rollouts] == [(3, 1)]
+    assert list(history.admitted) == [4]
+    assert history.batches == {}
+    ledger = AdmissionLedger.from_state(state["ledger"], **settings(ManualClock()))
+    again = RolloutBuffer(ledger, make_writer(layout.rollouts, state["next_segment_index"]))
+    again.load(directory)
+    prompts = draw()
+    for _ in range(4):
+        prompts()
+    again.restore(history, prompts)
+    assert again.open_groups() == [2, 3, 4]
+    assert not again.is_wanted(3, 1)
+
+
+def test_another_order_of_prompts_is_refused(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0)
+    journal_of(buffer).commit()
+    again = RolloutBuffer(make_ledger(ManualClock()), make_writer(layout.rollouts))
+    with pytest.raises(CheckpointError, match="admitted for prompt 0, and the next one is 9"):
+        again.restore(read_history(layout.rollouts, START), lambda: make_prompt(9))
+
+
+def test_more_groups_come_back_than_there_are_slots_and_none_is_admitted_until_there_is_one(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for step in range(3):
+        for group_id in (2 * step, 2 * step + 1):
+            buffer.admit(make_prompt(group_id), step)
+            finish(buffer, group_id)
+        train(buffer, step)
+    journal_of(buffer).commit()
+    again = begin(layout, 1, read_history(layout.rollouts, START), num_slots=4)
+    assert again.open_groups() == list(range(6))
+    assert not again.has_slot
+
+
+def test_what_a_stale_writer_appends_after_its_successor_began_does_not_count(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0)
+    journal_of(buffer).commit()
+    successor = begin(layout, 1, read_history(layout.rollouts, START))
+    buffer.deliver("g-0", make_scored(1, 1))  # woken up: no fence in this test
+    journal_of(buffer).commit()
+    successor.deliver("g-0", make_scored(2, 0))
+    journal_of(successor).commit()
+    history = read_history(layout.rollouts, START)
+    found = [(r.sequence, r.scored.rollout.group_id, r.scored.rollout.sample_index) for r in history.rollouts]
+    assert found == [(1, 0, 0), (2, 0, 1), (3, 2, 0)]
+
+
+def test_batches_of_an_attempt_that_went_another_way_are_void_from_there_on(layout: RunLayout) -> None:
+    first, second = begin(layout, 0), open_journal(layout, "test", 1, 0, None)
+    for step in range(4):
+        journal_of(first).note(Taken(step, [2 * step, 2 * step + 1]))
+    journal_of(first).commit()
+    second.note(Began(0, 0, goes_on=True))
+    second.note(Taken(0, [0, 1]))
+    second.note(Taken(1, [2, 5]))
+    second.commit()
+    history = read_history(layout.rollouts, START)
+    assert {step: taken.groups for step, taken in history.batches.items()} == {0: [0, 1], 1: [2, 5]}
+
+
+def test_an_attempt_that_starts_over_forgets_all_that_was_before(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0)
+    finish(buffer, 0)
+    journal_of(buffer).commit()
+    journal = open_journal(layout, "test", 1, 2, None)
+    journal.note(Began(0, 2, goes_on=False))
+    journal.commit()
+    history = read_history(layout.rollouts, START)
+    assert (history.rollouts, history.admitted, history.num_rollouts) == ([], {}, 2)
+
+
+def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a_group_twice(layout: RunLayout) -> None:
+    history = History(batches={step: Taken(step, [2 * step, 2 * step + 1]) for step in (3, 4, 5, 7)})
+    assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3, 4, 5]
+    assert [step.step for step in recorded_steps(history, 3, lambda group_id: group_id != 9)] == [3]
+    assert recorded_steps(history, 2, lambda _: True) == ()
+    history.batches[4] = Taken(4, [7, 8])
+    assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3]
+
+
+def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0, 1)
+    journal_of(buffer).commit()
+    again = begin(layout, 1, read_history(layout.rollouts, START))
+    finish(again, 2)
+    journal_of(again).commit()
+    path = journal_paths(layout.rollouts)[0]
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    history = read_history(layout.rollouts, START)
+    assert history.lacks_beginning
+    assert [problem for problem in history.problems if path.name in problem]
+    assert "rollouts 1 to 4 of the run are missing" in history.problems
+    assert [record.sequence for record in history.rollouts] == [5, 6]
+
+
+def test_files_are_deleted_once_no_checkpoint_needs_them(layout: RunLayout) -> None:
+    small = Sizes(rollouts=2, prompts=2, prompt_tokens=100, tokens=100, text_bytes=1000)
+    files = JournalFiles(layout.rollouts, run_name="test", attempt=0, room=small)
+    buffer = begin(layout, 0)
+    buffer.journal = RolloutJournal(files, journal_of(buffer)._events, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0, 1, 2)
+    buffer.journal.commit()
+    assert len(journal_paths(layout.rollouts)) == 3
+    assert delete_old_journals(layout.rollouts, Position(0, 0, 3)) == 1  # rollouts 3 and 4 are in one file
+    assert [r.sequence for r in read_history(layout.rollouts, Position(0, 0, 3)).rollouts] == [4, 5, 6]
+    assert delete_old_journals(layout.rollouts, Position(0, 0, 6)) == 1  # the last one is kept: it may be written to
+    assert [path.name for path in journal_paths(layout.rollouts)] == ["journal_000002.h5"]
+
+
+def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0)
+    buffer.admit(make_prompt(1), 0)
+    finish(buffer, 0)
+    with pytest.raises(LedgerError, match="group 1 cannot be taken: it is in flight"):
+        buffer.take_again([0, 1], 0)
+    assert buffer.open_groups() == [0, 1]

@@ -1,0 +1,294 @@
+"""The journal: what was acknowledged is there, whatever happens to process, machine or bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from crash_states import RecordedDisk, put
+from rollout_samples import assert_same_scored, make_scored
+
+from rlhpc.buffer.journal_files import JournalFiles, journal_paths
+from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, Sizes
+from rlhpc.buffer.journal_reader import JournalContent, read_journal, read_journals
+from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.errors import JournalError, OwnershipLost
+from rlhpc.ownership import take_over
+from rlhpc.run_layout import RunLayout
+from rlhpc.types import FinishReason, Verdict
+
+SMALL = Sizes(rollouts=40, prompts=20, prompt_tokens=100, tokens=300, text_bytes=4000)
+
+
+def make_records(count: int, first: int = 0, group_size: int = 3) -> list[JournalRecord]:
+    return [
+        JournalRecord(i + 1, make_scored(i // group_size, i % group_size), admitted_version=i // 6)
+        for i in range(first, first + count)
+    ]
+
+
+def make_files(directory: Path, first_sequence: int = 1, room: Sizes = SMALL, **changes: object) -> JournalFiles:
+    return JournalFiles(
+        directory,
+        run_name="test",
+        attempt=0,
+        first_sequence=first_sequence,
+        room=room,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def append_in_batches(files: JournalFiles, records: Sequence[JournalRecord], size: int) -> None:
+    for first in range(0, len(records), size):
+        files.append(records[first : first + size])
+
+
+def everything(directory: Path) -> list[JournalRecord]:
+    return [record for content in read_journals(directory) for record in content.records]
+
+
+def assert_same_records(found: Sequence[JournalRecord], expected: Sequence[JournalRecord]) -> None:
+    assert [record.sequence for record in found] == [record.sequence for record in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.admitted_version == theirs.admitted_version
+        assert_same_scored(mine.scored, theirs.scored)
+
+
+def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: Path) -> None:
+    records = make_records(100)
+    records[7] = JournalRecord(
+        8, make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800", reward_parts={}), 1
+    )
+    records[8] = JournalRecord(9, make_scored(2, 2, length=290, finish_reason=FinishReason.LENGTH), 1)
+    append_in_batches(make_files(tmp_path), records, 7)
+    contents = list(read_journals(tmp_path))
+    assert len(contents) > 2
+    assert [path.name for path in journal_paths(tmp_path)][:2] == ["journal_000000.h5", "journal_000001.h5"]
+    assert [content.damaged_rows for content in contents] == [[]] * len(contents)
+    assert [content.layout.first_sequence for content in contents] == [c.records[0].sequence for c in contents]
+    assert_same_records(everything(tmp_path), records)
+
+
+def test_a_rollout_that_is_larger_than_a_file_gets_a_larger_file(tmp_path: Path) -> None:
+    records = make_records(3)
+    records[1] = JournalRecord(2, make_scored(0, 1, length=5000, detail="x" * 9000), 0)
+    make_files(tmp_path).append(records)
+    assert_same_records(everything(tmp_path), records)
+
+
+def test_h5py_reads_a_file_that_is_being_written(tmp_path: Path) -> None:
+    files, records = make_files(tmp_path), make_records(9)
+    files.append(records[:5])
+    with h5py.File(tmp_path / "journal_000000.h5", locking=False) as file:
+        assert file.attrs["schema"] == 3
+        rows, prompts = file["rollouts"][:], file["prompts"][:]
+        tokens, text = file["token_ids"][:], file["text"][:].tobytes()
+    files.append(records[5:])
+    assert rows["sequence"][:7].tolist() == [1, 2, 3, 4, 5, 0, 0]
+    for row, record in zip(rows, records[:5], strict=False):
+        rollout = record.scored.rollout
+        assert (
+            tokens[row["token_start"] : row["token_start"] + row["num_tokens"]].tolist() == rollout.token_ids.tolist()
+        )
+        assert text[row["text_start"] :][: row["detail_bytes"]].decode() == record.scored.detail
+        prompt = prompts[row["prompt_row"]]
+        assert (prompt["group_id"], prompt["num_tokens"]) == (rollout.group_id, len(rollout.prompt.token_ids))
+
+
+def test_rows_lie_as_their_types_say(tmp_path: Path) -> None:
+    """They are packed by struct and read by others as numpy's records."""
+    record = make_records(6)[5]
+    make_files(tmp_path, first_sequence=6).append([record])
+    with h5py.File(tmp_path / "journal_000000.h5") as file:
+        assert (file["rollouts"].dtype, file["prompts"].dtype) == (ROLLOUT_ROW, PROMPT_ROW)
+        row = file["rollouts"][0]
+    rollout = record.scored.rollout
+    expected = {
+        "sequence": 6,
+        "group_id": rollout.group_id,
+        "prompt_id": rollout.prompt.prompt_id,
+        "reward": record.scored.reward,
+        "sample_index": rollout.sample_index,
+        "admitted_version": record.admitted_version,
+        "num_tokens": len(rollout.token_ids),
+        "verdict": record.scored.verdict.value.encode(),
+        "finish_reason": b"stop",
+    }
+    assert {name: row[name].item() for name in expected} == expected
+
+
+# --------------------------------------------------------------------------------------------- damage and power cuts
+
+
+def crash_run(root: Path, monkeypatch: pytest.MonkeyPatch, *, forgets_syncs: bool = False) -> RecordedDisk:
+    """A journal of a few files, each batch of which is acknowledged; its length is the acknowledgement."""
+    disk = RecordedDisk(root, monkeypatch, forgets_syncs=forgets_syncs)
+    files, records = make_files(root), make_records(100)
+    for first in range(0, 100, 4):
+        files.append(records[first : first + 4])
+        disk.acknowledge(min(100, first + 4))
+    return disk
+
+
+def violations(disk: RecordedDisk, directory: Path, count: int, seed: int) -> int:
+    """States in which an acknowledged rollout is missing; none may hold another rollout than was appended."""
+    records, bad = {record.sequence: record for record in make_records(100)}, 0
+    for files, acknowledged in disk.states(count, random.Random(seed)):
+        directory.mkdir()
+        put(directory, files)
+        found = everything(directory)
+        shutil.rmtree(directory)
+        assert_same_records(found, [records[record.sequence] for record in found])
+        missing = set(range(1, max(acknowledged, default=0) + 1)) - {record.sequence for record in found}
+        bad += bool(missing)
+    return bad
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_every_state_that_a_power_cut_may_leave_holds_what_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patches:
+        disk = crash_run(tmp_path / "run", patches)
+    assert violations(disk, tmp_path / "state", count, seed=count) == 0
+
+
+def test_the_states_find_a_journal_that_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patches:
+        disk = crash_run(tmp_path / "run", patches, forgets_syncs=True)
+    assert violations(disk, tmp_path / "state", 100, seed=1) > 10
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_a_flipped_bit_costs_one_rollout_or_its_group_and_is_never_read_as_another_one(
+    tmp_path: Path, count: int
+) -> None:
+    records = make_records(30)
+    append_in_batches(make_files(tmp_path, room=Sizes(32, 16, 100, 300, 4000)), records, 5)
+    (path, *others), rng = journal_paths(tmp_path), random.Random(count)
+    assert not others
+    whole, by_number = path.read_bytes(), {record.sequence: record for record in records}
+    seen = {"nothing": 0, "damaged": 0, "refused": 0}
+    for _ in range(count):
+        bit = rng.randrange(len(whole) * 8)
+        image = bytearray(whole)
+        image[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(image)
+        if bit // 8 < len(whole[:4096].rstrip(b"\0")):
+            with pytest.raises(JournalError, match=path.name):
+                read_journal(path)
+            seen["refused"] += 1
+            continue
+        content = read_journal(path)
+        assert_same_records(content.records, [by_number[record.sequence] for record in content.records])
+        assert len(content.records) + len(content.damaged_rows) in (30, 31)  # a bit in an unused row makes it one
+        assert len(content.records) >= 27  # the three of a group whose prompt is damaged
+        seen["damaged" if content.damaged_rows else "nothing"] += 1
+    assert all(seen.values()), seen
+
+
+def test_a_file_that_is_cut_off_gives_what_lies_before_the_cut(tmp_path: Path) -> None:
+    records = make_records(20)
+    make_files(tmp_path).append(records)
+    (path,) = journal_paths(tmp_path)
+    whole = path.read_bytes()
+    for size in (*range(4096, len(whole), 997), len(whole)):
+        path.write_bytes(whole[:size])
+        content = read_journal(path)
+        assert_same_records(content.records, [records[r.sequence - 1] for r in content.records])
+    assert len(content.records) == 20
+    path.write_bytes(whole[:100])
+    with pytest.raises(JournalError, match=r"journal_000000\.h5 its first bytes are damaged"):
+        read_journal(path)
+    path.write_bytes(b"rlhpc rollouts\n" + whole[15:])
+    with pytest.raises(JournalError, match="not a journal"):
+        read_journal(path)
+
+
+def test_torn_rows_at_the_end_are_told_from_damaged_ones(tmp_path: Path) -> None:
+    make_files(tmp_path).append(make_records(6))
+    (path,) = journal_paths(tmp_path)
+    layout, whole = read_journal(path).layout, path.read_bytes()
+
+    def with_row_damaged(row: int) -> JournalContent:
+        image = bytearray(whole)
+        image[layout.place("rollouts", row) + 8] ^= 1
+        path.write_bytes(image)
+        return read_journal(path)
+
+    assert (with_row_damaged(5).damaged_rows, with_row_damaged(5).is_torn) == ([5], True)
+    assert (with_row_damaged(2).damaged_rows, with_row_damaged(2).is_torn) == ([2], False)
+
+
+# ------------------------------------------------------------------------------------------------------- failing writes
+
+
+@pytest.fixture
+def file_size_limit(monkeypatch: pytest.MonkeyPatch):
+    """A disk that is full beyond so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_refuses_loses_nothing_and_the_same_call_goes_on_later(tmp_path: Path, file_size_limit) -> None:
+    files, records = make_files(tmp_path), make_records(60)
+    files.append(records[:10])
+    place = read_journal(tmp_path / "journal_000000.h5").layout.place("token_ids", 80)
+    for size in (place, 0):
+        file_size_limit(size)
+        with pytest.raises(JournalError, match="File too large; 50 stay in memory"):
+            files.append(records[10:])
+        file_size_limit(None)
+        assert files.next_sequence == 11
+        assert_same_records(everything(tmp_path)[:10], records[:10])
+    files.append(records[10:])
+    assert files.next_sequence == 61
+    assert_same_records(everything(tmp_path), records)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_whoever_lost_the_run_directory_acknowledges_nothing(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    fence = take_over(layout, 0)
+    files, records = make_files(layout.rollouts, fence=fence), make_records(10)
+    files.append(records[:3])
+    successor = take_over(layout, 1)
+    with pytest.raises(OwnershipLost):
+        files.append(records[3:5])
+    assert files.next_sequence == 4
+    with pytest.raises(OwnershipLost):
+        make_files(layout.rollouts, fence=fence).append(records[3:5])
+    mine = make_files(layout.rollouts, first_sequence=4, fence=successor)
+    mine.append(records[3:])
+    assert [path.name for path in journal_paths(layout.rollouts)] == ["journal_000000.h5", "journal_000001.h5"]
+
+
+def test_many_pieces_and_short_writes_arrive_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwritev
+
+    def short(descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        data = b"".join(bytes(piece) for piece in pieces)
+        return real(descriptor, [data[: max(1, len(data) // 3)]], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    records = make_records(1500)
+    make_files(tmp_path, room=Sizes(2000, 1000, 4000, 40_000, 200_000)).append(records)
+    assert_same_records(everything(tmp_path), records)
+    assert np.all(np.diff([record.sequence for record in everything(tmp_path)]) == 1)
