@@ -33,6 +33,7 @@ from rlhpc.errors import RoleFailed, RunDirectoryError
 _BROKEN = ("inval", "drain", "fail", "error")  # states of a node that waiting does not mend
 _UP = ("idle", "planned", "mixed", "allocated", "completing")
 IDLE = ("idle", "planned")  # the second is the first with a job to come, and stays for a moment when that is gone
+_TIMED_OUT = "Socket timed out"  # in what a command says if slurmctld did not answer in time
 _COMMAND_S = 60.0
 
 
@@ -191,21 +192,26 @@ class DevCluster:
         return {**self.installation.environment(os.environ), "SLURM_CONF": str(self.layout.slurm_conf)}
 
     def run(self, *command: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
-        """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow."""
-        try:
-            done = subprocess.run(
-                [self.installation.program(command[0]), *command[1:]],
-                env=self.environment(),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired:
-            raise RoleFailed(f"{' '.join(command)}: no answer in {timeout_s:.0f} s") from None
+        """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow.
+
+        They wait five seconds for an answer here, which is little on a loaded machine: all but sbatch are repeated.
+        """
+        for _ in Deadline(timeout_s).polls(0.5):
+            done = self._run_once(command, timeout_s)
+            if not done.returncode or _TIMED_OUT not in done.stderr or command[0] == "sbatch":
+                break
         if check and done.returncode:
             raise RoleFailed(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")
         return done.stdout
+
+    def _run_once(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        words, environment = [self.installation.program(command[0]), *command[1:]], self.environment()
+        try:
+            return subprocess.run(
+                words, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            raise RoleFailed(f"{' '.join(command)}: no answer in {timeout_s:.0f} s") from None
 
     def is_reachable(self) -> bool:
         """True if the controller accepts connections; asking a dead one with Slurm's commands takes 9 s and more."""
