@@ -101,7 +101,7 @@ def _known_to(layout: RunLayout, step: int | None) -> int:
     """Number of the last rollout before the point that a resume goes on from."""
     if step is not None:
         return int(read_saved_state(layout, step).buffer["journal"]["num_rollouts"])
-    events = (event for path in _found(event_paths, layout) for event in read_events(path).events)
+    events = (event for path in _found(event_paths, layout) for event in read_events(path).events.values())
     return max((event.num_rollouts for event in events if isinstance(event, Began) and not event.goes_on), default=0)
 
 
@@ -188,7 +188,7 @@ class _Course:
         is_whole = not file.damaged_lines or file.is_torn
         self.knows_all &= is_whole
         step_of, steps = dict[int, int](), set[int]()
-        for event in file.events:
+        for event in file.events.values():
             match event:
                 case Began(goes_on=False):
                     self.admitted.clear()

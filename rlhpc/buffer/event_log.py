@@ -87,7 +87,7 @@ class EventFile:
 
     path: Path
     attempt: int
-    events: list[Event]
+    events: dict[int, Event]  # by line, from 1
     damaged_lines: list[int]  # from 1
     is_torn: bool  # whether the only damaged line is the last one: it was being written when the writer died
 
@@ -98,26 +98,32 @@ def event_paths(directory: Path) -> list[Path]:
     return [directory / name for _, name in found]
 
 
-def read_events(path: Path) -> EventFile:
-    """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of a later version."""
+def attempt_of(path: Path) -> int:
+    """Whose events a file holds.  Raises JournalError: it is no event file."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise JournalError(f"{path} is not an event file")
+    return int(match[1])
+
+
+def read_events(path: Path) -> EventFile:
+    """Every whole line of a file.  Raises JournalError: it cannot be read, or a whole line is of a later version."""
+    attempt = attempt_of(path)
     try:
         *lines, rest = path.read_bytes().rstrip(b"\0").split(b"\n")  # zeros: a length that was not on disk in time
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
     lines += [rest] if rest else []
-    events, damaged = list[Event](), list[int]()
+    events, damaged = dict[int, Event](), list[int]()
     for number, line in enumerate(lines, 1):
         if line[:9] == f"{crc32(line[9:]):08x} ".encode():
-            events.append(_decode(path, number, line[9:]))
+            events[number] = _decode(path, number, line[9:])
         else:
             damaged.append(number)
-    return EventFile(path, int(match[1]), events, damaged, damaged == [len(lines)])
+    return EventFile(path, attempt, events, damaged, damaged == [len(lines)])
 
 
-class EventLog:
+class GroupEventLog:
     """The only writer of an attempt's events.  `add` may be called by one thread while another one commits."""
 
     def __init__(self, directory: Path, attempt: int, fence: Fence | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, Taken, Trained, event_paths, read_events
+from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, Taken, Trained, attempt_of, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import read_first_sequence, read_journal
 from rlhpc.buffer.journal_rows import JournalRecord
@@ -53,20 +53,20 @@ def read_history(directory: Path, position: Position) -> History:
     history = History(num_rollouts=position.num_rollouts)
     limits = dict[int, int]()  # attempt → rollouts of it and of those before it that count
     for path in event_paths(directory):
+        if attempt_of(path) < position.attempt:
+            continue
         file = read_events(path)
         if file.damaged_lines and not file.is_torn:
             history.problems.append(f"{path}: lines {file.damaged_lines} are damaged")
-        if file.attempt < position.attempt:
-            continue
-        skipped = position.num_events if file.attempt == position.attempt else 0
-        for event in file.events[skipped:]:
+        known = position.num_events if file.attempt == position.attempt else 0
+        for line, event in file.events.items():
             if isinstance(event, Began):
                 limits[file.attempt] = event.num_rollouts
                 if not event.goes_on:
                     _forget(history)
                     position = Position(num_rollouts=event.num_rollouts)
                     history.num_rollouts = event.num_rollouts
-            else:
+            elif line > known:
                 _add(history, event)
     history.rollouts = list(_rollouts(directory, position, limits, history))
     history.num_rollouts = max([history.num_rollouts, *(record.sequence for record in history.rollouts)])

@@ -281,14 +281,19 @@ class RolloutBuffer:
         Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
         Raises CheckpointError if the order of prompts is not that of the history.
         """
-        while (admitted := history.admitted.get(self._ledger.next_group_id)) is not None:
-            prompt = draw()
-            if prompt.prompt_id != admitted.prompt:
+        last = max(history.admitted, default=-1)
+        version = min((admitted.version for admitted in history.admitted.values()), default=0)
+        while (group_id := self._ledger.next_group_id) <= last:
+            admitted, prompt = history.admitted.get(group_id), draw()
+            if admitted is not None and prompt.prompt_id != admitted.prompt:
                 raise CheckpointError(
-                    f"group {admitted.group} was admitted for prompt {admitted.prompt}, and the next one is "
+                    f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "
                     f"{prompt.prompt_id}: the order of prompts has changed"
                 )
-            self._ledger.admit(prompt, admitted.version, again=True)
+            version = (
+                admitted.version if admitted is not None else version
+            )  # its line is damaged: that of its neighbour
+            self._ledger.admit(prompt, version, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:
             rollout = record.scored.rollout

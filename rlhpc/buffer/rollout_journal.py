@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rlhpc.buffer.event_log import Event, EventLog
+from rlhpc.buffer.event_log import Event, GroupEventLog
 from rlhpc.buffer.history import Position
 from rlhpc.buffer.journal_files import JournalFiles
 from rlhpc.buffer.journal_rows import JournalRecord
@@ -27,7 +27,7 @@ def open_journal(
     files = JournalFiles(
         layout.rollouts, run_name=run_name, attempt=attempt, first_sequence=num_rollouts + 1, fence=fence
     )
-    return RolloutJournal(files, EventLog(layout.rollouts, attempt, fence), attempt)
+    return RolloutJournal(files, GroupEventLog(layout.rollouts, attempt, fence), attempt)
 
 
 class RolloutJournal:
@@ -36,7 +36,7 @@ class RolloutJournal:
     `add` and `note` do no input or output and may be called by one thread while another one commits.
     """
 
-    def __init__(self, files: JournalFiles, events: EventLog, attempt: int) -> None:
+    def __init__(self, files: JournalFiles, events: GroupEventLog, attempt: int) -> None:
         self._files, self._events, self._attempt = files, events, attempt
         self._pending: list[JournalRecord] = []
         self._last = files.next_sequence - 1

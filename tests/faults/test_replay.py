@@ -21,7 +21,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 def batches_of(layout: RunLayout, attempt: int) -> dict[int, list[int]]:
     """The groups of each step that an attempt has taken."""
-    events = read_events(event_paths(layout.rollouts)[attempt]).events
+    events = read_events(event_paths(layout.rollouts)[attempt]).events.values()
     return {event.step: sorted(event.groups) for event in events if isinstance(event, Taken)}
 
 

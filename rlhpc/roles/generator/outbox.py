@@ -14,6 +14,7 @@ from rlhpc.messages import Delivered, Delivery
 from rlhpc.types import ScoredRollout
 
 SILENCE_S = 20.0  # without an acknowledgement, though something waits for one: it is sent again
+LONGEST_SILENCE_S = 300.0  # each silence after the first is twice as long: a disk may refuse for minutes
 
 
 class Outbox:
@@ -43,16 +44,19 @@ class Outbox:
 
     async def repeat(self, channel: ClientChannel) -> None:
         """Send all that is kept to a controller that may not know it, and again after each silence; endlessly."""
+        silence_s = SILENCE_S
         while True:
             oldest = min(self._kept, default=0)
             for number in list(self._kept):
                 if number in self._kept:
                     await self._send(channel, number)
             while True:  # until nothing was acknowledged for long
-                await asyncio.sleep(SILENCE_S)
+                await asyncio.sleep(silence_s)
                 before, oldest = oldest, min(self._kept, default=0)
                 if oldest and oldest == before:
+                    silence_s = min(2 * silence_s, LONGEST_SILENCE_S)
                     break
+                silence_s = SILENCE_S
 
     async def _send(self, channel: ClientChannel, number: int) -> None:
         await channel.send(Delivery(number, min(self._kept), self._name, self._kept[number]))

@@ -11,7 +11,7 @@ from rollout_samples import ManualClock, assert_same_group, make_group, make_led
 from test_ledger import settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Began, Taken
+from rlhpc.buffer.event_log import Began, Taken, event_paths
 from rlhpc.buffer.history import START, History, Position, delete_old_journals, read_history, recorded_steps
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
@@ -263,3 +263,39 @@ def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> N
     with pytest.raises(LedgerError, match="group 1 cannot be taken: it is in flight"):
         buffer.take_again([0, 1], 0)
     assert buffer.open_groups() == [0, 1]
+
+
+def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0, 1, 2)
+    train(buffer, 0)
+    journal_of(buffer).commit()
+    (path,) = event_paths(layout.rollouts)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert b'"admitted", "group": 1' in lines[2]
+    path.write_bytes(b"".join([*lines[:2], b"x" + lines[2][1:], *lines[3:]]))
+    history = read_history(layout.rollouts, START)
+    assert history.problems == [f"{path}: lines [3] are damaged"]
+    again = begin(layout, 1, history)
+    assert [group.group_id for group in again.finished()] == [0, 1, 2]
+    assert again.open_groups() == [0, 1, 2, 3]
+    # What a checkpoint knows is counted in lines, damaged ones included.
+    assert list(read_history(layout.rollouts, Position(0, 4, 6)).admitted) == [3]
+
+
+def test_what_counts_of_attempts_before_a_checkpoint_is_said_by_the_attempt_that_wrote_it(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    finish(buffer, 0)
+    journal_of(buffer).commit()
+    successor = begin(layout, 1, read_history(layout.rollouts, START))
+    finish(successor, 1)
+    position = journal_of(successor).position  # of a checkpoint, after the line that says where the attempt began
+    finish(buffer, 2, 3)  # a stale writer, far beyond
+    for each in (buffer, successor):
+        journal_of(each).commit()
+    assert (position.num_events, position.num_rollouts) == (1, 4)
+    assert read_history(layout.rollouts, position).rollouts == []

@@ -19,7 +19,7 @@ from launch.checks.run_rows import Row, Verdict
 from launch.cli import main
 from launch.demo.task import write_dataset
 from launch.run_directory.prepare import prepare_run_dir
-from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, EventLog, Taken, Trained
+from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, GroupEventLog, Taken, Trained
 from rlhpc.buffer.journal_files import JournalFiles
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.journal_reader import read_journal
@@ -78,7 +78,7 @@ def write_journal(layout: RunLayout, indices: range, attempt: int = 0) -> None:
 
 
 def write_events(layout: RunLayout, attempt: int, events: Sequence[Event]) -> None:
-    log = EventLog(layout.rollouts, attempt)
+    log = GroupEventLog(layout.rollouts, attempt)
     for event in events:
         log.add(event)
     log.commit(len(events))
@@ -318,7 +318,7 @@ def test_a_run_that_goes_on_is_sound_at_every_moment(layout: RunLayout) -> None:
 def append_for_ever() -> None:
     """Main of the process that writes."""
     files = JournalFiles(Path(sys.argv[1]), run_name="run", attempt=1, first_sequence=13)
-    log = EventLog(Path(sys.argv[1]), 1)
+    log = GroupEventLog(Path(sys.argv[1]), 1)
     log.add(Began(0, 12, goes_on=True))
     for batch in itertools.count():
         numbers = range(13 + 16 * batch, 29 + 16 * batch)

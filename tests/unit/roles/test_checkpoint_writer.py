@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.buffer.event_log import EventLog
+from rlhpc.buffer.event_log import GroupEventLog
 from rlhpc.buffer.history import Position, read_history
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
@@ -318,7 +318,7 @@ async def test_journals_are_deleted_once_every_checkpoint_holds_what_they_hold(t
     async with desk(tmp_path, keep=3) as it:
         room = Sizes(rollouts=4, prompts=4, prompt_tokens=100, tokens=100, text_bytes=1000)  # of two groups
         files = JournalFiles(it.layout.rollouts, run_name="small", attempt=0, room=room)
-        it.buffer.journal = journal = RolloutJournal(files, EventLog(it.layout.rollouts, 0), 0)
+        it.buffer.journal = journal = RolloutJournal(files, GroupEventLog(it.layout.rollouts, 0), 0)
         for step in range(4):
             it.train_on_groups(2 * step, 2 * step + 1, step=step)
             journal.commit()
