@@ -8,8 +8,8 @@ for every batch one writev of the same bytes and one fdatasync, in a file of its
 JournalFiles.append of the same batches; "no sync" does not wait for the disk.  "read" is read_journals of what was
 appended, from the page cache: every row and everything that it refers to is verified.
 
-The CPU column, microseconds a rollout of this thread with the kernel's share, holds on a busy machine too.  The aims, on
-a quiet one: "journal" at least 0.85 of "raw" in memory, "read" at least 1 GB/s.
+The CPU column, microseconds a rollout of this thread with the kernel's share, holds on a busy machine too.  The aims,
+on a quiet one: "journal" at least 0.85 of "raw" in memory, "read" at least 1 GB/s.
 """
 
 from __future__ import annotations
