@@ -158,7 +158,8 @@ class GroupEventLog:
                 if self._fence is not None:
                     self._fence.check()
                 self._descriptor = make_file(self._path, 0, (), self._fence)
-            write_at(self._descriptor, self._num_bytes, [memoryview(b"".join(lines))])
+            data = b"".join(lines)
+            write_at(self._descriptor, self._num_bytes, [memoryview(data)], len(data))
             os.fdatasync(self._descriptor)
         except OSError as error:
             if self._fence is not None:

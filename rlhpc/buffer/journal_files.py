@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhpc.buffer.journal_layout import DEFAULT_ROOM, TOKEN_COLUMNS, JournalLayout, Sizes, new_file
-from rlhpc.buffer.journal_rows import JournalRecord, encode_prompt, encode_rollout
+from rlhpc.buffer.journal_rows import Encoded, JournalRecord, encode_prompt, encode_rollout
 from rlhpc.contracts import Clock
 from rlhpc.errors import JournalError
 from rlhpc.files import sync_directory
 from rlhpc.ownership import Fence
-from rlhpc.types import Prompt
 
 _NAME = re.compile(r"journal_(\d{6,})\.h5")
 _MOST_BUFFERS = 512  # of one system call; the limit is 1,024
@@ -122,61 +121,64 @@ class _OpenFile:
 
     def append(self, records: Sequence[JournalRecord]) -> int:
         """Write as many as there is room for; return their number once they are on disk.  Raises OSError."""
-        rollout_rows, prompt_rows, text, prompts = list[bytes](), list[bytes](), list[bytes](), list[Prompt]()
+        rollouts, prompts, text = list[Encoded](), list[Encoded](), list[bytes]()
         used, room, new_rows = self._used, self._layout.room, dict[int, int]()
         for record in records:
-            rollout, before = record.scored.rollout, used
-            group_id = rollout.group_id
-            row, prompt = self._prompt_rows.get(group_id, new_rows.get(group_id)), None
+            rollout, prompt = record.scored.rollout, None
+            row = self._prompt_rows.get(rollout.group_id, new_rows.get(rollout.group_id))
             if row is None:
-                row, prompt = used.prompts, encode_prompt(rollout.prompt, group_id, used)
-                before = prompt.used
-            encoded = encode_rollout(record, row, before)
+                row, prompt = used.prompts, encode_prompt(rollout.prompt, rollout.group_id, used)
+            encoded = encode_rollout(record, row, used if prompt is None else prompt.used)
             if not encoded.used.fits(room):
                 break
             if prompt is not None:
-                new_rows[group_id] = row
-                prompts.append(rollout.prompt)
-                prompt_rows.append(prompt.row)
+                new_rows[rollout.group_id] = row
+                prompts.append(prompt)
                 text.append(prompt.text)
-            rollout_rows.append(encoded.row)
+            rollouts.append(encoded)
             text.append(encoded.text)
             used = encoded.used
-        done = len(rollout_rows)
-        if done:
-            rollouts = [record.scored.rollout for record in records[:done]]
+        if rollouts:
             self._write(
                 {
-                    "rollouts": [memoryview(b"".join(rollout_rows))],
-                    "prompts": [memoryview(b"".join(prompt_rows))],
-                    "prompt_token_ids": [prompt.token_ids.data for prompt in prompts],
+                    "rollouts": [memoryview(b"".join([each.row for each in rollouts]))],
+                    "prompts": [memoryview(b"".join([each.row for each in prompts]))],
+                    "prompt_token_ids": [each.tokens[0] for each in prompts],
                     "text": [memoryview(b"".join(text))],
-                    **{name: [getattr(rollout, name).data for rollout in rollouts] for name in TOKEN_COLUMNS},
-                }
+                    **dict(zip(TOKEN_COLUMNS, zip(*[each.tokens for each in rollouts], strict=True), strict=True)),
+                },
+                used,
             )
         self._used = used
         self._prompt_rows |= new_rows
-        return done
+        return len(rollouts)
 
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._descriptor)
 
-    def _write(self, columns: Mapping[str, Sequence[memoryview]]) -> None:
+    def _write(self, columns: Mapping[str, Sequence[memoryview]], after: Sizes) -> None:
+        """after: entries of the file with these columns."""
         for name, pieces in columns.items():
-            write_at(self._descriptor, self._layout.place(name, self._used.of(name)), pieces)
+            place = self._layout.place(name, self._used.of(name))
+            write_at(self._descriptor, place, pieces, self._layout.place(name, after.of(name)) - place)
         os.fdatasync(self._descriptor)
 
 
-def write_at(descriptor: int, offset: int, pieces: Sequence[memoryview]) -> None:
-    """Write pieces one after the other from a byte of a file on.  Raises OSError; then some may be written."""
-    left = list(pieces)
+def write_at(descriptor: int, offset: int, pieces: Sequence[memoryview], num_bytes: int) -> None:
+    """Write pieces, num_bytes in all, one after the other from a byte of a file on.
+
+    Raises OSError; then some may be written.
+    """
+    if len(pieces) <= _MOST_BUFFERS and os.pwritev(descriptor, pieces, offset) == num_bytes:
+        return
+    left = list(pieces)  # a short write is rare: it begins anew
     while left:
         now = left[:_MOST_BUFFERS]
         written = os.pwritev(descriptor, now, offset)
         offset += written
         del left[: len(now)]
-        if written < sum([piece.nbytes for piece in now]):
+        if written < sum(piece.nbytes for piece in now):
             left = [*_behind(now, written), *left]
 
 
@@ -200,7 +202,7 @@ def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], 
     try:
         os.ftruncate(descriptor, file_bytes)
         for offset, block in blocks:
-            write_at(descriptor, offset, [memoryview(block)])
+            write_at(descriptor, offset, [memoryview(block)], len(block))
         os.fsync(descriptor)
         partial.rename(path)
         sync_directory(path.parent)

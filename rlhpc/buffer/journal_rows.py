@@ -39,10 +39,11 @@ class JournalRecord:
 
 
 class Encoded(NamedTuple):
-    """What a prompt or a rollout adds to a file, beside its tokens."""
+    """What a prompt or a rollout adds to a file."""
 
     row: bytes
     text: bytes
+    tokens: tuple[memoryview, ...]  # of each token column
     used: Sizes  # of the file, with it
 
 
@@ -54,7 +55,7 @@ def encode_prompt(prompt: Prompt, group_id: int, used: Sizes) -> Encoded:
     row = _PROMPT.pack(group_id, prompt.prompt_id, used.prompt_tokens, used.text_bytes, *numbers)
     row += _CRC.pack(_crc_of(row, [prompt.token_ids], text))
     after = used.plus(Sizes(prompts=1, prompt_tokens=len(prompt.token_ids), text_bytes=len(text)))
-    return Encoded(row, text, after)
+    return Encoded(row, text, (prompt.token_ids.data,), after)
 
 
 def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encoded:
@@ -80,11 +81,11 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
         scored.verdict.encode(),
         rollout.finish_reason.encode(),
     )
-    columns = (rollout.token_ids, rollout.behaviour_logprobs, rollout.versions, rollout.loss_mask)
-    row += _CRC.pack(_crc_of(row, columns, text))
-    rollouts, prompts, prompt_tokens, tokens, text_bytes = used
-    after = Sizes(rollouts + 1, prompts, prompt_tokens, tokens + num_tokens, text_bytes + len(text))
-    return Encoded(row, text, after)
+    tokens = (rollout.token_ids.data, rollout.behaviour_logprobs.data, rollout.versions.data, rollout.loss_mask.data)
+    row += _CRC.pack(_crc_of(row, tokens, text))
+    rollouts, prompts, prompt_tokens, before, text_bytes = used
+    after = Sizes(rollouts + 1, prompts, prompt_tokens, before + num_tokens, text_bytes + len(text))
+    return Encoded(row, text, tokens, after)
 
 
 def decode_prompt(row: bytes, token_ids: NDArray[np.int32], text: memoryview) -> tuple[int, Prompt] | None:
@@ -147,7 +148,7 @@ def decode_rollout(
     return JournalRecord(sequence, scored, admitted)
 
 
-def _crc_of(row: bytes, tokens: Sequence[NDArray[Any]], text: bytes) -> int:
+def _crc_of(row: bytes, tokens: Sequence[NDArray[Any] | memoryview], text: bytes) -> int:
     crc = crc32(row)
     for values in tokens:
         crc = crc32(values, crc)
