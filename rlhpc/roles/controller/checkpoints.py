@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from rlhpc.contracts import Clock
@@ -22,6 +22,7 @@ from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
 from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.saved_state import SavedState, delete_needless_journals, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import TrainerLink
@@ -43,7 +44,10 @@ class CheckpointWriter:
         *,
         fence: Fence | None = None,
         clock: Clock = time.monotonic,
+        durable: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
+        """durable: returns once the journal has all that a checkpoint knows: the next attempt counts on from there."""
+        self._durable = durable
         self._layout, self._keep, self._trainer, self._state = layout, keep, trainer, state
         self._fence, self._known = fence, KnownCheckpoints(layout.checkpoints)
         self._step = -1  # of the last one
@@ -152,6 +156,7 @@ class CheckpointWriter:
     ) -> None:
         began = time.monotonic()
         report = await reported
+        await self._durable()
         self._check_ownership()
         if problem := await asyncio.to_thread(_put_together, report, temporary, final, manifest):
             await asyncio.to_thread(discard, temporary)

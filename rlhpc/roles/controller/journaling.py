@@ -40,6 +40,10 @@ class _Receipts:
         return self.acknowledged > before
 
 
+async def at_once() -> None:
+    """In the place of Journaling.durable where there is no journal."""
+
+
 class Journaling:
     """Commits and acknowledges."""
 

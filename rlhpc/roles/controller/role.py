@@ -116,7 +116,12 @@ class Controller:
         )
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
-            context.layout, config.checkpoint.keep, self._trainer, self._state, fence=context.fence
+            context.layout,
+            config.checkpoint.keep,
+            self._trainer,
+            self._state,
+            fence=context.fence,
+            durable=self._journaling.durable,
         )
         self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
@@ -277,10 +282,14 @@ class Controller:
                 elif isinstance(message, SaveReport):
                     self._checkpoints.reported(message)
         if not self._checkpoints.awaits_trainer:
-            try:
-                await self._checkpoints.finish()
-            except CheckpointError:
-                log.exception("the last checkpoint was not completed either")
+            # A checkpoint is complete only when the journal has all that it knows.
+            ends = [asyncio.create_task(self._checkpoints.finish()), asyncio.create_task(self._journaling.run())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in ends:
+                task.cancel()
+            for error in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(error, (CheckpointError, JournalError)):
+                    log.error("the last checkpoint was not completed either", exc_info=error)
 
     def _is_trainer_alive(self) -> bool:
         return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()

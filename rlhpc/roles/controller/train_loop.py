@@ -29,6 +29,7 @@ from rlhpc.errors import LedgerError, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown, pack
+from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
@@ -57,10 +58,6 @@ class StepRecord:
     checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
     checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
-
-
-async def _at_once() -> None:
-    """Nothing has to be waited for."""
 
 
 class Checkpoints(Protocol):
@@ -102,7 +99,7 @@ class TrainLoop:
         step: int,
         version: int,
         wake: Callable[[], None],
-        durable: Callable[[], Awaitable[None]] = _at_once,
+        durable: Callable[[], Awaitable[None]] = at_once,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
 

@@ -329,3 +329,17 @@ async def test_journals_are_deleted_once_every_checkpoint_holds_what_they_hold(t
         saved = read_saved_state(it.layout, 2)
         assert saved.position == Position(0, journal.position.num_events - 8, 8)
         assert [r.sequence for r in read_history(it.layout.rollouts, saved.position).rollouts] == [*range(9, 17)]
+
+
+async def test_a_checkpoint_is_complete_only_when_the_journal_has_what_it_knows(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        is_durable = asyncio.Event()
+        it.writer._durable = is_durable.wait
+        await it.writer.write(1, 1)
+        it.trainer_has_written(1)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert latest_complete(it.layout.checkpoints) is None
+        is_durable.set()
+        await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
+        assert latest_complete(it.layout.checkpoints) == (1, it.layout.checkpoint(1))
