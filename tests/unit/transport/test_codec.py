@@ -65,9 +65,9 @@ def batch(num_tokens: int) -> PackedBatch:
 
 
 MESSAGES = [
-    scored(1),
-    scored(4096),
-    scored(40_000),
+    m.Delivery(7, 3, "outbox", scored(1)),
+    m.Delivery(7, 3, "outbox", scored(4096)),
+    m.Delivery(7, 3, "outbox", scored(40_000)),
     lease(),
     batch(64),
     batch(30_000),
@@ -177,8 +177,8 @@ def test_the_sender_learns_which_field_is_wrong():
     bad = Rollout(1, 1, wrong, *(getattr(rollout, n) for n in ("token_ids", "behaviour_logprobs", "versions")),
                   rollout.loss_mask, FinishReason.STOP)  # fmt: skip
     with pytest.raises(ProtocolError) as error:
-        codec.encode(ScoredRollout(bad, 1.0, Verdict.WRONG), 0)
-    assert error.value.field == "ScoredRollout.rollout.prompt.token_ids"
+        codec.encode(m.Delivery(1, 1, "", ScoredRollout(bad, 1.0, Verdict.WRONG)), 0)
+    assert error.value.field == "Delivery.scored.rollout.prompt.token_ids"
     assert "<i8" in error.value.why
     assert "<i4" in error.value.why
 

@@ -21,16 +21,17 @@ CODEC = Codec({t for spec in TOPOLOGY.values() for t in spec.to_server + spec.to
 
 
 def originals() -> list[list[bytes]]:
-    def scored(length: int) -> ScoredRollout:
+    def delivery(length: int) -> m.Delivery:
         ints = np.arange(length, dtype=np.int32)
         floats = ints.astype(np.float32)
         prompt = Prompt(1, "math", ints[:5], "42")
         rollout = Rollout(1, 2, prompt, ints, floats, ints, ints > 3, FinishReason.STOP)
-        return ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"a": 1.0}, "x")
+        return m.Delivery(3, 2, "outbox", ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"a": 1.0}, "x"))
 
     prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
-    lease = Lease(1, 0, scored(8).rollout.prompt, 2, (0, 1), SamplingParams(5), 1, (None, prefix))
-    messages = [scored(8), scored(6_000), lease, m.Heartbeat("running", "", 1), m.StepReport(1, 1, True, {"x": 2.0})]
+    lease = Lease(1, 0, delivery(8).scored.rollout.prompt, 2, (0, 1), SamplingParams(5), 1, (None, prefix))
+    beat, report = m.Heartbeat("running", "", 1), m.StepReport(1, 1, True, {"x": 2.0})
+    messages = [delivery(8), delivery(6_000), lease, beat, report]
     return [[bytes(frame) for frame in CODEC.encode(message, 77)] for message in messages]
 
 
@@ -99,9 +100,9 @@ def test_altered_messages_with_a_fitting_checksum_raise_nothing_but_protocol_err
             _, message = CODEC.decode(altered, "insider")
         except ProtocolError:
             continue
-        if isinstance(message, ScoredRollout):  # accepted: then at least every type is right
-            assert message.rollout.token_ids.dtype == np.int32
-            assert isinstance(message.verdict, Verdict)
+        if isinstance(message, m.Delivery):  # accepted: then at least every type is right
+            assert message.scored.rollout.token_ids.dtype == np.int32
+            assert isinstance(message.scored.verdict, Verdict)
 
 
 @given(st.lists(st.binary(max_size=300), max_size=4))
