@@ -194,11 +194,12 @@ class DevCluster:
     def run(self, *command: str, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
         """Run one of Slurm's commands; returns what it printed.  Raises RoleFailed: exit status not 0, or too slow.
 
-        They wait five seconds for an answer here, which is little on a loaded machine: all but sbatch are repeated.
+        They wait five seconds for an answer here, little on a loaded machine: all but submissions are repeated.
         """
         for _ in Deadline(timeout_s).polls(0.5):
             done = self._run_once(command, timeout_s)
-            if not done.returncode or _TIMED_OUT not in done.stderr or command[0] == "sbatch":
+            may_repeat = command[0] != "sbatch" or "--test-only" in command
+            if not done.returncode or _TIMED_OUT not in done.stderr or not may_repeat:
                 break
         if check and done.returncode:
             raise RoleFailed(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")

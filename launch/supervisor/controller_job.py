@@ -160,7 +160,7 @@ class ControllerJobSupervisor:
         while self._processes.has_controller:
             self._signals.sleep(POLL_S)
             self._look(attempt, stall)
-        self._has_trained = stall.has_moved
+        self._has_trained = stall.has_stepped
         return self._wind_up(attempt)
 
     @property

@@ -52,7 +52,8 @@ class StallWatch:
         self._stall_s, self._meet_s = stall_s, meet_s
         self._since = now  # when the current step, training, or the attempt began
         self._step, self._is_training = -1, False
-        self.has_moved = False  # a step was trained in this attempt
+        self.has_stepped = False  # a step was trained, or trained again from the journal
+        self.has_moved = False  # a step was trained that no attempt before had trained
 
     def look(self, step: int, is_training: bool, now: float) -> float | None:
         """Record the current state; returns the limit in seconds if it is exceeded, else None.
@@ -60,7 +61,8 @@ class StallWatch:
         step: steps trained so far, -1 if unknown.
         """
         if step != self._step:
-            self.has_moved |= self._step >= 0
+            self.has_stepped |= self._step >= 0
+            self.has_moved |= self._step >= 0 and is_training
         if step != self._step or is_training != self._is_training:
             self._step, self._is_training, self._since = step, is_training, now
             return None

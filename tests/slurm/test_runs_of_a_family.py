@@ -80,13 +80,16 @@ def test_the_next_of_a_chain_does_not_begin_when_the_run_before_it_is_requeued(d
     desk.cluster.run("scontrol", "requeue", str(first))
 
     def is_back() -> bool:
-        before, after = look_at_jobs([first, second]).rows
+        rows = look_at_jobs([first, second]).rows
+        if not rows:
+            return False  # slurmctld did not answer in time
+        before, after = rows
         assert (after.state.name, after.reason) in (("PENDING", "Dependency"), ("PENDING", "None"))
         return before.state.name == "RUNNING" and before.restarts == 1
 
     wait_until(is_back, "the first runs again", 60)
     desk.cluster.run("scancel", str(first))
-    wait_until(lambda: look_at_jobs([second]).rows[0].state.name == "RUNNING", "the second runs", 60)
+    wait_until(lambda: [row.state.name for row in look_at_jobs([second]).rows] == ["RUNNING"], "the second runs", 60)
 
 
 def test_a_submission_that_fails_in_the_middle_says_what_stands_and_resume_does_the_rest(

@@ -175,7 +175,7 @@ def _in_slurm(found: Standing, living: tuple[JobRow, ...], controller_rows: Sequ
 
 
 def _phase(figures: Figures) -> State:
-    return State.RUNNING if figures.phase in ("training", "complete", "stopped") else State.STARTING
+    return State.RUNNING if figures.phase in ("replaying", "training", "complete", "stopped") else State.STARTING
 
 
 # -------------------------------------------------------------------------------------------------------- how it ended

@@ -198,6 +198,7 @@ class Controller:
         self._weight_sync.describe(ready.manifest, ready.device)
         if self._state.replay.steps:
             self._recorder.training_begins()
+            self._board.figures.phase = "replaying"  # which is no progress for those who wait for some
         await self._loop.replay(self._state.replay, stop, self._sink.restored, self._recorder.record)
         if stop.is_set():
             return  # nothing is saved: the checkpoint before it and the journal hold all of it

@@ -31,3 +31,15 @@ def test_every_step_begins_the_limit_anew_and_the_first_one_of_a_resume_is_none_
     assert watch.has_moved
     assert watch.look(41, True, 34.0) is None
     assert watch.look(41, True, 34.5) == 15.0
+
+
+def test_steps_that_are_trained_again_begin_the_limit_anew_and_are_no_progress() -> None:
+    watch = StallWatch(15.0, 12.0, now=0.0)
+    assert watch.look(0, False, 5.0) is None
+    assert watch.look(1, False, 44.0) is None
+    assert watch.look(2, False, 83.0) is None
+    assert watch.look(2, True, 84.0) is None
+    assert (watch.has_stepped, watch.has_moved) == (True, False)
+    assert watch.look(2, True, 99.5) == 15.0
+    assert watch.look(3, True, 100.0) is None
+    assert watch.has_moved
