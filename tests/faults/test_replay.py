@@ -88,6 +88,7 @@ def group_steps_of(layout: RunLayout) -> dict[int, list[int]]:
     return steps
 
 
+@pytest.mark.long
 def test_a_damaged_journal_costs_what_it_held_and_the_run_goes_on(lab: Lab) -> None:
     run_file = lab.run_file(
         "damaged",
