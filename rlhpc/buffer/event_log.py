@@ -163,7 +163,8 @@ class GroupEventLog:
             os.fdatasync(self._descriptor)
         except OSError as error:
             if self._fence is not None:
-                self._fence.check()  # the usual reason, where the staging directory is gone
+                with contextlib.suppress(OSError):  # the same disk may refuse this, too
+                    self._fence.check()  # the usual reason, where the staging directory is gone
             raise JournalError(f"{self._path} cannot be written: {error.strerror or error}") from error
         if self._fence is not None:
             self._fence.check()  # after the write: whoever takes over later will find it

@@ -72,13 +72,15 @@ class JournalFiles:
                 done = self._file.append(records)
                 if self._fence is not None:
                     self._fence.check()  # after the write: whoever takes over later will find it
+                self._file.keep()
                 self._next_sequence += done
                 records = records[done:]
                 if records:
                     self._end_file()
         except OSError as error:
             if self._fence is not None:
-                self._fence.check()  # the usual reason, where the staging directory is gone
+                with contextlib.suppress(OSError):  # the same disk may refuse this, too
+                    self._fence.check()  # the usual reason, where the staging directory is gone
             raise JournalError(
                 f"{self._directory}: rollouts cannot be written: {error.strerror or error}; {len(records)} stay in "
                 "memory"
@@ -116,11 +118,15 @@ class _OpenFile:
 
     def __init__(self, descriptor: int, layout: JournalLayout) -> None:
         self._descriptor, self._layout = descriptor, layout
-        self._used = Sizes()
+        self._used = self._used_after = Sizes()
         self._prompt_rows: dict[int, int] = {}  # group → its row in `prompts`
+        self._new_rows: dict[int, int] = {}  # those of the last call
 
     def append(self, records: Sequence[JournalRecord]) -> int:
-        """Write as many as there is room for; return their number once they are on disk.  Raises OSError."""
+        """Write as many as there is room for; return their number once they are on disk.  Raises OSError.
+
+        The next call writes to the same place unless `keep` was called.
+        """
         rollouts, prompts, text = list[Encoded](), list[Encoded](), list[bytes]()
         used, room, new_rows = self._used, self._layout.room, dict[int, int]()
         for record in records:
@@ -149,9 +155,13 @@ class _OpenFile:
                 },
                 used,
             )
-        self._used = used
-        self._prompt_rows |= new_rows
+        self._used_after, self._new_rows = used, new_rows
         return len(rollouts)
+
+    def keep(self) -> None:
+        """What was written last counts."""
+        self._used = self._used_after
+        self._prompt_rows |= self._new_rows
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -280,6 +280,22 @@ def test_whoever_lost_the_run_directory_acknowledges_nothing(tmp_path: Path) -> 
     assert [path.name for path in journal_paths(layout.rollouts)] == ["journal_000000.h5", "journal_000001.h5"]
 
 
+def test_a_disk_that_does_not_even_say_who_owns_the_run_is_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+    files, records = make_files(layout.rollouts, fence=take_over(layout, 0)), make_records(4)
+    files.append(records[:2])
+    owner = layout.owner.read_bytes()
+    layout.owner.write_bytes(b"{")
+    with pytest.raises(JournalError, match="2 stay in memory"):
+        files.append(records[2:])
+    assert files.next_sequence == 3
+    layout.owner.write_bytes(owner)
+    files.append(records[2:])
+    assert_same_records(everything(layout.rollouts), records)
+
+
 def test_many_pieces_and_short_writes_arrive_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwritev
 
