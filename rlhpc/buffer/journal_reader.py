@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,27 +40,14 @@ def read_journal(path: Path) -> JournalContent:
 
     Raises JournalError: the file is not a journal, is cut off before its first column, or cannot be read.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            return _read(path, descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
-    except JournalError as error:
-        raise JournalError(f"{path} {error}") from error
+    with _opened(path) as descriptor:
+        return _read(path, descriptor)
 
 
 def read_first_sequence(path: Path) -> int:
     """Number of the first rollout of a file.  Raises as read_journal."""
-    try:
-        with path.open("rb") as file:
-            return read_layout(file.read(USER_BLOCK_BYTES)).first_sequence
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
-    except JournalError as error:
-        raise JournalError(f"{path} {error}") from error
+    with _opened(path) as descriptor:
+        return read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0)).first_sequence
 
 
 def read_journals(directory: Path) -> Iterator[JournalContent]:
@@ -68,8 +56,23 @@ def read_journals(directory: Path) -> Iterator[JournalContent]:
         yield read_journal(path)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor; whatever goes wrong while it is read names the file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror or error}") from error
+    except JournalError as error:
+        raise JournalError(f"{path} {error}") from error
+
+
 def _read(path: Path, descriptor: int) -> JournalContent:
-    layout = read_layout(_pread(descriptor, 0, USER_BLOCK_BYTES))
+    layout = read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0))
     rollout_rows = _rows(descriptor, layout, "rollouts")
     prompt_rows = _rows(descriptor, layout, "prompts")
     text = _column(descriptor, layout, "text", _text_end(rollout_rows, prompt_rows, layout)).data
@@ -92,8 +95,7 @@ def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
     kind, room, parts = COLUMNS[table], layout.room.of(table), []
     for first in range(0, room, _ROWS_AT_ONCE):
         count = min(_ROWS_AT_ONCE, room - first)
-        data = _pread(descriptor, layout.place(table, first), count * kind.itemsize)
-        rows = np.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
+        rows = _column(descriptor, layout, table, count, first)
         is_used = rows.view(np.uint8).reshape(len(rows), kind.itemsize).any(axis=1)
         parts.append((rows, is_used))
         if len(rows) < count:
@@ -121,21 +123,12 @@ def _largest(ends: list[int], room: int) -> int:
     return max(end for end in ends if 0 <= end <= room)
 
 
-def _column(descriptor: int, layout: JournalLayout, name: str, length: int) -> NDArray[Any]:
-    """The first entries of a column; fewer if the file is cut off."""
+def _column(descriptor: int, layout: JournalLayout, name: str, length: int, first: int = 0) -> NDArray[Any]:
+    """Entries of a column; fewer if the file is cut off."""
     # numpy's own memory: it asks for large pages, and faults on small ones cost as much as the reading.
     values = np.empty(length, COLUMNS[name])
-    left, offset = values.view(np.uint8).data, layout.place(name, 0)
+    left, offset = values.view(np.uint8).data, layout.place(name, first)
     while left and (count := os.preadv(descriptor, [left[: 1 << 30]], offset)):
         left, offset = left[count:], offset + count
     values.flags.writeable = False
     return values[: length - -(-len(left) // values.itemsize)]
-
-
-def _pread(descriptor: int, offset: int, size: int) -> bytes:
-    """Fewer bytes only at the end of the file."""
-    parts = []
-    while size and (part := os.pread(descriptor, min(size, 1 << 30), offset)):
-        parts.append(part)
-        offset, size = offset + len(part), size - len(part)
-    return b"".join(parts)

@@ -290,9 +290,8 @@ class RolloutBuffer:
                     f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "
                     f"{prompt.prompt_id}: the order of prompts has changed"
                 )
-            version = (
-                admitted.version if admitted is not None else version
-            )  # its line is damaged: that of its neighbour
+            if admitted is not None:  # else its line is damaged, and the version is its neighbour's
+                version = admitted.version
             self._ledger.admit(prompt, version, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:

@@ -43,6 +43,14 @@ def begin(layout: RunLayout, attempt: int, history: History | None = None, **cha
     return buffer
 
 
+def begin_with_groups(layout: RunLayout) -> RolloutBuffer:
+    """The first attempt, with groups 0 to 3 in all slots."""
+    buffer = begin(layout, 0)
+    for group_id in range(4):
+        buffer.admit(make_prompt(group_id), 0)
+    return buffer
+
+
 def draw() -> Callable[[], Prompt]:
     order = itertools.count()
     return lambda: make_prompt(next(order))
@@ -67,9 +75,7 @@ def train(buffer: RolloutBuffer, step: int) -> list[int]:
 
 
 def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0, 1, 3)
     buffer.drop(3, DropReason.NO_SPREAD)
     buffer.deliver("g-0", make_scored(2, 1))
@@ -101,9 +107,7 @@ def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout
 
 
 def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 2, 0)
     buffer.drop(2, DropReason.NO_SPREAD)
     buffer.deliver("g-0", make_scored(1, 0, verdict=Verdict.VERIFIER_ERROR))  # killed before it was dropped
@@ -120,9 +124,7 @@ def test_groups_that_came_back_are_told_in_order_with_what_became_of_them(layout
 
 
 def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: Path) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0, 1, 2)
     train(buffer, 0)
     directory = tmp_path / "checkpoint"
@@ -172,9 +174,7 @@ def test_more_groups_come_back_than_there_are_slots_and_none_is_admitted_until_t
 
 
 def test_what_a_stale_writer_appends_after_its_successor_began_does_not_count(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0)
     journal_of(buffer).commit()
     successor = begin(layout, 1, read_history(layout.rollouts, START))
@@ -222,9 +222,7 @@ def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a
 
 
 def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0, 1)
     journal_of(buffer).commit()
     again = begin(layout, 1, read_history(layout.rollouts, START))
@@ -266,9 +264,7 @@ def test_a_batch_that_is_not_whole_cannot_be_taken_again(layout: RunLayout) -> N
 
 
 def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0, 1, 2)
     train(buffer, 0)
     journal_of(buffer).commit()
@@ -286,9 +282,7 @@ def test_a_damaged_line_of_events_costs_no_rollout(layout: RunLayout) -> None:
 
 
 def test_what_counts_of_attempts_before_a_checkpoint_is_said_by_the_attempt_that_wrote_it(layout: RunLayout) -> None:
-    buffer = begin(layout, 0)
-    for group_id in range(4):
-        buffer.admit(make_prompt(group_id), 0)
+    buffer = begin_with_groups(layout)
     finish(buffer, 0)
     journal_of(buffer).commit()
     successor = begin(layout, 1, read_history(layout.rollouts, START))
