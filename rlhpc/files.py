@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 
@@ -38,6 +39,12 @@ def is_listed(file: Path) -> bool:
     An NFS client may remember for half a minute that a file is not there; listing its directory makes it look again.
     """
     return file.name in os.listdir(file.parent)  # noqa: PTH208 - names are enough
+
+
+def numbered_files(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """(number, path) of the files whose whole name matches, by the number in its first group.  Raises OSError."""
+    matches = map(name.fullmatch, os.listdir(directory))  # noqa: PTH208 - names are enough
+    return sorted((int(match[1]), directory / match[0]) for match in matches if match)
 
 
 def sync_directory(directory: Path) -> None:

@@ -23,6 +23,7 @@ from rlhpc.buffer.journal_files import make_file, write_at
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.crc import crc32
 from rlhpc.errors import JournalError
+from rlhpc.files import numbered_files
 from rlhpc.ownership import Fence
 
 _NAME = re.compile(r"events_(\d{6,})\.jsonl")
@@ -94,8 +95,7 @@ class EventFile:
 
 def event_paths(directory: Path) -> list[Path]:
     """The event files of a rollouts directory, in the order of attempts.  Raises OSError."""
-    found = sorted((int(m[1]), name) for name in os.listdir(directory) if (m := _NAME.fullmatch(name)))  # noqa: PTH208
-    return [directory / name for _, name in found]
+    return [path for _, path in numbered_files(directory, _NAME)]
 
 
 def attempt_of(path: Path) -> int:

@@ -21,7 +21,7 @@ from rlhpc.buffer.journal_layout import DEFAULT_ROOM, TOKEN_COLUMNS, JournalLayo
 from rlhpc.buffer.journal_rows import Encoded, JournalRecord, encode_prompt, encode_rollout
 from rlhpc.contracts import Clock
 from rlhpc.errors import JournalError
-from rlhpc.files import sync_directory
+from rlhpc.files import numbered_files, sync_directory
 from rlhpc.ownership import Fence
 
 _NAME = re.compile(r"journal_(\d{6,})\.h5")
@@ -30,8 +30,7 @@ _MOST_BUFFERS = 512  # of one system call; the limit is 1,024
 
 def journal_paths(directory: Path) -> list[Path]:
     """The journal files of a rollouts directory, in order.  Raises OSError."""
-    names = sorted((int(match[1]), name) for name in os.listdir(directory) if (match := _NAME.fullmatch(name)))  # noqa: PTH208
-    return [directory / name for _, name in names]
+    return [path for _, path in numbered_files(directory, _NAME)]
 
 
 class JournalFiles:
@@ -99,8 +98,8 @@ class JournalFiles:
         """Make the next file, with room for at least one rollout.  Raises OSError."""
         if self._fence is not None:
             self._fence.check()
-        paths = journal_paths(self._directory)
-        index = int(_NAME.fullmatch(paths[-1].name)[1]) + 1 if paths else 0  # type: ignore[index]
+        files = numbered_files(self._directory, _NAME)
+        index = files[-1][0] + 1 if files else 0
         path = self._directory / f"journal_{index:06d}.h5"
         needed = encode_rollout(first, 0, encode_prompt(first.scored.rollout.prompt, 0, Sizes()).used).used
         layout, blocks = new_file(
