@@ -62,7 +62,7 @@ def read_history(directory: Path, position: Position) -> History:
         for line, event in file.events.items():
             if isinstance(event, Began):
                 limits[file.attempt] = event.num_rollouts
-                if not event.goes_on:
+                if not event.goes_on and line > known:
                     _forget(history)
                     position = Position(num_rollouts=event.num_rollouts)
                     history.num_rollouts = event.num_rollouts

@@ -293,3 +293,16 @@ def test_what_counts_of_attempts_before_a_checkpoint_is_said_by_the_attempt_that
         journal_of(each).commit()
     assert (position.num_events, position.num_rollouts) == (1, 4)
     assert read_history(layout.rollouts, position).rollouts == []
+
+
+def test_what_a_checkpoint_knows_of_an_attempt_that_started_over_is_not_read_again(layout: RunLayout) -> None:
+    journal = open_journal(layout, "test", 1, 2, None)
+    journal.note(Began(0, 2, goes_on=False))
+    for group_id, index in itertools.product((0, 1), (0, 1)):
+        journal.add(make_scored(group_id, index), 0)
+    position = journal.position  # of a checkpoint
+    journal.add(make_scored(2, 0), 0)
+    journal.commit()
+    history = read_history(layout.rollouts, position)
+    assert [record.sequence for record in history.rollouts] == [7]
+    assert not history.lacks_beginning
