@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -45,6 +46,18 @@ def numbered_files(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Pa
     """(number, path) of the files whose whole name matches, by the number in its first group.  Raises OSError."""
     matches = map(name.fullmatch, os.listdir(directory))  # noqa: PTH208 - names are enough
     return sorted((int(match[1]), directory / match[0]) for match in matches if match)
+
+
+def move_durably(paths: Iterable[Path], directory: Path) -> list[Path]:
+    """Move files, in this order, to a directory that is made if need be; return the new paths.  Raises OSError."""
+    directory.mkdir(exist_ok=True)
+    moved, sources = [], set[Path]()
+    for path in paths:
+        moved.append(path.rename(directory / path.name))
+        sources.add(path.parent)
+    for each in (directory, *sources):
+        sync_directory(each)
+    return moved
 
 
 def sync_directory(directory: Path) -> None:

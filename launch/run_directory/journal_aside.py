@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launch.run_directory.checkpoint_choice import ResumePoint, Tell
 from rlhpc.errors import RunDirectoryError
-from rlhpc.files import sync_directory
+from rlhpc.files import move_durably
 from rlhpc.run_layout import RunLayout
 
 FILES = ("journal_*.h5", "events_*.jsonl")
@@ -30,11 +30,7 @@ def set_journal_aside(
         return
     target = layout.rollouts / f"lost_attempt_{attempt}"
     try:
-        target.mkdir(exist_ok=True)
-        for path in files:
-            path.rename(target / path.name)
-        sync_directory(target)
-        sync_directory(layout.rollouts)
+        move_durably(files, target)
     except OSError as error:
         raise RunDirectoryError(f"{layout.rollouts}: its journal cannot be set aside: {error}") from error
     tell(f"{why}: steps after the checkpoint are not repeated, and their rollouts are set aside in {target.name}")

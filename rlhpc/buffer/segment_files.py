@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from rlhpc.errors import SegmentError
-from rlhpc.files import sync_directory
+from rlhpc.files import move_durably, sync_directory
 
 _SEGMENT_NAME = re.compile(r"segment_(\d{6,})\.h5")  # run_layout.RunLayout.segment
 
@@ -61,11 +61,8 @@ def set_aside_lost_segments(directory: Path, first_lost_index: int, attempt: int
             partial.unlink()
         if not lost:
             return []
-        lost_directory.mkdir(exist_ok=True)
         # From the last one back: a crash half-way leaves no gap in what stays.
-        moved = [path.rename(lost_directory / path.name) for path in reversed(lost)]
-        sync_directory(lost_directory)
-        sync_directory(directory)
+        moved = move_durably(reversed(lost), lost_directory)
     except OSError as error:
         raise SegmentError(
             f"{directory}: segments from {first_lost_index} on could not be set aside: {error}"

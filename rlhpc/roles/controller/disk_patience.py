@@ -28,11 +28,6 @@ class DiskPatience:
         self._failed_at = 0.0
 
     @property
-    def is_failing(self) -> bool:
-        """True if the last write has failed."""
-        return self._failing_since is not None
-
-    @property
     def may_try(self) -> bool:
         """True unless a write has failed very recently."""
         return self._failing_since is None or self._clock() - self._failed_at >= self.pause_s

@@ -53,11 +53,6 @@ class Journaling:
         self._receipts: dict[str, _Receipts] = {}  # by generator
         self._work, self._committed = asyncio.Event(), asyncio.Event()
 
-    @property
-    def is_failing(self) -> bool:
-        """True if the disk has refused the last commit."""
-        return self._patience.is_failing
-
     def received(self, name: str, delivery: Delivery) -> None:
         """A rollout has arrived, and the journal has it in memory, or has had it before."""
         receipts = self._receipts.get(name)
