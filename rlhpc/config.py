@@ -53,6 +53,11 @@ class Config(Section):
         """Absolute path of the run directory."""
         return (self.run.directory or Path("runs") / self.run.name).absolute()
 
+    @property
+    def has_seeded_samples(self) -> bool:
+        """Whether a sample is drawn the same wherever and whenever it is drawn again."""
+        return self.generation.seeded_samples or self.run.deterministic
+
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> Self:
         has_begun = info.context == HAS_BEGUN
@@ -199,6 +204,15 @@ def format_has_its_backend(config: Config) -> None:
         )
 
 
+def deterministic_order_is_strict(config: Config) -> None:
+    """With a window, the batch depends on which groups are finished first."""
+    if config.run.deterministic and config.admission.window > 1:
+        raise ValueError(
+            f"run.deterministic=true needs admission.window_groups=1, its default; it is {config.admission.window}: "
+            "a wider window takes whatever is finished first"
+        )
+
+
 RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
@@ -210,6 +224,7 @@ RULES = (
     ranks_fill_the_layout,
     layout_keys_need_their_partner,
     format_has_its_backend,
+    deterministic_order_is_strict,
 )
 
 
@@ -245,6 +260,15 @@ def something_is_sampled_at_an_update(config: Config) -> None:
     if config.admission.max_staleness == 0:
         beside = "admission.max_staleness=0: nothing is being sampled when weights are updated"
         _refuse_without_effect(config, "generation.recompute_kv", beside, "admission.max_staleness of 1 or more")
+
+
+def samples_may_differ(config: Config) -> None:
+    """A deterministic run seeds every sample, and updates weights only between rollouts."""
+    if config.run.deterministic:
+        beside = "run.deterministic=true, which seeds every sample"
+        _refuse_without_effect(config, "generation.seeded_samples", beside, "no run.deterministic")
+        beside = "run.deterministic=true: nothing is being sampled when weights are updated"
+        _refuse_without_effect(config, "generation.recompute_kv", beside, "no run.deterministic")
 
 
 def schedule_has_an_end(config: Config) -> None:
@@ -283,6 +307,7 @@ EFFECTS = (
     cap_has_a_weight,
     utilization_decides,
     something_is_sampled_at_an_update,
+    samples_may_differ,
     schedule_has_an_end,
     gradients_are_summed,
 )

@@ -38,6 +38,10 @@ class RunConfig(Section):
     """Total optimiser steps, those before a resume included."""
     seed: NonNegative = 0
     """Seeds prompt order, sampling and random initial weights."""
+    deterministic: bool = False
+    """The same run again, or interrupted and resumed, has the same batches, losses and parameters, bit for bit: weights
+    change only while nothing is being sampled, samples are drawn by (seed, group, sample), kernels are deterministic
+    (docs/training.md says where that holds, and what it costs)."""
 
 
 class ModelConfig(Section):

@@ -35,8 +35,9 @@ from rlhpc.run_layout import RunLayout
 log = logging.getLogger("rlhpc.run_directory")
 
 # A checkpoint depends on these: prompt order, weights, and a ledger whose groups were admitted under these bounds.
-FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "model.", "data.", "admission.group_size:",
-    "admission.groups_per_step:", "admission.max_staleness:", "admission.window_groups:")  # fmt: skip
+FIXED_BY_THE_FIRST_START = ("run.name:", "run.seed:", "run.deterministic:", "model.", "data.",
+    "admission.group_size:", "admission.groups_per_step:", "admission.max_staleness:",
+    "admission.window_groups:")  # fmt: skip
 MAY_MOVE = ("model.path:", "data.path:")  # to another place, with the content recorded at the first start
 
 LIVES_ELSEWHERE_S = 60.0  # if the status file is younger, jobs may be alive although Slurm does not answer

@@ -118,6 +118,10 @@ class RolloutBuffer:
         """True if `deliver` would keep this member."""
         return self._ledger.is_wanted(group_id, sample_index)
 
+    def admitted_version(self, group_id: int) -> int:
+        """The policy version under which a group was admitted.  Raises LedgerError for one that is gone or unknown."""
+        return self._ledger.group(group_id).admitted_version
+
     def deliver(self, holder: str, scored: ScoredRollout) -> RolloutGroup | None:
         """Add a member; return its group when it is now complete (it stays here, ready to be taken or dropped).
 

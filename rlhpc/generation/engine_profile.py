@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.config import Config
+from rlhpc.errors import EngineError
 
 WORKER_EXTENSION = "rlhpc.generation.worker_extension.WeightUpdateExtension"
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -38,6 +39,8 @@ CPU_ENVIRONMENT = {
     # Else the first request for log-probabilities compiles for seconds, and every new batch size again.
     "TORCH_COMPILE_DISABLE": "1",
 }
+# Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 # Otherwise vLLM's CPU platform turns the executor "uni" into "mp", which is one process more.
 ONE_WORKER_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -51,9 +54,19 @@ class EngineProfile:
 
 
 def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
-    """The profile of one replica.  device: "cpu" or "cuda"."""
+    """The profile of one replica.  device: "cpu" or "cuda".
+
+    Raises EngineError if run.deterministic=true cannot be kept there.
+    """
     is_cpu = device == "cpu"
     environment = dict(COMMON_ENVIRONMENT)
+    if config.run.deterministic:
+        if is_cpu and config.model.dtype != "float32":
+            raise EngineError(
+                f"run.deterministic=true with model.dtype={config.model.dtype!r}: on CPU, vLLM's log-probabilities of "
+                "a sequence then depend on the others of its batch; legal there: model.dtype='float32'"
+            )
+        environment |= {} if is_cpu else BATCH_INVARIANT
     if is_cpu:
         environment |= CPU_ENVIRONMENT
         if config.generation.tensor_parallel == 1:

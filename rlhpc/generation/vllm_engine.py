@@ -234,7 +234,7 @@ class VllmEngine(GenerationEngine):
         raise self._die(f"vLLM ended {request_id} without an output")
 
     def _sampling_params(self, request: RolloutRequest) -> Any:
-        run_seed = self._config.run.seed if self._config.generation.seeded_samples else None
+        run_seed = self._config.run.seed if self._config.has_seeded_samples else None
         return vllm_sampling_params(request, self._stop_token_ids, run_seed)
 
     def _finish(self, flight: _InFlight, output: Any) -> Rollout:

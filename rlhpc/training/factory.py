@@ -7,6 +7,7 @@ from importlib import import_module
 
 from rlhpc.config import Config
 from rlhpc.contracts import TrainerBackend
+from rlhpc.training.determinism import compute_deterministically
 from rlhpc.training.process_group import RankContext
 
 # Module and class; imported when asked for, because a run with one backend need not have the others installed.
@@ -25,6 +26,8 @@ def open_backend(config: Config, context: RankContext) -> TrainerBackend:
     # Backends warn of missing packages at every start, and torch of future renames at every collective.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if config.run.deterministic:
+        compute_deterministically()
     module, name = _BACKENDS[config.trainer.backend]
     backend: TrainerBackend = getattr(import_module(module), name).open(config, context)
     return backend

@@ -137,6 +137,10 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
          "generation.gpu_memory_utilization=0.5", ["generation.gpu_memory_utilization=0.9"]),
         (["generation.recompute_kv=true", "admission.max_staleness=0"], "generation.recompute_kv=true",
          ["admission.max_staleness=1"]),
+        (["generation.seeded_samples=true", "run.deterministic=true"], "generation.seeded_samples=true",
+         ["run.deterministic=false"]),
+        (["generation.recompute_kv=true", "run.deterministic=true"], "generation.recompute_kv=true",
+         ["run.deterministic=false"]),
         (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
     ],
@@ -150,6 +154,14 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
     assert line.startswith(f"{run_file}: {refused} has no effect with ")
     assert "; legal: " in line
     load_config(run_file, [*words, *way_out])
+
+
+def test_a_deterministic_run_takes_groups_in_strict_order(run_file: Path) -> None:
+    words = ["run.deterministic=true", "admission.max_staleness=1", "admission.window_groups=2"]
+    with pytest.raises(ConfigError, match=r"run\.deterministic=true needs admission\.window_groups=1.*it is 2"):
+        load_config(run_file, words)
+    assert load_config(run_file, words[:2]).has_seeded_samples
+    assert not load_config(run_file, []).has_seeded_samples
 
 
 def test_every_key_explains_itself() -> None:

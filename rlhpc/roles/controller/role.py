@@ -110,7 +110,8 @@ class Controller:
             clock=self._awake,
         )
         self._journaling = Journaling(self._state.journal, leases, self._awake)
-        self._sink = RolloutSink(self._state.buffer, ErrorGate(config.rewards.max_error_share), config.admission)
+        gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
+        self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
         )

@@ -36,8 +36,11 @@ class IntakeStats:
 class RolloutSink:
     """Receives scored rollouts; synchronous, so that a rollout is never half received."""
 
-    def __init__(self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig) -> None:
-        self._buffer, self._gate, self._admission = buffer, gate, admission
+    def __init__(
+        self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig, *, of_one_version: bool = False
+    ) -> None:
+        """of_one_version: take no rollout but those that the weights of their admission have sampled, whole."""
+        self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
         self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
         self.stats = IntakeStats()
@@ -51,6 +54,9 @@ class RolloutSink:
         rollout = scored.rollout
         if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
+        if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
+            log.warning("rollout %d:%d is of other weights: ignored", rollout.group_id, rollout.sample_index)
+            return False  # a generator has kept it from before a restart that has not repeated its steps
         self.stats.num_tokens += len(rollout.token_ids)
         self._gate.count(scored.verdict, scored.detail)
         self._gate.check()

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal, Protocol
 
 from rlhpc.algorithms.samples import to_samples
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import Replay
+from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
-from rlhpc.errors import LedgerError, TrainingError
+from rlhpc.errors import LedgerError, RoleFailed, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown, pack
 from rlhpc.roles.controller.journaling import at_once
+from rlhpc.roles.controller.lockstep import Lockstep
+from rlhpc.roles.controller.repeated_step import compare
+from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
@@ -38,26 +39,6 @@ log = logging.getLogger("rlhpc.train_loop")
 
 # Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
 MAX_SKIPPED_STEPS = 5
-
-COMPARED = ("loss", "grad_norm")  # of a step that is repeated
-TOLERANCE = 1e-3  # relative and absolute: kernels and reductions may differ between machines and layouts
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """Everything the recorder needs about one step."""
-
-    report: StepReport
-    batch: PackedBatch
-    groups: tuple[RolloutGroup, ...]
-    trained_version: int  # the version that was trained: staleness is counted against it
-    lockstep_slowdown: float  # work of the slowest rank over the mean
-    pack_s: float
-    wait_for_groups_s: float = 0.0
-    until_live_s: float = 0.0  # of the version before this step
-    checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
-    checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
-    longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
 
 
 class Checkpoints(Protocol):
@@ -108,6 +89,8 @@ class TrainLoop:
         """
         self._durable = durable
         self._saved = step  # of the last checkpoint
+        self._lockstep = Lockstep(buffer, config.admission) if config.run.deterministic else None
+        self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._estimator, self._cost, self._wake = estimator, cost, wake
         self.step, self.version = step, version
@@ -133,21 +116,23 @@ class TrainLoop:
     ) -> None:
         """Train again what was trained after the checkpoint, on the same batches; publish nothing.
 
+        In lockstep the last step may have to wait: for groups that the weights before it were sampling.
         restored: told the groups that came back, those of a step before it is recorded.
         """
         left, first = deque(replay.restored), self.step
+        self._recorded = {recorded.step: recorded for recorded in replay.steps}
         for recorded in replay.steps:
             if stop.is_set() or self.step >= self._config.run.num_steps:
                 return
+            if self._lockstep is not None and not self._lockstep.is_settled(self.step + 1):
+                break
             newest = max(recorded.groups)
             restored([left.popleft() for _ in range(sum(group.group.group_id <= newest for group in left))])
             done = await self._step(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
-            if recorded.trained is not None:
-                _compare(done, recorded.trained)
             record(done)
         restored(left)
-        if replay.steps:
+        if self.step > first:
             log.info("steps %d to %d were trained again, from the journal", first, self.step - 1)
 
     async def begin(self) -> None:
@@ -182,9 +167,16 @@ class TrainLoop:
                 await self._save(checkpoints)
                 saved = self.step
         await self._wait_until_released()
-        if self.step > saved or checkpoints.has_failed:
+        if (self.step > saved or checkpoints.has_failed) and self._is_worth_saving(last):
             await self._save(checkpoints)
         await checkpoints.finish()
+
+    def _is_worth_saving(self, last: int) -> bool:
+        """False: in lockstep, while the weights before these still have to sample; the journal has it all."""
+        if self._lockstep is None or self.step >= last or self._lockstep.is_settled(self.step):
+            return True
+        log.info("no checkpoint: steps after the last one are trained again when the run goes on, from the journal")
+        return False
 
     async def _save(self, checkpoints: Checkpoints) -> None:
         await self._wait_until_released()
@@ -206,20 +198,24 @@ class TrainLoop:
                     self._check_staleness(groups)
                     return groups, time.monotonic() - began
                 await self._republish_if_deserted()
-                ready = asyncio.ensure_future(self._ready.wait())
-                await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-                ready.cancel()
+                await self._change(stopped)
                 if stop.is_set():
                     return None, time.monotonic() - began
         finally:
             stopped.cancel()
+
+    async def _change(self, stopped: asyncio.Future[Literal[True]]) -> None:
+        """Wait until groups or generators have changed, or for `stopped`."""
+        ready = asyncio.ensure_future(self._ready.wait())
+        await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
 
     async def _train(self, groups: list[RolloutGroup], waited_s: float, checkpoints: Checkpoints) -> StepRecord:
         done = await self._step(groups)
         # The previous version may not be live yet, and would release everything that is listed: list these after it.
         await self._wait_until_released()
         self._unreleased += [group.group_id for group in groups]
-        if not self._stop.is_set():
+        if await self._may_publish():
             await self._durable()
             await self._publish()
         return replace(
@@ -240,6 +236,9 @@ class TrainLoop:
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
         self._count_skips(report)
+        if (recorded := self._recorded.pop(self.step, None)) is not None:
+            is_exact = self._lockstep is not None
+            compare(recorded, [group.group_id for group in groups], trained, report, exact=is_exact)
         self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied, metrics=report.metrics)
         self.step += 1
         return StepRecord(
@@ -286,6 +285,29 @@ class TrainLoop:
 
     # ------------------------------------------------------------------------------------------------- after the step
 
+    async def _may_publish(self) -> bool:
+        """False after `stop`.  In lockstep: wait until the weights before these have sampled all that is theirs.
+
+        Raises RoleFailed if no generator is left that has those weights: the trainer has them no more.
+        """
+        if self._lockstep is None or self._stop.is_set():
+            return not self._stop.is_set()
+        if self.step >= self._config.run.num_steps:
+            return False  # what these weights would sample is for no step
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            while not (self._lockstep.is_settled(self.step) or self._stop.is_set()):
+                self._ready.clear()
+                if self._weight_sync.is_deserted:
+                    raise RoleFailed(
+                        f"run.deterministic=true: every generator with weights {self._weight_sync.live_version} is "
+                        f"gone, and the trainer has weights {self.version}; the next attempt makes those again"
+                    )
+                await self._change(stopped)
+        finally:
+            stopped.cancel()
+        return not self._stop.is_set()
+
     async def _publish(self) -> None:
         """Publish the current version, and go on while the generators load it."""
         if await self._weight_sync.publish(self.version):
@@ -323,17 +345,3 @@ class TrainLoop:
         else:
             self._going_live.cancel()
         self._going_live = None
-
-
-def _compare(done: StepRecord, recorded: Trained) -> None:
-    """Say where a step that was repeated differs from what was recorded of it: nobody has asked for that."""
-    differences = []
-    if (done.trained_version, done.report.applied) != (recorded.version, recorded.applied):
-        was = f"version {recorded.version}, {'applied' if recorded.applied else 'skipped'}"
-        differences.append(f"{was} then, version {done.trained_version}, applied {done.report.applied} now")
-    for name in COMPARED:
-        then, now = recorded.metrics.get(name), done.report.metrics.get(name)
-        if then is not None and now is not None and not math.isclose(then, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            differences.append(f"{name} {then:.6g} then, {now:.6g} now")
-    if differences:
-        log.warning("step %d, repeated, went differently: %s", done.report.step, "; ".join(differences))

@@ -145,6 +145,8 @@ class Generator:
 
     def _start(self, lease: Lease, sampling: asyncio.TaskGroup) -> None:
         prefixes: tuple[Prefix | None, ...] = lease.prefixes or (None,) * len(lease.sample_indices)
+        if self._context.config.run.deterministic:  # the rest of a prefix would be drawn otherwise than the whole
+            prefixes = (None,) * len(lease.sample_indices)
         for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
             request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
             if request.request_id in self._sampling:

@@ -64,6 +64,7 @@ def transformer_config(model: PretrainedConfig, trainer: TrainerConfig, dtype: t
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),  # run.deterministic
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
+from rlhpc.errors import EngineError
 from rlhpc.generation.engine_profile import CPU_KV_CACHE_BYTES, WORKER_EXTENSION, engine_profile
 
 
@@ -119,3 +120,17 @@ def test_a_step_takes_eight_thousand_tokens_on_cuda_and_what_the_run_file_says_e
 def test_a_step_that_does_not_hold_a_token_of_every_sequence_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"generation\.max_num_batched_tokens=100 .* legal: 256 or more"):
         config_with(max_num_batched_tokens=100)
+
+
+def test_a_deterministic_run_has_kernels_that_do_not_see_the_rest_of_the_batch() -> None:
+    config = with_values(config_with(), {"run.deterministic": True})
+    assert engine_profile(config, seed=7, device="cuda").environment["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in engine_profile(config, seed=7, device="cpu").environment
+    assert "VLLM_BATCH_INVARIANT" not in engine_profile(config_with(), seed=7, device="cuda").environment
+
+
+def test_on_cpu_a_deterministic_run_is_refused_in_bfloat16() -> None:
+    config = with_values(config_with(), {"run.deterministic": True, "model.dtype": "bfloat16"})
+    with pytest.raises(EngineError, match=r"model\.dtype='bfloat16'.*legal there: model\.dtype='float32'"):
+        engine_profile(config, seed=7, device="cpu")
+    engine_profile(config, seed=7, device="cuda")

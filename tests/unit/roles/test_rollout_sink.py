@@ -141,3 +141,15 @@ def test_groups_from_the_journal_count_as_if_they_had_arrived_and_are_judged_if_
     assert (stats.num_tokens, stats.num_zero_variance, stats.num_dropped) == (18, 2, {"no_spread": 2})
     assert door.buffer.counts()["dropped_no_spread"] == 2
     assert not door.buffer.is_open(1)
+
+
+def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path: Path) -> None:
+    """A generator may have kept it from before a restart that did not repeat its steps."""
+    door = Door(tmp_path)
+    strict = RolloutSink(door.buffer, ErrorGate(1.0), small_config().admission, of_one_version=True)
+    later = scored(0, 0)
+    later.rollout.versions[-1] = 1
+    assert not strict.receive("generator-0", later)
+    assert door.buffer.is_wanted(0, 0)
+    strict.receive("generator-0", scored(0, 0))
+    assert not door.buffer.is_wanted(0, 0)

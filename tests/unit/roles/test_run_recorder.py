@@ -21,7 +21,7 @@ from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.buffer.rollout_samples import ManualClock

@@ -18,7 +18,7 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import pack
 from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.controller.rollout_sink import IntakeStats
-from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.types import RolloutGroup
 from tests.unit.roles.small_ring import prompt, scored
 

@@ -15,7 +15,7 @@ from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
-from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSyncLimits
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import SmallRing, prompt, scored, small_config, small_ring

@@ -20,7 +20,7 @@ from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_fig
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.controller.state import ControllerState
-from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import RolloutGroup
 

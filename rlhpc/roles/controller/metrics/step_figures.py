@@ -18,7 +18,7 @@ from rlhpc.algorithms.diagnostics import (
 )
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.controller.rollout_sink import IntakeStats
-from rlhpc.roles.controller.train_loop import StepRecord
+from rlhpc.roles.controller.step_record import StepRecord
 
 # What the trainer reports, and its name in the table; every other name is the loss's own.
 _REPORTED = {

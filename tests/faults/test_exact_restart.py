@@ -1,0 +1,115 @@
+"""run.deterministic: a run that is killed again and again ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from rlhpc.buffer.event_log import Trained, event_paths, read_events
+from rlhpc.run_layout import RunLayout
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
+from tests.ring.run_kit import Lab, Run, make_lab, run_to_the_end
+
+pytestmark = pytest.mark.ring
+NUM_STEPS = 12
+COMPARED = ("loss", "grad_norm", "entropy")
+TWO_RANKS = {"num_ranks": 2, "token_budget": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Everything that two runs have to have in common."""
+
+    steps: dict[int, tuple[object, ...]]  # version, applied, figures of the trainer, as recorded last
+    rollouts: dict[tuple[int, int], tuple[object, ...]]  # what was trained on: step, tokens, versions, reward
+    trainer: dict[str, bytes]  # parameters and moments of the last checkpoint
+
+    @classmethod
+    def of(cls, layout: RunLayout) -> Course:
+        steps = {}
+        for path in event_paths(layout.rollouts):
+            for event in read_events(path).events.values():
+                if isinstance(event, Trained):
+                    figures = {name: event.metrics[name].hex() for name in COMPARED if name in event.metrics}
+                    steps[event.step] = (event.version, event.applied, figures)
+        rollouts = {
+            (row.group_id, row.sample_index): (
+                row.consumed_step,
+                row.token_ids.tolist(),
+                row.versions.tolist(),
+                row.reward,
+                row.admitted_version,
+            )
+            for row in consumed(layout.rollouts)
+        }
+        trainer = layout.checkpoint(NUM_STEPS) / "trainer"
+        return cls(steps, rollouts, {path.name: path.read_bytes() for path in sorted(trainer.glob("*.safetensors"))})
+
+
+def settings(name: str, max_staleness: int, **trainer: object) -> dict[str, dict[str, object]]:
+    return {
+        "run": {"num_steps": NUM_STEPS, "deterministic": True},
+        "data": {"task": "tests.ring.ring_rewards:slow_parity"},
+        "admission": {"max_staleness": max_staleness},
+        "generation": {"num_replicas": 2},
+        "checkpoint": {"every_steps": 5},
+        "trainer": trainer,
+    }
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str, object]) -> RunLayout:
+    """At random instants: two roles, one role, and the launcher."""
+    rng = random.Random(seed)
+    layout, run_file = lab.layout(name), lab.run_file(name, **sections)
+    first, second, third = sorted(rng.sample(range(1, NUM_STEPS), 3))
+    with Run(run_file, layout) as run:
+        run.wait_for_step(first)
+        time.sleep(rng.random() / 4)
+        for victim in rng.choice([("controller",), ("trainer", "generator"), ("controller", "trainer", "generator")]):
+            run.role(victim).kill()
+        run.wait_until(lambda status: status["attempt"] == 1 and status["step"] >= second)
+        time.sleep(rng.random() / 4)
+        run.role(rng.choice(["trainer", "controller"])).kill()
+        run.wait_until(lambda status: status["attempt"] == 2 and status["step"] >= third)
+        run.process.kill()
+        run.process.wait()
+    with Run(run_file, layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+        assert "went differently" not in run.story(), run.story()
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("name", "max_staleness", "trainer"),
+    [
+        ("synchronous", 0, {}),
+        ("one-behind", 1, {}),
+        ("two-behind", 2, {}),
+        ("megatron-dp2", 1, {"backend": "megatron", **TWO_RANKS}),
+        ("megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}),
+        ("deepspeed-zero2", 1, {"backend": "deepspeed", "zero_stage": 2, **TWO_RANKS}),
+    ],
+)
+def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
+    lab: Lab, name: str, max_staleness: int, trainer: dict[str, object]
+) -> None:
+    sections = settings(name, max_staleness, **trainer)
+    whole = Course.of(run_to_the_end(lab, f"{name}-whole", **sections))
+    layout = run_killed_three_times(lab, f"{name}-killed", 1 + max_staleness, **sections)
+    killed = Course.of(layout)
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+    assert sorted(whole.steps) == sorted(killed.steps) == list(range(NUM_STEPS))
+    for step in whole.steps:
+        assert whole.steps[step] == killed.steps[step], step
+    assert whole.rollouts == killed.rollouts
+    assert whole.trainer == killed.trainer
+    for step, _, versions, _, admitted in whole.rollouts.values():
+        assert set(versions) == {admitted} == {max(0, step - max_staleness)}
