@@ -21,7 +21,7 @@ class Verdict(enum.Enum):
 class Row:
     """One thing that was looked at."""
 
-    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "journal", "events", "leftovers"
+    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "journal", "events", "replay", "leftovers"
     name: str
     verdict: Verdict
     text: str

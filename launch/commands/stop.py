@@ -33,7 +33,8 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
     """Finish the step, save, and end every process of a run; returns the exit status when all have ended.
 
     now: do not finish the step.  A local run gets seven seconds, as after Ctrl-C; jobs are cancelled.
-    Returns 1 for a run that ended without saving its last steps.  Several callers at once are allowed.
+    Returns 1 for a run that ended with its last steps in no checkpoint and no journal.  Several callers at once are
+    allowed.
     Raises RunDirectoryError: not a run directory; SlurmError: it has jobs, and Slurm does not answer.
     """
     if not layout.is_run:
@@ -108,9 +109,16 @@ def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> i
         steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
         tell(f"{layout.root}: {steps}; {command} continues it")
         return 0
-    begins = f"continues from step {saved}" if saved else "starts over, because there is no checkpoint"
+    checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
+    if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
+        tell(
+            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains the {trained - saved} steps after "
+            "it again, from the journal, and samples nothing again"
+        )
+        return 0
+    begins = f"continues from step {saved}" if saved else "starts over"
     tell(
-        f"{layout.root}: ended at step {trained} without saving; the last saved step is {saved}, so "
-        f"{trained - saved} steps are lost; {command} {begins}"
+        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so {trained - saved} steps are lost; "
+        f"{command} {begins}"
     )
     return 0 if now else 1

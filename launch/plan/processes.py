@@ -60,6 +60,8 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
         f"sequences each, weights by {gpus.transport or config.weights.transport}",
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
+        f"checkpoint  every {config.checkpoint.every_steps} steps; a crash between two costs at most the training of "
+        "these steps, on the rollouts of the journal: nothing is sampled again",
         f"sockets     {config.transport.kind}, "
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]

@@ -271,14 +271,14 @@ def test_stop_asks_by_a_file_which_asked_twice_says_the_same(config: Config, lay
     ("trained", "saved", "words", "status", "said"),
     [
         (7, 7, (), 0, "stopped, saved at step 7; `rlhpc run … --resume` continues it"),
-        (35, 7, (), 1, "ended at step 35 without saving; the last saved step is 7, so 28 steps are lost"),
-        (35, 7, ("--now",), 0, "ended at step 35 without saving; the last saved step is 7"),
+        (35, 7, (), 1, "ended at step 35 without saving; the last checkpoint is of step 7, so 28 steps are lost"),
+        (35, 7, ("--now",), 0, "ended at step 35 without saving; the last checkpoint is of step 7"),
         (
             3,
             0,
             ("--now",),
             0,
-            "so 3 steps are lost; `rlhpc run … --resume` starts over, because there is no checkpoint",
+            "there is no checkpoint, so 3 steps are lost; `rlhpc run … --resume` starts over",
         ),
     ],
 )
@@ -301,6 +301,23 @@ def test_stop_tells_the_truth_about_what_was_saved(
     with living_launcher(layout) as launcher:
         threading.Timer(0.5, launcher.kill).start()
         assert main(["stop", str(layout.root), *words]) == status
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("saved", "where"), [(7, "the last checkpoint is of step 7"), (0, "there is no checkpoint")])
+def test_stop_says_that_steps_in_the_journal_are_not_lost(
+    config: Config, layout: RunLayout, capsys: pytest.CaptureFixture[str], saved: int, where: str
+) -> None:
+    prepare_run_dir(config, layout, resume=False, fresh=False)
+    layout.status.write_text(json.dumps({"phase": "training", "step": 35, "unix_time_s": 0.0, "roles": []}))
+    (layout.rollouts / "journal_000000.h5").touch()
+    if saved:
+        layout.checkpoint(saved).mkdir()
+        (layout.checkpoint(saved) / "COMPLETE").touch()
+    with living_launcher(layout) as launcher:
+        threading.Timer(0.5, launcher.kill).start()
+        assert main(["stop", str(layout.root)]) == 0
+    said = f"{where}: `rlhpc run … --resume` trains the {35 - saved} steps after it again, from the journal"
     assert said in capsys.readouterr().out
 
 

@@ -335,3 +335,15 @@ def test_what_is_no_run_directory_is_refused_with_status_2(
     for words in ([str(tmp_path)], [str(layout.root), "run.seed=1"], [str(tmp_path / "train.jsonl"), "--json"]):
         assert main(["check", *words]) == EXIT_CONFIG
         assert capsys.readouterr().err.startswith("rlhpc: ")
+
+
+def test_it_says_what_a_crash_would_cost(layout: RunLayout) -> None:
+    """Steps after the chosen checkpoint that have been recorded, by their own times."""
+    assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]  # recorded: 0 and 1
+    trained = [Trained(step, step, applied=True, metrics={"step_s": 2.5}) for step in range(9, 14)]
+    write_events(layout, 1, [Began(0, 12, goes_on=True), *(Taken(e.step, [e.step]) for e in trained), *trained])
+    said = "4 steps since the checkpoint of step 10 (10 to 13) are trained again, from the journal: 10.0 s as they took"
+    (row,) = [row for row in check_run(layout, lambda text: None) if row.part == "replay"]
+    assert row.text.startswith(said)
+    write_events(layout, 2, [Began(0, 12, goes_on=False)])
+    assert not [row for row in check_run(layout, lambda text: None) if row.part == "replay"]
