@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,8 +168,9 @@ def open_store(directory: Path, name: str, host: str, world_size: int, timeout_s
             options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
             return c10d.TCPStore(host, port, world_size, timeout=timeout, **options), f"tcp://{host}:{port}"
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{name}.store"
-        path.unlink(missing_ok=True)  # of an earlier attempt of the run that used the same epoch number
+        # Never the same path twice: a member that still waits for an epoch of this number in an earlier attempt reads
+        # the file by its name, writes its old address into it, and deletes it when it is the last to leave.
+        path = directory / f"{name}-{uuid.uuid4().hex[:8]}.store"
         file_store = c10d.FileStore(str(path), world_size)
         file_store.set_timeout(timeout)
         return file_store, f"file://{path}"
