@@ -38,18 +38,17 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
         fate = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
         text = f"group {row['group']} is open in {saved.name}, and stands as {fate} in a segment before it"
         where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), file=where, row=int(row["row"]), forbids_going_on=True))
+        offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
+        check.accuse(offence)
     for row in before[before["step"] >= saved.step]:
         text = f"step {row['step']} stands in a segment before {saved.name}, which goes on with step {saved.step}"
         where = segment_name(int(row["index"]))
-        offence = Offence(
-            text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"]), forbids_going_on=True
-        )
+        offence = Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest)
         check.accuse(offence)
     for row in before[before["group"] >= saved.next_group]:
         text = f"group {row['group']} stands in a segment before {saved.name}, which has admitted {saved.next_group}"
         where = segment_name(int(row["index"]))
-        check.accuse(Offence(text, group=int(row["group"]), file=where, row=int(row["row"]), forbids_going_on=True))
+        check.accuse(Offence(text, int(row["group"]), int(row["step"]), -1, where, int(row["row"]), is_newest))
     if not evidence.first_segment:
         _look_at_counts(check, evidence, saved, before, file)
     _look_at_members(check, evidence, saved, file)

@@ -19,9 +19,10 @@ from rlhpc.buffer.history import Position
 from rlhpc.buffer.rollout_buffer import BUFFERED_FILE
 from rlhpc.buffer.segment_reader import read_raw_columns
 from rlhpc.errors import CheckpointError, SegmentError
-from rlhpc.roles.controller.saved_state import read_saved_state
+from rlhpc.roles.controller.saved_state import STATE_FILE, read_saved_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import COMPLETE, CheckpointState, Fate, KnownCheckpoints
+from rlhpc.training.checkpoint.file_record import FileRecord, check_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def read_checkpoints(layout: RunLayout, *, is_quick: bool) -> Checkpoints:
 
 
 def _read(layout: RunLayout, state: CheckpointState) -> CheckpointEvidence:
+    manifest = json.loads((state.path / COMPLETE).read_bytes())
+    check_file(state.path / STATE_FILE, FileRecord(*manifest["files"][STATE_FILE]), verify_content=True)
     saved = read_saved_state(layout, state.step)
     ledger = saved.buffer["ledger"]
     names = ["rollouts/group_id", "rollouts/sample_index"]
@@ -102,7 +105,7 @@ def _read(layout: RunLayout, state: CheckpointState) -> CheckpointEvidence:
         position=saved.position,
         cursor=int(saved.prompts.get("cursor", -1)),
         totals=saved.totals,
-        manifest=json.loads((state.path / COMPLETE).read_bytes()),
+        manifest=manifest,
         buffered=np.sort(keys_of(columns[names[0]], columns[names[1]])),
     )
 

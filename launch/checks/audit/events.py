@@ -140,19 +140,21 @@ class EventEvidence:
         return min((limit for later, limit in self.limits.items() if later > attempt), default=None)
 
     def _apply(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:
-        kinds = {
-            "began": self._began,
-            "admitted": self._admitted,
-            "taken": self._taken,
-            "trained": self._trained,
-            "dropped": self._dropped,
-        }
         kind = str(event.get("event"))
-        if kind not in kinds:
-            self.unknown[kind] += 1
-            return
         try:
-            kinds[kind](attempt, number, event)
+            match kind:
+                case "began":
+                    self._began(attempt, number, event)
+                case "admitted":
+                    self._admitted(attempt, number, event)
+                case "taken":
+                    self._taken(attempt, number, event)
+                case "trained":
+                    self._trained(attempt, number, event)
+                case "dropped":
+                    self._dropped(attempt, number, event)
+                case _:
+                    self.unknown[kind] += 1
         except (KeyError, TypeError, ValueError):
             self.unknown[f"{kind} of another form"] += 1
 

@@ -30,7 +30,7 @@ class Offence:
     sample: int = -1
     file: str = ""  # relative to the run directory
     row: int = -1  # of `groups` or `rollouts` in a segment, of `rollouts` in the journal; a line, from 1, of events
-    forbids_going_on: bool = False  # a resume would train something a second time
+    forbids_going_on: bool = False  # a resume from the newest checkpoint would train something a second time
 
 
 @dataclass(slots=True)

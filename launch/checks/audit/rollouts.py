@@ -63,29 +63,28 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
         )
         return 0
     newest, events = evidence.checkpoints.newest, evidence.events
-    sealed = evidence.segments.rows["group"]
+    is_sealed = np.zeros(len(places.of), bool)
+    groups = evidence.segments.rows["group"]
+    is_sealed[groups[groups < len(is_sealed)]] = True
+    first = newest.step if newest is not None else 0
+    step_of = events.step_of.upto(len(places.of))
+    is_waiting = (places.of == TRAINED) & ~is_sealed & (step_of >= first) & (step_of <= events.trained_at_first)
+    waiting = np.flatnonzero(is_waiting)
     keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
-    num_waiting = 0
-    for step, known in events.trained_steps():
-        if step > events.trained_at_first or step < (newest.step if newest is not None else 0):
-            continue
-        for group in np.setdiff1d(np.asarray(known.groups), sealed).tolist():
-            if places.of[group] != TRAINED:
-                continue
-            num_waiting += 1
-            wanted = group * MEMBERS + np.arange(evidence.group_size)
-            lost = np.flatnonzero(~np.isin(wanted, keys)).tolist()
-            if lost:
-                text = (
-                    f"group {group} was trained at step {step}; its samples {lost} are in no segment, and not readable "
-                    "in the journal"
-                )
-                check.accuse(Offence(text, group=group, step=step))
-    return num_waiting
+    wanted = waiting[:, None] * MEMBERS + np.arange(evidence.group_size)
+    is_lost = ~np.isin(wanted, keys)
+    for place in np.flatnonzero(is_lost.any(axis=1)).tolist():
+        group, samples = int(waiting[place]), np.flatnonzero(is_lost[place]).tolist()
+        text = (
+            f"group {group} was trained at step {step_of[group]}; its samples {samples} are in no segment, and not "
+            "readable in the journal"
+        )
+        check.accuse(Offence(text, group=group, step=int(step_of[group])))
+    return len(waiting)
 
 
 def staleness(evidence: Evidence) -> Check:
-    """trained_version − admitted_version of every trained group."""
+    """How far the version trained is from that of the admission, and of the oldest token, of each trained group."""
     check = Check("staleness")
     rows, bound = evidence.segments.rows, evidence.staleness_bound
     trained = rows[(rows["step"] >= 0) & (rows["version"] >= 0)]
@@ -97,6 +96,7 @@ def staleness(evidence: Evidence) -> Check:
         )
         where = segment_name(int(row["index"]))
         check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
+    _look_at_oldest_tokens(check, trained[stale <= bound], bound)
     num_recorded = 0
     sealed = {*rows["step"].tolist()}
     for step, known in evidence.events.trained_steps():
@@ -115,6 +115,16 @@ def staleness(evidence: Evidence) -> Check:
     worst = int(stale.max(initial=0))
     check.looked_at = f"{len(trained) + num_recorded} trained groups, bound {bound}, most {worst}"
     return check
+
+
+def _look_at_oldest_tokens(check: Check, trained: NDArray[np.void], bound: int) -> None:
+    stale = trained[(trained["oldest"] >= 0) & (trained["version"] - trained["oldest"] > bound)]
+    for row in stale:
+        text = (
+            f"group {row['group']} has tokens of version {row['oldest']}, and trained version {row['version']} at step "
+            f"{row['step']}: staleness {row['version'] - row['oldest']}, admission.max_staleness={bound}"
+        )
+        check.accuse(_in_segment(row, text))
 
 
 def versions(evidence: Evidence, places: Places, course: Course) -> Check:

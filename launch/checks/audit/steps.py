@@ -30,7 +30,7 @@ class Course:
 class SealedStep:
     """What segments say of a step."""
 
-    groups: NDArray[np.int64]
+    groups: list[int]
     version: int
     applied: bool
     file: str
@@ -125,26 +125,31 @@ def _sealed_steps(evidence: Evidence) -> Iterator[tuple[int, SealedStep]]:
     rows = evidence.segments.rows
     trained = rows[rows["step"] >= 0]
     trained = trained[np.argsort(trained["step"], kind="stable")]
+    if not len(trained):
+        return
     numbers, starts = np.unique(trained["step"], return_index=True)
-    for number, part in zip(numbers.tolist(), np.split(trained, starts[1:]), strict=len(numbers) > 0):
-        is_uniform = len(np.unique(part["version"])) == 1 and len(np.unique(part["applied"])) == 1
-        first, file = part[0], segment_name(int(part[0]["index"]))
-        applied = int(first["applied"]) != 0
-        yield number, SealedStep(part["group"], int(first["version"]), applied, file, int(first["row"]), is_uniform)
+    is_uniform = np.ones(len(numbers), bool)
+    for name in ("version", "applied"):
+        is_uniform &= np.minimum.reduceat(trained[name], starts) == np.maximum.reduceat(trained[name], starts)
+    for place, (number, part) in enumerate(zip(numbers.tolist(), np.split(trained, starts[1:]), strict=True)):
+        first, applied = part[0], int(part[0]["applied"]) != 0
+        file, row = segment_name(int(first["index"])), int(first["row"])
+        groups = part["group"].tolist()
+        yield number, SealedStep(groups, int(first["version"]), applied, file, row, bool(is_uniform[place]))
 
 
 def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedStep, *, is_last: bool) -> None:
     """As many as a step has, and those that the events say."""
     known, expected = evidence.events.steps.get(step), evidence.config.admission.groups_per_step
     if known is not None:
-        for group in sorted({*sealed.groups.tolist()} - {*known.groups}):
+        for group in sorted({*sealed.groups}.difference(known.groups)):
             text = f"group {group} stands as trained at step {step}, and events say {sorted(known.groups)}"
             check.accuse(Offence(text, group=group, step=step, file=sealed.file, row=sealed.row))
     is_cut = is_last and not evidence.is_complete  # the rest of it may not be sealed yet
     is_cut |= bool(evidence.first_segment)  # or be in a segment that was not looked at
-    num_groups = len(np.unique(sealed.groups))
+    num_groups = len({*sealed.groups})
     if sealed.applied and (num_groups > expected or (num_groups < expected and not is_cut)):
-        text = f"step {step} has {num_groups} groups, admission.groups_per_step={expected}: {sealed.groups.tolist()}"
+        text = f"step {step} has {num_groups} groups, admission.groups_per_step={expected}: {sealed.groups}"
         check.accuse(Offence(text, step=step, file=sealed.file, row=sealed.row))
     if not sealed.is_uniform:
         text = f"groups of step {step} differ in trained_version or applied"

@@ -65,7 +65,7 @@ class AuditedRun:
     def __init__(
         self, root: Path, seed: int, *, num_steps: int = 8, every_steps: int = 3, segment_groups: int = 3
     ) -> None:
-        self.random, self.layout = random.Random(seed), RunLayout(root)
+        self.seed, self.random, self.layout = seed, random.Random(seed), RunLayout(root)
         self.config: Config = config_of(
             f"run.directory={root}",
             f"run.num_steps={num_steps}",
