@@ -38,10 +38,14 @@ class GroupColumn:
         known = self._values[:length]
         return np.concatenate([known, np.full(length - len(known), self._fill, np.int64)])
 
+    def cut(self, length: int) -> None:
+        """Forget all groups from this one on."""
+        self._values[length:] = self._fill
+        self.length = min(self.length, length)
+
     def clear(self) -> None:
         """Forget everything."""
-        self._values[:] = self._fill
-        self.length = 0
+        self.cut(0)
 
 
 def joined(parts: list[NDArray[Any]], kind: Any = np.int64) -> NDArray[Any]:

@@ -103,6 +103,7 @@ def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> 
     evidence = Evidence(
         layout, config, depth.is_quick, is_complete, num_attempts, events, journal, checkpoints, SegmentEvidence()
     )
+    _pass_over_what_is_undone(evidence)
     _read_segments(evidence, depth, progress, found)
     progress("events")
     events.look(is_last=True)
@@ -113,6 +114,13 @@ def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> 
     return evidence
 
 
+def _pass_over_what_is_undone(evidence: Evidence) -> None:
+    """The next attempt begins at or before the step that the guard went back to, and sets later ones aside."""
+    step = evidence.events.rolled_back_to
+    if step is not None:
+        evidence.checkpoints.sound = [saved for saved in evidence.checkpoints.sound if saved.step <= step]
+
+
 def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: Found) -> None:
     layout, newest = evidence.layout, evidence.checkpoints.newest
     paths = dict(_numbered(layout.rollouts))
@@ -121,8 +129,11 @@ def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: 
     if depth.last_segments is not None and newest is not None:
         evidence.first_segment = max(0, newest.next_segment - depth.last_segments)
     witness = _Witness(evidence, found)
+    last = needed
+    if evidence.events.rolled_back_to is not None:
+        last = newest.next_segment if newest else 0
     for index, path in sorted(paths.items()):
-        if index >= evidence.first_segment:
+        if evidence.first_segment <= index < last:
             progress(f"{path.name} (of {len(paths)})")
             evidence.segments.read(path, index, evidence.group_size, is_quick=depth.is_quick, witness=witness)
 

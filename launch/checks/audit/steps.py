@@ -59,7 +59,7 @@ def steps(evidence: Evidence) -> tuple[Check, Course]:
     diverged = evidence.events.lost_version >= 0
     if diverged:
         check.remarks.append(
-            "steps that were recorded were not repeated, since rollouts of them were lost; others came in their place"
+            "steps that were recorded are void, since rollouts of them were lost, or the guard undid them"
         )
     return check, Course(last + 1, version, diverged)
 
@@ -91,10 +91,10 @@ def order(evidence: Evidence) -> Check:
 
 
 def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> int:
-    """Groups that an attempt found dropped when it began: an earlier attempt's events say so, or a verdict."""
+    """Groups that an attempt found dropped when it began: an earlier attempt's events, a verdict or the guard."""
     events, reasons = evidence.events, evidence.segments.reasons
-    failed = reasons.index("verifier_error") if "verifier_error" in reasons else -2
-    is_restored = (mine["step"] < 0) & ((mine["reason"] == failed) | (not events.are_whole))
+    untold = [reasons.index(reason) for reason in ("verifier_error", "guard") if reason in reasons]
+    is_restored = (mine["step"] < 0) & (np.isin(mine["reason"], untold) | (not events.are_whole))
     for earlier, attempt in events.attempts.items():
         if earlier < number and attempt.order:
             groups, fates = np.frombuffer(attempt.order, np.int64), np.frombuffer(attempt.fates, np.int64)

@@ -172,9 +172,14 @@ def a_segment_is_gone(layout: RunLayout, chance: random.Random) -> Falsified | N
 # ----------------------------------------------------------------------------------------------------------- events
 
 
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of an event log."""
+    return [json.loads(line[9:]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+
+
 def edit_events(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
     """Write the whole lines of an event log anew, with checksums that hold."""
-    events = [json.loads(line[9:]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+    events = events_of(path)
     change(events)
     lines = [json.dumps(event).encode() for event in events]
     path.write_bytes(b"".join(f"{crc32(line):08x} ".encode() + line + b"\n" for line in lines))
@@ -190,9 +195,8 @@ def _some_event(layout: RunLayout, chance: random.Random, *kinds: str) -> tuple[
 
 def _events(layout: RunLayout) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     for path in event_paths(layout.rollouts):
-        lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]
-        for index, line in enumerate(lines):
-            yield path, index, json.loads(line[9:])
+        for index, event in enumerate(events_of(path)):
+            yield path, index, event
 
 
 def _named(event: dict[str, Any]) -> Falsified:

@@ -29,7 +29,7 @@ from rlhpc.crc import crc32
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
-from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events
+from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events, events_of
 from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
 
 QUICK, FULL = Depth(is_quick=True), Depth()
@@ -241,6 +241,24 @@ def test_events_and_files_that_are_not_known_are_no_accusation(originals: list[R
         (layout.rollouts / name).write_bytes(b"x")
     audit = assert_clean(layout)
     assert check_of(audit, "files").remarks == ["events that are not known here were passed over: partial (1)"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_what_the_guard_has_undone_is_void(originals: list[RunLayout], tmp_path: Path, step: int) -> None:
+    """Its last line says so; files of the steps that it undid are still there."""
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[2], layout)
+    (path,) = event_paths(layout.rollouts)
+    before = assert_clean(layout)
+    mine = [event for event in events_of(path) if event.get("step") == step]
+    groups = next(event["groups"] for event in mine if event["event"] == "taken")
+    version = next(event["version"] for event in mine if event["event"] == "trained")
+    undone = {"event": "rolled_back", "step": step, "version": version, "groups": groups}
+    edit_events(path, lambda events: events.append(undone))
+    audit = assert_clean(layout)
+    assert (before.num_steps, audit.num_steps, audit.resume_step) == (5, step, 3 if step == 3 else None)
+    assert audit.dropped["guard"] == len(groups)
+    assert (audit.places["drawn"] < before.places["drawn"]) == (step == 1)  # later versions have admitted some
 
 
 def test_a_run_before_schema_2_and_the_journal_is_audited_by_its_segments_and_checkpoints(
