@@ -107,11 +107,12 @@ def _checkpoints(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         for state in known.newest_first(step.__eq__):
             if not path.exists():
                 continue  # pruned meanwhile
-            yield _checkpoint_row(state, is_chosen=newest and state.fate is Fate.SOUND)
+            yield checkpoint_row(state, is_chosen=newest and state.fate is Fate.SOUND)
             newest = newest and state.fate is not Fate.SOUND
 
 
-def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
+def checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
+    """What is said of one checkpoint; is_chosen: a resume starts from it."""
     name = state.path.name
     match state.fate:
         case Fate.SOUND:

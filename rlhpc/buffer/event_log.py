@@ -116,11 +116,17 @@ def read_events(path: Path) -> EventFile:
     lines += [rest] if rest else []
     events, damaged = dict[int, Event](), list[int]()
     for number, line in enumerate(lines, 1):
-        if line[:9] == f"{crc32(line[9:]):08x} ".encode():
-            events[number] = _decode(path, number, line[9:])
-        else:
+        document = document_of(line)
+        if document is None:
             damaged.append(number)
+        else:
+            events[number] = _decode(path, number, document)
     return EventFile(path, attempt, events, damaged, damaged == [len(lines)])
+
+
+def document_of(line: bytes) -> bytes | None:
+    """The JSON of a line, without its newline; None: the checksum does not hold."""
+    return line[9:] if line[:9] == f"{crc32(line[9:]):08x} ".encode() else None
 
 
 class GroupEventLog:
