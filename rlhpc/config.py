@@ -20,6 +20,7 @@ from rlhpc.config_sections import (
     CheckpointConfig,
     DataConfig,
     GenerationConfig,
+    GuardConfig,
     ModelConfig,
     RewardsConfig,
     RunConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     buffer: BufferConfig = BufferConfig()
     transport: TransportConfig = TransportConfig()
 
@@ -111,6 +113,15 @@ def warmup_is_shorter_than_run(config: Config) -> None:
     if config.trainer.warmup_steps > config.run.num_steps:
         raise ValueError(
             f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
+        )
+
+
+def entropy_has_a_range(config: Config) -> None:
+    """Otherwise every step is out of bounds."""
+    guard = config.guard
+    if guard.min_entropy >= guard.max_entropy:
+        raise ValueError(
+            f"guard.min_entropy={guard.min_entropy:g} is not below guard.max_entropy={guard.max_entropy:g}"
         )
 
 
@@ -220,6 +231,7 @@ RULES = (
     group_has_reward_variance,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
+    entropy_has_a_range,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

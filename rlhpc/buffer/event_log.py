@@ -67,6 +67,7 @@ class Trained:
     version: int  # that it trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
+    refused: str = ""  # figures for which the guard had it skipped
 
 
 @dataclass(frozen=True, slots=True)

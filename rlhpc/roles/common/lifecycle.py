@@ -25,7 +25,7 @@ from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError, StarvedError
+from rlhpc.errors import ChannelTimeout, ConfigError, GuardStop, OwnershipLost, RlhpcError, StarvedError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
@@ -165,7 +165,7 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    if isinstance(error, ConfigError | StarvedError):  # another try would not help
+    if isinstance(error, ConfigError | StarvedError | GuardStop):  # another try would not help
         return EXIT_CONFIG
     if isinstance(error, ChannelTimeout):
         return EXIT_ALONE

@@ -123,11 +123,12 @@ class CheckpointWriter:
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
         prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
+        guard = state.guard.state()
 
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals, guard)
                 write_saved_state(temporary, saved)
             except (SegmentError, OSError) as error:
                 discard(temporary)

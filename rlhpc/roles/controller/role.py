@@ -47,6 +47,8 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
+from rlhpc.roles.controller.guard_file import GuardFile
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
@@ -151,7 +153,13 @@ class Controller:
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
+            guarding=self._make_guarding(),
         )
+
+    def _make_guarding(self) -> Guarding:
+        context, state = self._context, self._state
+        file = GuardFile(context.layout.guard, context.fence)
+        return Guarding(state.guard, state.buffer, context.config.admission, file=file, attempt=context.attempt)
 
     # ---------------------------------------------------------------------------------------------------------- running
 

@@ -1,0 +1,168 @@
+"""Act on the figures of optimiser steps as [guard] permits: StepGuard decides, this is what it decides for.
+
+    batch ─▶ limit ─▶ trainer ─▶ report ─▶ judge ─▶ admission, guard.jsonl, log ─▶ … step recorded … ─▶ enforce
+
+Guarantees: what was done is on disk before the step counts as done; a step that is repeated is applied or skipped as it
+was, and leads to no second entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlhpc.algorithms.step_guard import Action, BadStep, Judgement, StepGuard
+from rlhpc.algorithms.step_limits import FIGURES, guarded_figures
+from rlhpc.buffer.event_log import Trained
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config_sections import AdmissionConfig
+from rlhpc.errors import GuardStop, TrainingError
+from rlhpc.messages import StepReport
+from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
+from rlhpc.types import PackedBatch, RolloutGroup, StepLimits
+
+log = logging.getLogger("rlhpc.step_guard")
+
+# Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
+MAX_SKIPPED_STEPS = 5
+# A run whose batches are all refused learns nothing: consecutive steps after which it ends.
+MAX_REFUSED_STEPS = 20
+
+ADVICE = {
+    "mismatch_kl": "sampler and trainer do not compute the same policy: lower admission.max_staleness or "
+    "trainer.learning_rate; out of bounds from the first step on, compare temperature, template and weights",
+    "ess": "rollouts are too far from the policy: lower admission.max_staleness or trainer.learning_rate",
+    "entropy": "the policy collapses or dissolves: lower trainer.learning_rate, look at samples in TensorBoard",
+    "grad_norm": "lower trainer.learning_rate, or look at the batch of this step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GuardNote:
+    """What the guard made of a step."""
+
+    action: Action = Action.OFF
+    num_bad_steps: int = 0  # of the alarm that is on
+    text: str = ""  # "": nothing worth telling
+
+
+NOTHING = GuardNote()
+
+
+class Guarding:
+    """The guard of one run's train loop."""
+
+    def __init__(
+        self,
+        guard: StepGuard,
+        buffer: RolloutBuffer,
+        admission: AdmissionConfig,
+        *,
+        file: GuardFile | None = None,
+        attempt: int = 0,
+    ) -> None:
+        """file: where actions are noted; None: nowhere."""
+        self._guard, self._buffer, self._file, self._attempt = guard, buffer, file, attempt
+        self._tight_staleness = admission.max_staleness // 2
+        self._num_slots = admission.num_slots
+        self._num_tight_slots = admission.model_copy(update={"max_staleness": self._tight_staleness}).num_slots
+        self._num_refused_in_a_row = self._num_not_finite_in_a_row = 0
+        self._end = ""  # why the run is to end
+        self._set_admission()
+
+    def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
+        """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
+        if recorded is None:
+            return replace(batch, limits=self._guard.limits())
+        return replace(batch, limits=StepLimits(must_skip=bool(recorded.refused)))
+
+    async def judge(
+        self, report: StepReport, groups: Sequence[RolloutGroup], version: int, recorded: Trained | None
+    ) -> GuardNote:
+        """Decide, and do what can be done at once; `enforce` does the rest.  version: that the step began with.
+
+        Raises TrainingError after too many skipped steps, OwnershipLost.
+        """
+        if not (report.applied or report.refused):
+            self._count_skips(report)
+            return NOTHING
+        bounds, figures = self._guard.bounds(), guarded_figures(report.metrics)
+        bad_step = BadStep(report.step, version, tuple(group.group_id for group in groups))
+        judgement = self._guard.judge(bad_step, figures, applied=report.applied)
+        self._set_admission()
+        text = self._text(judgement, bounds, figures, report)
+        is_told = judgement.is_news and recorded is None
+        if is_told:
+            log.warning("%s", text)
+            await self._note(judgement, bounds, figures, bad_step, text)
+        if recorded is None and judgement.action is Action.STOP:
+            self._end = f"{text}; {ADVICE[judgement.broken[0]] if judgement.broken else 'look at the steps before'}"
+        self._count_skips(report)
+        return GuardNote(judgement.action, len(self._guard.alarm), text if judgement.is_news else "")
+
+    def enforce(self) -> None:
+        """Raise GuardStop if the run is to end; called when the step is recorded."""
+        if self._end:
+            raise GuardStop(f"guard.action: stop: {self._end}")
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _set_admission(self) -> None:
+        is_tight = self._guard.rung >= Action.TIGHTEN
+        self._buffer.tighten(self._num_tight_slots if is_tight else self._num_slots)
+
+    def _count_skips(self, report: StepReport) -> None:
+        is_finite = report.applied or bool(report.refused)
+        self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
+        self._num_refused_in_a_row = self._num_refused_in_a_row + 1 if report.refused else 0
+        if not is_finite:
+            log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
+        if self._num_not_finite_in_a_row >= MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"{self._num_not_finite_in_a_row} steps in a row were not finite; lower trainer.learning_rate or "
+                "resume from an earlier checkpoint"
+            )
+        if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
+            raise TrainingError(
+                f"{self._num_refused_in_a_row} steps in a row were refused because of {report.refused}: "
+                f"{ADVICE.get(report.refused.partition(', ')[0], 'look at guard.jsonl')}; or wider bounds in [guard]"
+            )
+
+    def _text(self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], report: StepReport) -> str:
+        broken = ", ".join(
+            f"{FIGURES[name]} {figures[name]:.4g} is {_outside(name, figures[name], bounds)}"
+            for name in judgement.broken
+        )
+        number = len(self._guard.alarm)
+        done = {
+            Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
+            Action.SKIP: "; skipped on all ranks" if report.refused else "; the next such step is skipped",
+            Action.STOP: "; the run ends",
+        }
+        return (
+            f"step {report.step}: {broken or 'refused, as before'}; {number} "
+            f"{'step' if number == 1 else 'steps'} out of bounds in this alarm{done.get(judgement.action, '')}"
+        )
+
+    async def _note(
+        self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], bad_step: BadStep, text: str
+    ) -> None:
+        if self._file is None:
+            return
+        entry = GuardEntry(
+            self._attempt,
+            bad_step.step,
+            bad_step.version,
+            judgement.action.word,
+            {name: (figures.get(name), bounds.lows.get(name), bounds.highs.get(name)) for name in judgement.broken},
+            bad_step.groups,
+            text,
+        )
+        await asyncio.to_thread(self._file.append, entry)
+
+
+def _outside(name: str, value: float, bounds: StepLimits) -> str:
+    low = bounds.lows.get(name)
+    return f"below {low:.4g}" if low is not None and value < low else f"above {bounds.highs[name]:.4g}"
