@@ -268,8 +268,8 @@ class GuardConfig(Section):
 
     action: Literal["off", "warn", "tighten", "skip", "rollback", "stop"] = "warn"
     """The strongest action that is permitted.  Each includes those before it: "warn"; "tighten": admit with half of
-    max_staleness; "skip": all ranks skip steps that are out of bounds; "rollback": go back to the checkpoint before the
-    first of these steps and drop its batch; "stop": end the run."""
+    max_staleness, unless run.deterministic; "skip": all ranks skip steps that are out of bounds; "rollback": go back to
+    the checkpoint before the first of these steps and drop its batch; "stop": end the run."""
     patience_steps: Positive = 3
     """Steps out of bounds before the next action is taken, one after the other as long as fewer than calm_steps lie
     between."""

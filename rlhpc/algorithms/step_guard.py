@@ -88,6 +88,11 @@ class StepGuard:
         return tuple(self._alarm)
 
     @property
+    def may_lead_back(self) -> bool:
+        """Whether the checkpoint before the alarm may be needed."""
+        return bool(self._alarm) and self.may_roll_back and self.permitted >= Action.ROLLBACK
+
+    @property
     def rung(self) -> Action:
         """What was reached; OFF: no alarm."""
         return self._rung(len(self._alarm))

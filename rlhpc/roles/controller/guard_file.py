@@ -61,6 +61,10 @@ class GuardFile:
         self._unwritten: list[GuardEntry] = []
         self._writing = threading.Lock()
 
+    def count(self, action: str) -> int:
+        """Entries of this action, of all attempts.  Raises OSError."""
+        return sum(entry.action == action for entry in read_guard_file(self._path))
+
     def append(self, entry: GuardEntry) -> None:
         """Write an entry, and those that could not be written before, to disk.
 

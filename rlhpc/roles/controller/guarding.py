@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhpc.algorithms.step_guard import Action, BadStep, Judgement, StepGuard
+from rlhpc.algorithms.step_guard import Action, BadStep, Judgement, StepGuard, all_groups
 from rlhpc.algorithms.step_limits import FIGURES, guarded_figures
-from rlhpc.buffer.event_log import Trained
+from rlhpc.buffer.event_log import RolledBack, Trained
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
-from rlhpc.errors import GuardStop, TrainingError
+from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.messages import StepReport
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
+from rlhpc.roles.controller.journaling import at_once
 from rlhpc.types import PackedBatch, RolloutGroup, StepLimits
 
 log = logging.getLogger("rlhpc.step_guard")
@@ -62,15 +63,28 @@ class Guarding:
         *,
         file: GuardFile | None = None,
         attempt: int = 0,
+        may_tighten: bool = True,
     ) -> None:
-        """file: where actions are noted; None: nowhere."""
+        """file: where actions are noted; None: nowhere.
+
+        may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
+        """
+        self.on_disk(at_once, lambda _: False)
         self._guard, self._buffer, self._file, self._attempt = guard, buffer, file, attempt
-        self._tight_staleness = admission.max_staleness // 2
+        self._tight_staleness = admission.max_staleness // 2 if may_tighten else admission.max_staleness
         self._num_slots = admission.num_slots
         self._num_tight_slots = admission.model_copy(update={"max_staleness": self._tight_staleness}).num_slots
         self._num_refused_in_a_row = self._num_not_finite_in_a_row = 0
-        self._end = ""  # why the run is to end
+        self._ending: GuardStop | GuardRollback | None = None
+        self._num_rollbacks = file.count(Action.ROLLBACK.word) if file is not None else 0
         self._set_admission()
+
+    def on_disk(self, durable: Callable[[], Awaitable[None]], can_return_to: Callable[[int], bool]) -> None:
+        """What a rollback needs; without it there is none.  durable: returns once all events are on disk.
+
+        can_return_to: whether another attempt can begin at this step, or before.
+        """
+        self._durable, self._can_return_to = durable, can_return_to
 
     def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
         """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
@@ -88,6 +102,7 @@ class Guarding:
         if not (report.applied or report.refused):
             self._count_skips(report)
             return NOTHING
+        self._refresh()
         bounds, figures = self._guard.bounds(), guarded_figures(report.metrics)
         bad_step = BadStep(report.step, version, tuple(group.group_id for group in groups))
         judgement = self._guard.judge(bad_step, figures, applied=report.applied)
@@ -97,17 +112,38 @@ class Guarding:
         if is_told:
             log.warning("%s", text)
             await self._note(judgement, bounds, figures, bad_step, text)
-        if recorded is None and judgement.action is Action.STOP:
-            self._end = f"{text}; {ADVICE[judgement.broken[0]] if judgement.broken else 'look at the steps before'}"
+        if recorded is None:
+            self._ending = self._ending_of(judgement, text)
         self._count_skips(report)
         return GuardNote(judgement.action, len(self._guard.alarm), text if judgement.is_news else "")
 
-    def enforce(self) -> None:
-        """Raise GuardStop if the run is to end; called when the step is recorded."""
-        if self._end:
-            raise GuardStop(f"guard.action: stop: {self._end}")
+    async def enforce(self) -> None:
+        """End the attempt if the last step asks for it; called when that is recorded.
+
+        Raises GuardStop: the run is to end; GuardRollback: another attempt is to do other steps.
+        """
+        if self._ending is None:
+            return
+        if isinstance(self._ending, GuardRollback) and self._buffer.journal is not None:
+            first = self._guard.alarm[0]
+            self._buffer.journal.note(RolledBack(first.step, first.version, all_groups(self._guard.alarm)))
+            await self._durable()
+        raise self._ending
 
     # ------------------------------------------------------------------------------------------------------- internals
+
+    def _refresh(self) -> None:
+        """See whether a rollback is left, and leads anywhere."""
+        alarm, is_left = self._guard.alarm, self._num_rollbacks < self._guard.settings.max_rollbacks
+        self._guard.may_roll_back = is_left and (not alarm or self._can_return_to(alarm[0].step))
+
+    def _ending_of(self, judgement: Judgement, text: str) -> GuardStop | GuardRollback | None:
+        if judgement.action is Action.STOP:
+            advice = ADVICE[judgement.broken[0]] if judgement.broken else "look at the steps before"
+            return GuardStop(f"guard.action: stop: {text}; {advice}")
+        if judgement.action is Action.ROLLBACK:
+            return GuardRollback(text)
+        return None
 
     def _set_admission(self) -> None:
         is_tight = self._guard.rung >= Action.TIGHTEN
@@ -138,6 +174,7 @@ class Guarding:
         number = len(self._guard.alarm)
         done = {
             Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
+            Action.ROLLBACK: f"; the run goes back to before step {self._guard.alarm[0].step if number else 0}",
             Action.SKIP: "; skipped on all ranks" if report.refused else "; the next such step is skipped",
             Action.STOP: "; the run ends",
         }

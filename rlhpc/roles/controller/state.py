@@ -108,7 +108,7 @@ def _restore(
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     journal.note(Began(step, history.num_rollouts, goes_on))
     buffer.journal = journal
-    return Replay(steps, restored), journal
+    return Replay(steps, restored, bool(history.undone)), journal
 
 
 def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:

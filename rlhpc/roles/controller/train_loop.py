@@ -40,7 +40,6 @@ from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 log = logging.getLogger("rlhpc.train_loop")
 
 
-
 class Checkpoints(Protocol):
     """The loop's view of checkpointing (roles/controller/checkpoints.py)."""
 
@@ -132,7 +131,7 @@ class TrainLoop:
             done = await self._step(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
             record(done)
-            self._guarding.enforce()
+            await self._guarding.enforce()
         restored(left)
         if self.step > first:
             log.info("steps %d to %d were trained again, from the journal", first, self.step - 1)
@@ -163,7 +162,7 @@ class TrainLoop:
             if groups is None:
                 break
             record(await self._train(groups, waited_s, checkpoints))
-            self._guarding.enforce()
+            await self._guarding.enforce()
             checkpoints.raise_failure()
             is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
             if is_due and self.step < last:

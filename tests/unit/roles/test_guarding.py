@@ -11,14 +11,17 @@ import pytest
 
 from rlhpc.algorithms.step_guard import Action
 from rlhpc.algorithms.step_limits import AS_BEFORE
-from rlhpc.buffer.event_log import Trained
-from rlhpc.buffer.history import RecordedStep, Replay
+from rlhpc.buffer.event_log import RolledBack, Trained
+from rlhpc.buffer.history import RecordedStep, Replay, rollback_due
+from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.config import Config
 from rlhpc.config_sections import GuardConfig
-from rlhpc.errors import GuardStop, TrainingError
+from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile, read_guard_file
 from rlhpc.roles.controller.guarding import MAX_REFUSED_STEPS
+from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.metrics.step_figures import training_figures
+from rlhpc.run_layout import RunLayout
 from tests.patience import PATIENCE_S
 from tests.unit.roles.small_ring import SmallRing, small_config, small_ring
 
@@ -114,6 +117,62 @@ async def test_steps_that_are_not_finite_are_no_concern_of_the_guard(tmp_path: P
         ring.trainer.is_finite = False
         await train(ring, range(3))
         assert ring.guard.alarm == ()
+
+
+# --------------------------------------------------------------------------------------------------------- rollbacks
+
+
+async def rolled_back(ring: SmallRing, layout: RunLayout, bad_steps: Collection[int]) -> RolledBack:
+    """Train until the guard goes back; what it has noted of it, which is on disk by then."""
+    ring.buffer.journal = open_journal(layout, "small", 0, 0, None)
+
+    async def durable() -> None:
+        await asyncio.to_thread(ring.buffer.journal.commit)  # type: ignore[union-attr]
+
+    ring.guarding.on_disk(durable, lambda _: True)
+    with pytest.raises(GuardRollback, match="the run goes back to before step"):
+        await train(ring, bad_steps)
+    due = rollback_due(layout.rollouts)
+    assert due is not None
+    return due
+
+
+async def test_a_rollback_goes_to_the_first_step_of_the_alarm_and_names_all_its_batches(tmp_path: Path) -> None:
+    layout, file = RunLayout(tmp_path), GuardFile(tmp_path / "guard.jsonl")
+    layout.rollouts.mkdir()
+    async with small_ring(guarded("rollback", 20), layout.rollouts, guard_file=file) as ring:
+        due = await rolled_back(ring, layout, {3, 4, 6, 7})
+        assert (due.step, due.version) == (3, 3)
+        assert due.groups == [6, 7, 8, 9, 12, 13, 14, 15]
+        assert [record.report.applied for record in ring.records] == [True] * 6 + [False] * 2
+        assert ring.records[-1].report.step == 7  # recorded before the attempt ends
+    assert [entry.action for entry in read_guard_file(tmp_path / "guard.jsonl")] == [
+        "warn",
+        "tighten",
+        "skip",
+        "rollback",
+    ]
+
+
+async def test_rollbacks_are_counted_over_all_attempts_and_replaced_by_skipping_when_none_is_left(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "guard.jsonl"
+    for attempt in range(2):
+        GuardFile(path).append(GuardEntry(attempt, 7, 7, "rollback", {}, (), "back"))
+    async with small_ring(guarded("rollback"), tmp_path, guard_file=GuardFile(path)) as ring:
+        ring.guarding.on_disk(at_once, lambda _: True)
+        await train(ring, range(8))
+        assert [record.guard.action for record in ring.records] == [1, 2] + [3] * 6
+
+
+async def test_without_a_checkpoint_to_go_back_to_steps_are_skipped(tmp_path: Path) -> None:
+    asked: list[int] = []
+    async with small_ring(guarded("rollback"), tmp_path) as ring:
+        ring.guarding.on_disk(at_once, lambda step: bool(asked.append(step)))
+        await train(ring, range(1, 8))
+        assert [record.guard.action for record in ring.records] == [0, 1, 2] + [3] * 5
+    assert set(asked) == {1}
 
 
 # ------------------------------------------------------------------------------------------------------------ replay
