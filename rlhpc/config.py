@@ -116,15 +116,6 @@ def warmup_is_shorter_than_run(config: Config) -> None:
         )
 
 
-def entropy_has_a_range(config: Config) -> None:
-    """Otherwise every step is out of bounds."""
-    guard = config.guard
-    if guard.min_entropy >= guard.max_entropy:
-        raise ValueError(
-            f"guard.min_entropy={guard.min_entropy:g} is not below guard.max_entropy={guard.max_entropy:g}"
-        )
-
-
 def rates_do_not_cross(config: Config) -> None:
     """A schedule decreases."""
     trainer = config.trainer
@@ -231,7 +222,6 @@ RULES = (
     group_has_reward_variance,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
-    entropy_has_a_range,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

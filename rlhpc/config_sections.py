@@ -8,9 +8,9 @@ _steps, _samples.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -288,6 +288,12 @@ class GuardConfig(Section):
     at least 0.2, above their median; with 8 that is 5 times the median or more."""
     max_rollbacks: Positive = 2
     """Of the whole run; after them, a step that would go back is skipped instead."""
+
+    @model_validator(mode="after")
+    def _entropy_has_a_range(self) -> Self:
+        if self.min_entropy >= self.max_entropy:
+            raise ValueError(f"guard.min_entropy={self.min_entropy:g} is not below max_entropy={self.max_entropy:g}")
+        return self
 
 
 class BufferConfig(Section):
