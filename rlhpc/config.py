@@ -20,6 +20,7 @@ from rlhpc.config_sections import (
     CheckpointConfig,
     DataConfig,
     GenerationConfig,
+    GuardConfig,
     ModelConfig,
     RewardsConfig,
     RunConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     buffer: BufferConfig = BufferConfig()
     transport: TransportConfig = TransportConfig()
 

@@ -69,6 +69,10 @@ class RolloutBuffer:
         """Whether another prompt may be admitted now."""
         return self._ledger.has_slot
 
+    def tighten(self, num_slots: int) -> None:
+        """Admit into so many slots only (AdmissionLedger.tighten)."""
+        self._ledger.tighten(num_slots)
+
     def admit(self, prompt: Prompt, policy_version: int) -> int:
         """Admit a prompt under the live version; return its group's id.  Raises LedgerError when no slot is free."""
         group_id = self._ledger.admit(prompt, policy_version)
@@ -114,9 +118,10 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------------------------------- rollouts and groups
 
-    def is_wanted(self, group_id: int, sample_index: int) -> bool:
-        """True if `deliver` would keep this member."""
-        return self._ledger.is_wanted(group_id, sample_index)
+    def is_wanted(self, group_id: int, sample_index: int, holder: str | None = None) -> bool:
+        """True if `deliver` would keep this member; holder: and this generator holds it."""
+        is_wanted = self._ledger.is_wanted(group_id, sample_index)
+        return is_wanted and holder in (None, self._ledger.group(group_id).members[sample_index].holder)
 
     def admitted_version(self, group_id: int) -> int:
         """The policy version under which a group was admitted.  Raises LedgerError for one that is gone or unknown."""
@@ -175,25 +180,24 @@ class RolloutBuffer:
         trained_version: int,
         applied: bool,
         metrics: Mapping[str, float] | None = None,
+        refused: str = "",
     ) -> None:
         """Record that the optimiser step has used these groups.  Called after the step's report, before `release`.
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare with.
-
+        trainer's, for a replay to compare with; refused: why the guard had it skipped.
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
-        self._note(Trained(step, trained_version, applied, metrics or {}))
+        self._note(Trained(step, trained_version, applied, metrics or {}, refused))
         for group in groups:
-            attempts = self._ledger.group(group.group_id).attempts
             self.segments.add(
                 ResolvedGroup(
                     self._groups.pop(group.group_id),
                     consumed_step=step,
-                    attempts=attempts,
+                    attempts=self._ledger.group(group.group_id).attempts,
                     trained_version=trained_version,
                     applied=applied,
                 )

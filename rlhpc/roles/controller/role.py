@@ -47,6 +47,8 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
+from rlhpc.roles.controller.guard_file import GuardFile
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
@@ -112,9 +114,11 @@ class Controller:
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
+        self._sink.only_held = self._state.replay.after_rollback
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
         )
+        self._guarding = self._make_guarding()
         self._loop = self._make_loop()
         self._checkpoints = CheckpointWriter(
             context.layout,
@@ -124,6 +128,7 @@ class Controller:
             fence=context.fence,
             durable=self._journaling.durable,
         )
+        self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
@@ -151,7 +156,15 @@ class Controller:
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
+            guarding=self._guarding,
         )
+
+    def _make_guarding(self) -> Guarding:
+        context, state = self._context, self._state
+        file = GuardFile(context.layout.guard, context.fence)
+        config, attempt = context.config, context.attempt
+        free = not config.run.deterministic
+        return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
 from rlhpc.buffer.history import START, Replay, read_history, recorded_steps
 from rlhpc.buffer.ledger import AdmissionLedger
@@ -13,6 +14,7 @@ from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config_sections import GuardConfig
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -43,6 +45,7 @@ class ControllerState:
     replay: Replay = field(default_factory=Replay)  # what has to be done again before the run goes on
     attempt: int = 0  # of the run
     lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
+    guard: StepGuard = field(default_factory=lambda: StepGuard(GuardConfig()))
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
@@ -64,6 +67,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         buffer.load(layout.checkpoint(saved.step))
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    guard = _open_guard(context, saved)
     replay, journal = _restore(context, saved, step, buffer, prompts)
     return ControllerState(
         prompts,
@@ -78,6 +82,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         replay,
         context.attempt,
         lost_leases,
+        guard,
     )
 
 
@@ -103,7 +108,7 @@ def _restore(
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     journal.note(Began(step, history.num_rollouts, goes_on))
     buffer.journal = journal
-    return Replay(steps, restored), journal
+    return Replay(steps, restored, bool(history.undone)), journal
 
 
 def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:
@@ -128,6 +133,15 @@ def _read_lost_leases(layout: RunLayout) -> LostLeases:
         return LostLeases(LostLeaseFile(layout.strikes).read())
     except OSError as error:
         raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
+
+
+def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
+    guard = StepGuard(context.config.guard)
+    try:
+        guard.load_state(saved.guard if saved is not None else {})
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the guard's state is malformed: {error!r}") from error
+    return guard
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
