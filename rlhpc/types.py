@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 

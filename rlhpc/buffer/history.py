@@ -44,6 +44,7 @@ class History:
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
     num_rollouts: int = 0  # the highest number that counts
+    first_attempt: int = 0  # of those that count: an attempt that starts over is the first
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
     problems: list[str] = field(default_factory=list)  # what is damaged or missing, in words
 
@@ -62,6 +63,8 @@ def read_history(directory: Path, position: Position) -> History:
         for line, event in file.events.items():
             if isinstance(event, Began):
                 limits[file.attempt] = event.num_rollouts
+                if not event.goes_on:
+                    history.first_attempt = file.attempt
                 if not event.goes_on and line > known:
                     _forget(history)
                     position = Position(num_rollouts=event.num_rollouts)
@@ -100,6 +103,14 @@ def recorded_steps(history: History, first: int, is_finished: Callable[[int], bo
         seen.update(taken.groups)
         steps.append(RecordedStep(taken.step, tuple(taken.groups), history.trained.get(taken.step)))
     return tuple(steps)
+
+
+def version_after(steps: Sequence[RecordedStep], version: int) -> int:
+    """The policy version that repeating these steps leads to; at least that, where a step's outcome is not known."""
+    for step in steps:
+        if step.trained is not None:
+            version = step.trained.version + int(step.trained.applied)
+    return version
 
 
 def delete_old_journals(directory: Path, position: Position) -> int:

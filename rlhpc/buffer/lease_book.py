@@ -110,14 +110,14 @@ class LeaseBook:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
     def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
-        """Renew the deadline of the members that the holder has, and keep the longest prefix of each."""
+        """Renew the deadline of the members that the holder has; what it shows replaces what is known of them."""
         lease, is_held = group.num_leases, False
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
                 member.lease, is_held = lease, True
-                if prefixes:
-                    member.prefix = _longer(member.prefix, prefixes[position])
+                if prefixes and prefixes[position] is not None:
+                    member.prefix = prefixes[position]
         if is_held:
             group.num_leases += 1
             self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))

@@ -22,7 +22,7 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTim
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
-from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
@@ -127,14 +127,15 @@ class VllmEngine(GenerationEngine):
                 return flight.request.num_done + sampled
         return 0
 
-    def progress(self, request_id: str) -> Prefix | None:
+    def progress(self, request_id: str, start: int = 0) -> Prefix | None:
         """The tokens received so far whose versions are certain; see GenerationEngine."""
         for key, flight in self._in_flight.items():
             if flight.request.request_id == request_id and self._weights.adopted.is_set():
-                partial = partial_completion(self._llm, key)
-                versions = flight.record.versions(len(partial.token_ids)) if partial is not None else None
+                first = max(0, start - flight.request.num_done)
+                partial = partial_completion(self._llm, key, first)
+                versions = flight.record.versions(first + len(partial.token_ids)) if partial is not None else None
                 if versions is not None:
-                    return prefix_of(rollout_of(flight.request, FinishedRequest.of_vllm(partial, versions)))
+                    return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)
         return None
 
     async def abort(self, request_id: str) -> None:
