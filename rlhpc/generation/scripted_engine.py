@@ -73,6 +73,7 @@ class ScriptedEngine(GenerationEngine):
         self._receiver: WeightReceiver | None = None
         self._policy_version = -1
         self._in_flight: dict[int, _InFlight] = {}
+        self._newest: dict[str, int] = {}  # request id → key
         self._serial = itertools.count()
         self._places = asyncio.Semaphore(script.max_num_seqs)
         self._may_run = True
@@ -142,6 +143,7 @@ class ScriptedEngine(GenerationEngine):
         self._require_life()
         key = next(self._serial)
         flight = self._in_flight[key] = _InFlight(request)
+        self._newest[request.request_id] = key
         self._busy.enter()
         try:
             async with self._places:
@@ -153,6 +155,8 @@ class ScriptedEngine(GenerationEngine):
         finally:
             self._busy.leave()
             del self._in_flight[key]
+            if self._newest.get(request.request_id) == key:
+                del self._newest[request.request_id]
 
     def num_sampled(self, request_id: str) -> int:
         """See GenerationEngine."""
@@ -237,8 +241,7 @@ class ScriptedEngine(GenerationEngine):
     # --------------------------------------------------------------------------------------------------- within
 
     def _find(self, request_id: str) -> _InFlight | None:
-        flights = self._in_flight.values()
-        return next((flight for flight in flights if flight.request.request_id == request_id), None)
+        return self._in_flight.get(self._newest.get(request_id, -1))
 
     async def _draw(self, flight: _InFlight) -> str:
         """Draw until the end and return why it ended."""
