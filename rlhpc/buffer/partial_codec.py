@@ -125,7 +125,7 @@ def decode_partials(data: bytes | memoryview, num_bytes: int) -> list[PartialRol
     for group_id, sample_index, prompt_id, start, length, before, runs in table.tolist():
         versions = _versions(values[run : run + runs], lengths[run : run + runs], length)
         mine = slice(token, token + length)
-        tokens = _checked(Prefix(token_ids[mine], logprobs[mine], versions))
+        tokens = _checked(Prefix(token_ids[mine].copy(), logprobs[mine].copy(), versions))
         found.append(PartialRollout(group_id, sample_index, prompt_id, start, before, tokens))
         token, run = token + length, run + runs
     return found

@@ -65,7 +65,8 @@ class Journaling:
 
     def commit_soon(self) -> None:
         """Commit what the journal has, though no rollout may arrive for long."""
-        self._work.set()
+        if not self._journal.holds(self._journal.position):
+            self._work.set()
 
     async def durable(self) -> None:
         """Return once everything that the journal has now is on disk."""

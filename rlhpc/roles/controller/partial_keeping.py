@@ -18,7 +18,7 @@ from rlhpc.buffer.partial_codec import PartialRollout, decode_partials
 from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, JournalError
+from rlhpc.errors import ChannelError, JournalError, OwnershipLost
 from rlhpc.messages import LeaseProgress, LeaseReturn, ShowWhole
 
 log = logging.getLogger("rlhpc.partials")
@@ -80,7 +80,7 @@ class PartialKeeping:
     def close(self, *, is_complete: bool) -> None:
         """Close the files.  is_complete: nothing will be continued."""
         if is_complete:
-            with suppress(JournalError):  # they are small, and a run that is complete reads none
+            with suppress(JournalError, OwnershipLost):  # they are small, and a run that is complete reads none
                 self._files.discard()
         self._files.close()
 

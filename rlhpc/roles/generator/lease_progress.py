@@ -33,6 +33,7 @@ _NO_TOKENS = Prefix(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, 
 class _Reported:
     """How far a rollout was reported."""
 
+    request: RolloutRequest
     num_shown: int  # tokens that the controller has
     checksum: int  # of their ids
     num_counted: int  # tokens at the last report, shown or not
@@ -86,10 +87,10 @@ class ProgressReporter:
         grown = []
         for request_id, request in requests.items():
             reported = self._reported.get(request_id)
-            if reported is None:
+            if reported is None or reported.request is not request:
                 done = request.num_done
                 checksum = id_checksum(request.prefix.token_ids) if request.prefix is not None else 0
-                reported = self._reported[request_id] = _Reported(done, checksum, done, self._clock(), done)
+                reported = self._reported[request_id] = _Reported(request, done, checksum, done, self._clock(), done)
             num_tokens = self._engine.num_sampled(request_id)
             growth = max(0, num_tokens - reported.num_seen)
             reported.num_seen = max(num_tokens, reported.num_seen)
