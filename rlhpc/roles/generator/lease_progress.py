@@ -55,8 +55,11 @@ class ProgressReporter:
 
     @property
     def num_unreported(self) -> int:
-        """Tokens that the death of this process would lose, as of the last look."""
-        return sum(each.num_seen - each.num_shown for each in self._reported.values())
+        """Tokens that the death of this process would lose."""
+        return sum(
+            max(each.num_seen, self._engine.num_sampled(request_id)) - each.num_shown
+            for request_id, each in self._reported.items()
+        )
 
     def show_whole(self, members: Iterable[tuple[int, int]]) -> None:
         """Report these, (group, sample), from their first token on the next time."""
