@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import resource
 import signal
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from crash_states import RecordedDisk, put
 from partial_samples import is_beginning_of, make_draft, piece_of
@@ -20,6 +23,7 @@ from rlhpc.ownership import take_over
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Prefix
 
+GOLDEN = Path(__file__).parent / "golden_partials"
 DRAFTS = [make_draft(seed, 300) for seed in range(4)]
 
 
@@ -82,6 +86,49 @@ def test_files_do_not_grow_beyond_a_few_times_what_is_running(tmp_path: Path, mo
     whole = sum(len(data) for data in PartialLog(tmp_path, 0)._records_of(pieces(0, 100)))
     assert num_begun > 5
     assert largest < 5 * whole
+
+
+# ----------------------------------------------------------------------------------------------------------- format
+
+
+def test_files_of_this_version_are_read_for_ever() -> None:
+    """What write_some() wrote when the format was made."""
+    assert lengths(GOLDEN) == [100] * 4
+    assert read_partials(GOLDEN)[1] == []
+
+
+def test_the_page_of_the_format_says_enough_to_read_it_without_us() -> None:
+    """docs/rollout_format.md, taken literally."""
+    (path,) = partial_paths(GOLDEN)
+    data, at, found = path.read_bytes(), 0, dict[int, list[tuple[int, float, int]]]()
+    while at < len(data):
+        assert data[at : at + 4] == b"RLP1"
+        crc, _, num_bytes, num_inflated = struct.unpack_from("<4I", data, at + 4)
+        end = at + 20 + num_bytes
+        assert crc == zlib.crc32(data[at + 8 : end])
+        plain = zlib.decompress(data[at + 20 : end])
+        assert len(plain) == num_inflated
+        (count,) = struct.unpack_from("<q", plain)
+        rows = [struct.unpack_from("<7q", plain, 8 + 56 * row) for row in range(count)]
+        place, num_runs, num_tokens = 8 + 56 * count, sum(row[6] for row in rows), sum(row[4] for row in rows)
+        values, run_lengths = np.frombuffer(plain, "<i4", 2 * num_runs, place).reshape(2, num_runs)
+        planes = np.frombuffer(plain, "u1", 8 * num_tokens, place + 8 * num_runs).reshape(2, 4, num_tokens)
+        ids, logprobs = planes[0].T.tobytes(), planes[1].T.tobytes()
+        columns = np.frombuffer(ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.repeat(values, run_lengths)
+        tokens = [*zip(*map(np.ndarray.tolist, columns), strict=True)]
+        for group_id, _, _, start, length, before, _ in rows:
+            known = found.setdefault(group_id, [])
+            assert zlib.crc32(np.array([token for token, _, _ in known], "<i4").tobytes()) == before
+            assert len(known) == start
+            known += tokens[:length]
+            del tokens[:length]
+        at = end
+    for group_id, known in found.items():
+        draft = DRAFTS[group_id]
+        expected = zip(
+            draft.token_ids.tolist(), draft.behaviour_logprobs.tolist(), draft.versions.tolist(), strict=True
+        )
+        assert known == [*expected][:100]
 
 
 # ----------------------------------------------------------------------------------------------------------- damage
