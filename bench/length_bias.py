@@ -22,7 +22,6 @@ import numpy as np
 
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
-from rlhpc.roles.generator.lease_progress import GROWTH
 from rlhpc.types import Prefix, Prompt, SamplingParams
 
 SIGMA = 1.0
@@ -30,7 +29,7 @@ TRUE_MEAN_S = math.exp(SIGMA**2 / 2)
 TOKENS_PER_S = 100.0
 NUM_HOLDERS, PLACES = 4, 16
 NOTICE_S = 0.5  # until a death is noticed
-FIRST_SHOWN_S = 0.3
+SHOWN_EVERY_S = 0.1  # a sixteenth of the mean, as 256 tokens are of 4,000
 SWEEP_S = 0.1
 NOTHING = np.zeros(1, np.int32)
 
@@ -146,7 +145,7 @@ class Run:
         for name, flights in self.flights.items():
             for flight in flights.values():
                 come_s = flight.had_s + self.now - flight.began_s
-                is_news = come_s >= max(FIRST_SHOWN_S, GROWTH * max(flight.shown_s, flight.had_s))
+                is_news = come_s >= SHOWN_EVERY_S + max(flight.shown_s, flight.had_s)
                 if is_news:
                     flight.shown_s = come_s
                 tokens = np.zeros(int(come_s * TOKENS_PER_S), np.int32)

@@ -294,6 +294,13 @@ def gradients_are_summed(config: Config) -> None:
         _refuse_without_effect(config, "trainer.overlap_grad_reduce", beside, "more trainer.num_ranks")
 
 
+def reports_renew_leases(config: Config) -> None:
+    """Some reports may be lost."""
+    if config.buffer.partial_interval_s > (longest := config.admission.longest_report_interval_s):
+        beside = f"admission.lease_deadline_s={config.admission.lease_deadline_s:g}, which reports renew"
+        _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
+
+
 def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
     """other: what else would be legal."""
     section, _, key = name.partition(".")
@@ -312,6 +319,7 @@ EFFECTS = (
     samples_may_differ,
     schedule_has_an_end,
     gradients_are_summed,
+    reports_renew_leases,
 )
 
 

@@ -128,6 +128,11 @@ class AdmissionConfig(Section):
     """Stop with advice after this many consecutive zero-variance groups, instead of wasting the allocation."""
 
     @property
+    def longest_report_interval_s(self) -> float:
+        """Between two reports of a rollout that is being sampled: some may be lost before its lease expires."""
+        return self.lease_deadline_s / 4
+
+    @property
     def window(self) -> int:
         """W with its default filled in."""
         return 1 if self.window_groups is None else self.window_groups
@@ -301,6 +306,11 @@ class BufferConfig(Section):
 
     segment_groups: Positive = 256
     """A segment is sealed after this many groups, or a minute, whichever is first."""
+    partial_interval_tokens: Positive = 256
+    """Generators report rollouts that are being sampled when they have grown by this many tokens: the most that a death
+    of any process loses of each."""
+    partial_interval_s: PositiveFloat = 10.0
+    """Or when they have grown at all for this long; at most a quarter of admission.lease_deadline_s."""
 
 
 class TransportConfig(Section):

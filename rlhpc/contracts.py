@@ -188,8 +188,8 @@ class GenerationEngine(ABC):
         """How many tokens `progress` would show; cheap.  0: none, or it is not known."""
         return 0
 
-    def progress(self, request_id: str) -> Prefix | None:
-        """What has been sampled of a request in flight, its own prefix included; None: nothing, or it is not known."""
+    def progress(self, request_id: str, start: int = 0) -> Prefix | None:
+        """The completion so far from token `start` on, its prefix counted; None: nothing, or not known."""
         return None
 
     @abstractmethod

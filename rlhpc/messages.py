@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.types import Prefix, ScoredRollout, WeightGroup, WeightManifest
+from rlhpc.types import Prefix, ScoredRollout, UInt8, WeightGroup, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,17 @@ class LeaseReturn:
 
 @dataclass(frozen=True, slots=True)
 class LeaseProgress:
-    """Progress on members of a lease; for some with the tokens so far, in case the generator dies."""
+    """Generator → controller: what was sampled of running rollouts since the last report, in case of a death."""
 
-    group_id: int
-    sample_indices: tuple[int, ...]
-    prefixes: tuple[Prefix | None, ...]  # one per sample index; None: not sent this time
+    pieces: UInt8  # buffer/partial_codec.py
+    num_bytes: int  # of these, before they were deflated
+
+
+@dataclass(frozen=True, slots=True)
+class ShowWhole:
+    """Controller → generator: the beginning of these is not known here; report them from their first token on."""
+
+    members: tuple[tuple[int, int], ...]  # (group, sample index)
 
 
 @dataclass(frozen=True, slots=True)

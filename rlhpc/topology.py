@@ -33,7 +33,7 @@ CONTROL = ChannelSpec(
 LEASES = ChannelSpec(
     "leases", "controller", ("generator",),
     (m.Delivery, m.LeaseReturn, m.LeaseProgress),
-    (Lease, m.CancelGroup, m.Delivered),
+    (Lease, m.CancelGroup, m.Delivered, m.ShowWhole),
     10_000,
 )  # fmt: skip
 BATCHES = ChannelSpec(

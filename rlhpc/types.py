@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
@@ -53,7 +54,7 @@ class Lease:
     """Permission to sample some members of one group.  Made by buffer/ledger."""
 
     group_id: int  # admission number; unique in a run
-    attempt: int  # number of the lease within its group, from 0: later grants and renewals have higher ones
+    attempt: int  # number of the lease within its group, from 0: later grants have higher ones
     prompt: Prompt
     group_size: int
     sample_indices: tuple[int, ...]  # the members still wanted, each in [0, group_size)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.checks.journal_check import beginning_that_is_needed, event_rows, first_rollout, journal_rows
+from launch.checks.partial_check import partial_rows
 from launch.checks.replay_cost import replay_cost
 from launch.checks.run_rows import Progress, Row, Verdict, listed
 from launch.run_directory.inputs import differences, look_at_inputs, read_inputs
@@ -43,7 +44,8 @@ def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     step = chosen_step(rows)
     rows += _segments_that_are_needed(layout, step)
     rows += [*journal_rows(layout, progress), *beginning_that_is_needed(layout, step, first)]
-    return [*rows, *event_rows(layout, progress), *replay_cost(layout, step), *_leftovers(layout)]
+    rows += [*event_rows(layout, progress), *partial_rows(layout, progress)]
+    return [*rows, *replay_cost(layout, step), *_leftovers(layout)]
 
 
 def chosen_step(rows: list[Row]) -> int | None:

@@ -21,7 +21,8 @@ class Verdict(enum.Enum):
 class Row:
     """One thing that was looked at."""
 
-    part: str  # "settings", "inputs", "attempts", "checkpoints", "segments", "journal", "events", "replay", "leftovers"
+    # settings, inputs, attempts, checkpoints, segments, journal, events, partials, replay, leftovers
+    part: str
     name: str
     verdict: Verdict
     text: str

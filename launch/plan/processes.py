@@ -62,10 +62,18 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
         f"checkpoint  every {config.checkpoint.every_steps} steps; a crash between two costs at most the training of "
         "these steps, on the rollouts of the journal: nothing is sampled again",
+        f"deaths      {_describe_deaths(config)}",
         f"sockets     {config.transport.kind}, "
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_deaths(config: Config) -> str:
+    if config.run.deterministic:
+        return "running rollouts are sampled again from their beginning (run.deterministic)"
+    interval_s = min(config.buffer.partial_interval_s, config.admission.longest_report_interval_s)
+    return f"cost at most {config.buffer.partial_interval_tokens} tokens, or {interval_s:g} s, of each running rollout"
 
 
 def _describe_layout(trainer: TrainerConfig) -> str:

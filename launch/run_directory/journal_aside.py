@@ -13,7 +13,7 @@ from rlhpc.errors import RunDirectoryError
 from rlhpc.files import move_durably
 from rlhpc.run_layout import RunLayout
 
-FILES = ("journal_*.h5", "events_*.jsonl")
+FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
 SHAPES_STEPS = ("algorithm.", "trainer.", "generation.", "admission.", "rewards.")  # a repeated step would be another
 
 

@@ -21,6 +21,7 @@ class MemberRecord:
     is_delivered: bool = False
     holder: str | None = None  # generator that samples it now
     lease: int = -1  # number of the lease, within the group, under which it does
+    seen_s: float = 0.0  # when its holder got it, or last said that it goes on; by the ledger's clock
     lost_leases: int = 0  # leases lost with this member undelivered; handing a member back does not count
     prefix: Prefix | None = None  # what an earlier holder had sampled
 

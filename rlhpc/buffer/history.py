@@ -56,6 +56,7 @@ class History:
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
     num_rollouts: int = 0  # the highest number that is taken
+    first_attempt: int = 0  # of those that count: an attempt that starts over is the first
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
     problems: list[str] = field(default_factory=list)  # what is damaged or missing, in words
@@ -75,10 +76,8 @@ def read_history(directory: Path, position: Position) -> History:
         for line, event in file.events.items():
             if isinstance(event, Began):
                 limits[file.attempt] = event.num_rollouts
-                if not event.goes_on and line > known:
-                    _forget(history)
-                    position = Position(num_rollouts=event.num_rollouts)
-                    history.num_rollouts = event.num_rollouts
+                if not event.goes_on:
+                    position = _start_over(history, event, file.attempt, position, line > known)
             elif isinstance(event, RolledBack):
                 if line > known:
                     _undo(history, event, file.attempt)
@@ -87,6 +86,16 @@ def read_history(directory: Path, position: Position) -> History:
                 _add(history, event)
     history.rollouts = list(_rollouts(directory, position, limits, history))
     return history
+
+
+def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:
+    """What came before does not count; returns the position from which on something does."""
+    history.first_attempt = attempt
+    if not is_news:
+        return position
+    _forget(history)
+    history.num_rollouts = event.num_rollouts
+    return Position(num_rollouts=event.num_rollouts)
 
 
 def rollback_due(directory: Path) -> RolledBack | None:
@@ -130,6 +139,14 @@ def reaches_start(directory: Path) -> bool:
     """Whether the journal has all rollouts of the run.  Raises JournalError, OSError."""
     paths = journal_paths(directory)
     return not paths or read_first_sequence(paths[0]) == 1
+
+
+def version_after(steps: Sequence[RecordedStep], version: int) -> int:
+    """The policy version that repeating these steps leads to; at least that, where a step's outcome is not known."""
+    for step in steps:
+        if step.trained is not None:
+            version = step.trained.version + int(step.trained.applied)
+    return version
 
 
 def delete_old_journals(directory: Path, position: Position) -> int:

@@ -6,6 +6,8 @@ is in one of two queues, `fresh` (never granted whole) or `returned` (lost a lea
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -30,8 +32,10 @@ class LeaseBook:
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
         self._returned: dict[int, GroupRecord] = {}
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
-        # All leases have the same duration, so that they expire in the order in which they were granted.
-        self._deadlines: deque[tuple[float, str, GroupRecord, int]] = deque()
+        # Heap of (when to look, serial, holder, group, lease), one of each lease that may be held: renewals, which are
+        # many, add none.
+        self._deadlines: list[tuple[float, int, str, GroupRecord, int]] = []
+        self._serial = itertools.count()
 
     @property
     def is_quarantining(self) -> bool:
@@ -73,12 +77,13 @@ class LeaseBook:
     def hold(self, group: GroupRecord, indices: Iterable[int], holder: str) -> int:
         """Record that a generator samples these free members; return the number of the lease."""
         lease, group.num_leases = group.num_leases, group.num_leases + 1
-        held = self._held.setdefault(holder, {})
+        held, now_s = self._held.setdefault(holder, {}), self._clock()
         for index in indices:
-            group.members[index].holder, group.members[index].lease = holder, lease
+            member = group.members[index]
+            member.holder, member.lease, member.seen_s = holder, lease, now_s
             held[group.group_id, index] = group
         self._forget_if_not_free(group)
-        self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))
+        self._look_after(now_s, holder, group, lease)
         return lease
 
     def deliver(self, group: GroupRecord, index: int) -> None:
@@ -110,29 +115,28 @@ class LeaseBook:
                 member.prefix = _longer(member.prefix, prefixes[position])
 
     def renew(self, group: GroupRecord, holder: str, indices: Sequence[int], prefixes: Sequence[Prefix | None]) -> None:
-        """Renew the deadline of the members that the holder has, and keep the longest prefix of each."""
-        lease, is_held = group.num_leases, False
+        """Renew the deadline of the members that the holder has; what it shows replaces what is known of them."""
         for position, index in enumerate(indices):
             member = group.members[index]
             if member.holder == holder:
-                member.lease, is_held = lease, True
-                if prefixes:
-                    member.prefix = _longer(member.prefix, prefixes[position])
-        if is_held:
-            group.num_leases += 1
-            self._deadlines.append((self._clock() + self.lease_deadline_s, holder, group, lease))
+                member.seen_s = self._clock()
+                if prefixes and prefixes[position] is not None:
+                    member.prefix = prefixes[position]
 
     def expire(self) -> list[tuple[int, str]]:
         """Free the members of overdue leases; return (group_id, holder) of each such lease."""
         expired = []
         now_s = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, holder, group, lease = self._deadlines.popleft()
-            overdue = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == lease]
+            _, _, holder, group, lease = heapq.heappop(self._deadlines)
+            held = [i for i, member in enumerate(group.members) if member.holder == holder and member.lease == lease]
+            overdue = [i for i in held if group.members[i].seen_s + self.lease_deadline_s <= now_s]
             for index in overdue:
                 self._give_back(group, index, is_lost=True)
             if overdue:
                 expired.append((group.group_id, holder))
+            if renewed := [group.members[i].seen_s for i in held if i not in overdue]:
+                self._look_after(min(renewed), holder, group, lease)
         return expired
 
     def forget_holder(self, holder: str) -> list[int]:
@@ -164,6 +168,11 @@ class LeaseBook:
         queued = self._returned.keys() | {group.group_id for group in self._fresh}
         if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
+
+    def _look_after(self, seen_s: float, holder: str, group: GroupRecord, lease: int) -> None:
+        """Look at a lease once a member that was seen then, and not since, is overdue."""
+        entry = (seen_s + self.lease_deadline_s, next(self._serial), holder, group, lease)
+        heapq.heappush(self._deadlines, entry)
 
     def _free_groups(self) -> Iterator[GroupRecord]:
         """Groups with members to grant: those that lost some, oldest first, then the others, oldest first."""

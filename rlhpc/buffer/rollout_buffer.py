@@ -154,6 +154,10 @@ class RolloutBuffer:
         """True while a group is in flight or finished: neither taken nor dropped."""
         return self._ledger.is_open(group_id)
 
+    def open_record(self, group_id: int) -> GroupRecord | None:
+        """The record, read-only, of a group that is in flight or finished; None: it is neither."""
+        return self._ledger.group(group_id) if self._ledger.is_open(group_id) else None
+
     def open_groups(self) -> list[int]:
         """Ids of all groups that are in flight or finished, in order of admission."""
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]

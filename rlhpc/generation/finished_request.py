@@ -69,6 +69,18 @@ def prefix_of(rollout: Rollout) -> Prefix:
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
+def piece_of(request: RolloutRequest, sampled: FinishedRequest, start: int) -> Prefix:
+    """The completion so far, from token `start` on; sampled: what lies behind the prefix, and not before `start`."""
+    own, prefix = Prefix(sampled.token_ids, sampled.logprobs, sampled.versions), request.prefix
+    if prefix is None or start >= request.num_done:
+        return own
+    return Prefix(
+        np.concatenate([prefix.token_ids[start:], own.token_ids]),
+        np.concatenate([prefix.behaviour_logprobs[start:], own.behaviour_logprobs]),
+        np.concatenate([prefix.versions[start:], own.versions]),
+    )
+
+
 def _reason(request: RolloutRequest, word: str) -> FinishReason:
     try:
         return FinishReason(word)

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightReceiver, WeightTiming
 from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
-from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.types import Float32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 FIRST_ORDINARY_TOKEN = 4  # below are the special tokens of a character vocabulary
@@ -37,6 +37,7 @@ class Script:
     token_s: float = 0.0  # time one token takes; 0: as fast as the event loop turns
     max_num_seqs: int = 256
     die_after_tokens: int | None = None  # the engine dies after generating this many
+    tally: str = ""  # a file that gets a line "group sample position" for every token drawn; "": none
 
 
 @dataclass(slots=True)
@@ -47,14 +48,13 @@ class _InFlight:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def finished(self, reason: str) -> Rollout:
-        sampled = FinishedRequest(
-            np.asarray(self.tokens, np.int32),
-            np.asarray(self.logprobs, np.float32),
-            np.asarray(self.versions, np.int32),
+    def sampled(self, reason: str, first: int = 0) -> FinishedRequest:
+        return FinishedRequest(
+            np.asarray(self.tokens[first:], np.int32),
+            np.asarray(self.logprobs[first:], np.float32),
+            np.asarray(self.versions[first:], np.int32),
             reason,
         )
-        return rollout_of(self.request, sampled)
 
 
 class ScriptedEngine(GenerationEngine):
@@ -73,6 +73,7 @@ class ScriptedEngine(GenerationEngine):
         self._receiver: WeightReceiver | None = None
         self._policy_version = -1
         self._in_flight: dict[int, _InFlight] = {}
+        self._newest: dict[str, int] = {}  # request id → key
         self._serial = itertools.count()
         self._places = asyncio.Semaphore(script.max_num_seqs)
         self._may_run = True
@@ -86,17 +87,20 @@ class ScriptedEngine(GenerationEngine):
     def of(
         cls, config: Config, *, seed: int, make_receiver: Callable[[str], WeightReceiver] | None = None
     ) -> ScriptedEngine:
-        """With the vocabulary of the run's model; only its config.json is read, if present."""
+        """With the vocabulary of the run's model; only its config.json is read, if present.
+
+        Its table "scripted_engine" may have other fields of Script.
+        """
         script = Script(seed=seed, max_num_seqs=config.generation.max_num_seqs)
         path = config.model.path / "config.json"
         if path.exists():
             model = json.loads(path.read_text())
             eos = model.get("eos_token_id", script.stop_token_id)
-            script = Script(
-                seed=seed,
+            script = replace(
+                script,
                 vocab_size=int(model.get("vocab_size", script.vocab_size)),
                 stop_token_id=int(eos[0] if isinstance(eos, list) else eos),
-                max_num_seqs=config.generation.max_num_seqs,
+                **model.get("scripted_engine", {}),
             )
         return cls(script, make_receiver=make_receiver)
 
@@ -139,27 +143,32 @@ class ScriptedEngine(GenerationEngine):
         self._require_life()
         key = next(self._serial)
         flight = self._in_flight[key] = _InFlight(request)
+        self._newest[request.request_id] = key
         self._busy.enter()
         try:
             async with self._places:
                 self._num_started += 1
                 try:
-                    return flight.finished(await self._draw(flight))
+                    return rollout_of(request, flight.sampled(await self._draw(flight)))
                 finally:
                     self._num_started -= 1
         finally:
             self._busy.leave()
             del self._in_flight[key]
+            if self._newest.get(request.request_id) == key:
+                del self._newest[request.request_id]
 
     def num_sampled(self, request_id: str) -> int:
         """See GenerationEngine."""
         flight = self._find(request_id)
         return flight.request.num_done + len(flight.tokens) if flight is not None and flight.tokens else 0
 
-    def progress(self, request_id: str) -> Prefix | None:
-        """All tokens drawn so far; see GenerationEngine."""
+    def progress(self, request_id: str, start: int = 0) -> Prefix | None:
+        """The tokens drawn so far; see GenerationEngine."""
         flight = self._find(request_id)
-        return prefix_of(flight.finished("abort")) if flight is not None and flight.tokens else None
+        if flight is None or not flight.tokens:
+            return None
+        return piece_of(flight.request, flight.sampled("abort", max(0, start - flight.request.num_done)), start)
 
     async def abort(self, request_id: str) -> None:
         """It ends before its next token, also when paused."""
@@ -232,8 +241,7 @@ class ScriptedEngine(GenerationEngine):
     # --------------------------------------------------------------------------------------------------- within
 
     def _find(self, request_id: str) -> _InFlight | None:
-        flights = self._in_flight.values()
-        return next((flight for flight in flights if flight.request.request_id == request_id), None)
+        return self._in_flight.get(self._newest.get(request_id, -1))
 
     async def _draw(self, flight: _InFlight) -> str:
         """Draw until the end and return why it ended."""
@@ -250,6 +258,8 @@ class ScriptedEngine(GenerationEngine):
             flight.logprobs.append(float(table[token]))
             flight.versions.append(self._policy_version)
             self._num_tokens += 1
+            if self.script.tally:
+                _append(self.script.tally, f"{request.group_id} {request.sample_index} {position}\n")
             if token in stops:
                 return "stop"
         return "length"
@@ -267,6 +277,12 @@ class ScriptedEngine(GenerationEngine):
     def _require_life(self) -> None:
         if self._death:
             raise EngineError(f"the generation engine is dead: {self._death}")
+
+
+def _append(path: str, line: str) -> None:
+    """One write at the end, which several processes may do and which no kill undoes."""
+    with open(path, "ab", buffering=0) as file:  # noqa: PTH123 - once a token
+        file.write(line.encode())
 
 
 def _receive_for_nothing(receiver: WeightReceiver, manifest: WeightManifest) -> None:

@@ -22,7 +22,7 @@ from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTim
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
-from rlhpc.generation.finished_request import FinishedRequest, prefix_of, rollout_of
+from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
@@ -57,6 +57,7 @@ class VllmEngine(GenerationEngine):
         self._window = window_of(llm.vllm_config, config.generation.max_num_seqs)
         self._stop_token_ids = end_of_sequence_ids(config.model.path)
         self._in_flight: dict[str, _InFlight] = {}  # by the id vLLM knows
+        self._newest: dict[str, str] = {}  # request id → the id that vLLM knows
         self._serial = itertools.count()
         self._clock, self._busy = clock, BusyClock(clock)
         self._weight_devices: tuple[str, ...] = ()
@@ -109,6 +110,7 @@ class VllmEngine(GenerationEngine):
             return rollout_of(request, FinishedRequest.nothing("length"))
         request_id = f"{request.request_id}/{next(self._serial)}"  # a lease may come back while its old abort runs
         flight = self._in_flight[request_id] = _InFlight(request, VersionRecord(self._policy_version))
+        self._newest[request.request_id] = request_id
         self._busy.enter()
         try:
             output = await self._run(request_id, request)
@@ -118,24 +120,29 @@ class VllmEngine(GenerationEngine):
         finally:
             self._busy.leave()
             del self._in_flight[request_id]
+            if self._newest.get(request.request_id) == request_id:
+                del self._newest[request.request_id]
             flight.ended.set()
 
     def num_sampled(self, request_id: str) -> int:
         """Counts the tokens received so far; see GenerationEngine."""
-        for key, flight in self._in_flight.items():
-            if flight.request.request_id == request_id and (sampled := num_tokens(self._llm, key)):
-                return flight.request.num_done + sampled
-        return 0
+        key = self._newest.get(request_id)
+        if key is None or not (sampled := num_tokens(self._llm, key)):
+            return 0
+        return self._in_flight[key].request.num_done + sampled
 
-    def progress(self, request_id: str) -> Prefix | None:
+    def progress(self, request_id: str, start: int = 0) -> Prefix | None:
         """The tokens received so far whose versions are certain; see GenerationEngine."""
-        for key, flight in self._in_flight.items():
-            if flight.request.request_id == request_id and self._weights.adopted.is_set():
-                partial = partial_completion(self._llm, key)
-                versions = flight.record.versions(len(partial.token_ids)) if partial is not None else None
-                if versions is not None:
-                    return prefix_of(rollout_of(flight.request, FinishedRequest.of_vllm(partial, versions)))
-        return None
+        key = self._newest.get(request_id)
+        if key is None or not self._weights.adopted.is_set():
+            return None
+        flight = self._in_flight[key]
+        first = max(0, start - flight.request.num_done)
+        partial = partial_completion(self._llm, key, first)
+        versions = flight.record.versions(first + len(partial.token_ids)) if partial is not None else None
+        if versions is None:
+            return None
+        return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)
 
     async def abort(self, request_id: str) -> None:
         """Abort it; returns when it has ended."""

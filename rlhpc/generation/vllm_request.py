@@ -78,16 +78,28 @@ def num_tokens(llm: Any, request_id: str) -> int:
     return len(detokenizer.output_token_ids) if detokenizer is not None else 0
 
 
-def partial_completion(llm: Any, request_id: str) -> PartialCompletion | None:
-    """The tokens sampled for this request; None if there are none, or this vLLM does not report them."""
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """Log-probabilities of some tokens, as vLLM keeps those of all."""
+
+    logprobs: list[float]
+    start_indices: list[int]
+
+
+def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialCompletion | None:
+    """The tokens sampled for this request from number `first` on; None if there are none, or vLLM does not tell."""
     state = _state_of(llm, request_id)
     detokenizer = getattr(state, "detokenizer", None)
     logprobs = getattr(getattr(state, "logprobs_processor", None), "logprobs", None)
     if detokenizer is None or logprobs is None:
         return None
-    token_ids = list(detokenizer.output_token_ids)
-    is_whole = token_ids and len(getattr(logprobs, "start_indices", ())) == len(token_ids)
-    return PartialCompletion(token_ids, logprobs) if is_whole else None
+    starts = getattr(logprobs, "start_indices", ())
+    token_ids = detokenizer.output_token_ids[first:]
+    if not token_ids or len(starts) != first + len(token_ids):
+        return None
+    begin = starts[first]  # a long completion is not copied for its last tokens
+    part = FlatPart(logprobs.logprobs[begin:], [start - begin for start in starts[first:]])
+    return PartialCompletion(list(token_ids), part)
 
 
 def _state_of(llm: Any, request_id: str) -> Any:

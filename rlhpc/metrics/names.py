@@ -81,6 +81,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "generator/waiting": Metric("rollouts", "accepted by an engine, not yet started"),
         "generator/kv_usage": Metric("share", "KV cache in use, mean over generators; 0: not known"),
         "generator/preemptions": Metric("rollouts", "thrown out of the KV cache and computed again, since the start"),
+        "generator/tokens_unreported": Metric("tokens", "of running rollouts that only their generators have"),
+        "generator/tokens_lost_total": Metric("tokens", "lost with dead generators since the start: sampled again"),
         "generator/live": Metric("generators", "with a recent heartbeat"),
         # Weight updates.
         "weights/publish_s": Metric("s", "trainer: export and broadcast"),

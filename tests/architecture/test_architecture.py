@@ -72,7 +72,7 @@ STAGES = {
     "metrics": set(),
 }
 # Everywhere: array types, which say nothing about a stage, and the way of the weights, which crosses two stages.
-_ANYWHERE = {"Int32", "Float32", "Bool", "WeightGroup", "WeightManifest", "TensorSpec"}
+_ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec"}
 
 MAX_FILE_LINES = 350
 WHOLE_ON_ONE_PAGE = {"rlhpc/contracts.py": 440}  # every contract at one look is the point of that file

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +24,11 @@ from engine_subjects import (
     request_of,
 )
 
-from rlhpc.config_sections import WeightsConfig
+from rlhpc.buffer.partial_codec import decode_partials, joined
+from rlhpc.config_sections import AdmissionConfig, BufferConfig, WeightsConfig
 from rlhpc.contracts import WeightTiming
 from rlhpc.errors import EngineError, TornWeights
+from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.types import FinishReason, Prefix, Rollout, RolloutRequest
 from rlhpc.weights.checksum import checksum64
 from rlhpc.weights.factory import make_publisher
@@ -172,6 +176,48 @@ async def test_what_is_shown_of_a_request_is_the_beginning_of_what_it_returns(su
         np.testing.assert_array_equal(prefix.behaviour_logprobs, rollout.behaviour_logprobs[begin])
         np.testing.assert_array_equal(prefix.versions, rollout.versions[begin])
     assert subject.engine.progress(request.request_id) is None
+
+
+async def test_a_request_is_shown_from_any_token_on_whether_its_prefix_or_its_own(subject: Subject) -> None:
+    prefix = Prefix(np.full(20, 30, np.int32), np.full(20, -1, np.float32), np.zeros(20, np.int32))
+    request = request_of(6, max_tokens=MAX_TOKENS, prefix=prefix)
+    running, num_looks = asyncio.create_task(subject.engine.generate(request)), 0
+    while not running.done():
+        await asyncio.sleep(0.002)
+        shown = {start: subject.engine.progress(request.request_id, start) for start in (0, 7, 20, 31)}
+        if (whole := shown[0]) is None or len(whole.token_ids) <= 31:
+            continue
+        num_looks += 1
+        assert subject.engine.num_sampled(request.request_id) == len(whole.token_ids)
+        for start, part in shown.items():
+            assert part is not None
+            for name in ("token_ids", "behaviour_logprobs", "versions"):
+                np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[start:])
+    assert num_looks
+    assert len((await running).token_ids) == MAX_TOKENS
+
+
+async def test_what_was_reported_of_a_lost_rollout_is_continued_under_the_same_policy(subject: Subject) -> None:
+    """As after a death: all that is left of the first request are its reports."""
+    admission = AdmissionConfig(groups_per_step=1, group_size=1)
+    interval = BufferConfig(partial_interval_tokens=100)
+    reporter = ProgressReporter(subject.engine, admission, interval, time.monotonic)
+    request, known = request_of(11, max_tokens=MAX_TOKENS), None
+    dying = asyncio.create_task(subject.engine.generate(request))
+    while known is None or len(known.token_ids) < MAX_TOKENS // 4:
+        await asyncio.sleep(0.002)
+        assert not dying.done()
+        if (report := reporter.report([request])) is not None:
+            for piece in decode_partials(report.pieces.tobytes(), report.num_bytes):
+                assert piece.follows(known)
+                known = joined(known, piece)
+    dying.cancel()
+    with suppress(asyncio.CancelledError):
+        await dying
+    rollout = await subject.engine.generate(request_of(11, max_tokens=MAX_TOKENS, prefix=known))
+    np.testing.assert_array_equal(rollout.token_ids[: len(known.token_ids)], known.token_ids)
+    assert len(rollout.token_ids) == MAX_TOKENS
+    assert_sampled_by(subject, subject.engine.policy_version, rollout)
 
 
 async def test_a_member_that_is_sampled_again_is_drawn_alike_whatever_runs_beside_it(subject: Subject) -> None:

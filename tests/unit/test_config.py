@@ -143,6 +143,8 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
          ["run.deterministic=false"]),
         (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
+        (["buffer.partial_interval_s=30.0", "admission.lease_deadline_s=80.0"], "buffer.partial_interval_s=30",
+         ["buffer.partial_interval_s=20.0"]),
     ],
 )  # fmt: skip
 def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(

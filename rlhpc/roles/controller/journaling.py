@@ -63,6 +63,11 @@ class Journaling:
             receipts.received.setdefault(delivery.number, self._journal.num_added)
         self._work.set()
 
+    def commit_soon(self) -> None:
+        """Commit what the journal has, though no rollout may arrive for long."""
+        if not self._journal.holds(self._journal.position):
+            self._work.set()
+
     async def durable(self) -> None:
         """Return once everything that the journal has now is on disk."""
         position = self._journal.position

@@ -26,6 +26,8 @@ import logging
 from contextlib import AsyncExitStack, suppress
 
 from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.buffer.partial_files import PartialLog
+from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, JournalError, OwnershipLost, SegmentError
@@ -54,6 +56,7 @@ from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
 from rlhpc.roles.controller.metrics.summary import summarise
+from rlhpc.roles.controller.partial_keeping import PartialKeeping
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.roles.controller.run_processes import RunProcesses
@@ -120,6 +123,13 @@ class Controller:
         )
         self._guarding = self._make_guarding()
         self._loop = self._make_loop()
+        self._partials = PartialKeeping(
+            PartialIntake(self._state.buffer, config.generation.max_completion_tokens),
+            PartialLog(context.layout.rollouts, context.attempt, context.fence),
+            leases,
+            newest_version=lambda: self._loop.version,
+            commit_groups=self._journaling.commit_soon,
+        )
         self._checkpoints = CheckpointWriter(
             context.layout,
             config.checkpoint.keep,
@@ -187,6 +197,7 @@ class Controller:
                     self._dispatcher.run(),
                     self._watch(),
                     self._journaling.run(),
+                    self._partials.run(),
                     self._recorder.lag.run(),
                     self._awake.run(),
                 )
@@ -253,8 +264,10 @@ class Controller:
                 await self._cancel_dropped()
             elif isinstance(message, LeaseReturn):
                 self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
+                self._partials.handed_back(message)
             elif isinstance(message, LeaseProgress):
-                self._state.buffer.renew(name, message.group_id, message.sample_indices, message.prefixes)
+                await self._partials.receive(name, message)
+                continue
             self._loop.groups_changed()
             self._dispatcher.wake()
 
@@ -344,3 +357,4 @@ class Controller:
         except (JournalError, SegmentError, OwnershipLost):
             log.exception("%d groups could not be sealed", self._state.segments.num_pending)
         self._state.journal.close()
+        self._partials.close(is_complete=self._board.figures.phase == "complete")

@@ -96,6 +96,8 @@ class RunProcesses:
         if role == "trainer":
             raise RoleFailed(f"{name} {why}")
         if role == "generator":
+            lost = member.beat.metrics.get("tokens_unreported", 0.0) if member is not None else 0.0
+            self._state.totals.tokens_lost += int(lost)
             await self._reclaim(name)
             await self._weight_sync.lost(name)
         return role == "generator"

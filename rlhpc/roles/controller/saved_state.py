@@ -37,6 +37,7 @@ class Totals:
     groups_dropped: int = 0
     groups_without_spread: int = 0
     leases_regranted: int = 0
+    tokens_lost: int = 0  # with generators that died, as of their last heartbeats: they are sampled again
     packing_fill_sum: float = 0.0
     trainer_idle_s: float = 0.0
     generator_idle_s: float = 0.0  # summed over generators

@@ -8,9 +8,11 @@ from typing import Any
 
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
-from rlhpc.buffer.history import START, Replay, read_history, recorded_steps
+from rlhpc.buffer.history import START, Replay, read_history, recorded_steps, version_after
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
+from rlhpc.buffer.partial_files import read_partials
+from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
@@ -105,10 +107,28 @@ def _restore(
         log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
     steps = recorded_steps(history, step, buffer.is_finished) if goes_on else ()
     name, attempt = context.config.run.name, context.attempt
+    if goes_on:
+        version = version_after(steps, saved.policy_version if saved is not None else 0)
+        # What an attempt had sampled that was rolled back is told by no version: the next steps have the same numbers.
+        first_attempt = max([history.first_attempt, *(undone + 1 for undone in history.undone)])
+        _restore_partials(context, first_attempt, version, buffer)
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     journal.note(Began(step, history.num_rollouts, goes_on))
     buffer.journal = journal
     return Replay(steps, restored, bool(history.undone)), journal
+
+
+def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:
+    """Give members that were being sampled what is known of them; version: that the repeated steps lead to."""
+    try:
+        partials, problems = read_partials(context.layout.rollouts, first_attempt)
+    except OSError as error:
+        raise CheckpointError(f"the partial rollouts cannot be read: {error}") from error
+    for problem in problems:
+        log.warning("%s: what it held is sampled again", problem)
+    restored = PartialIntake(buffer, context.config.generation.max_completion_tokens).restore(partials, version)
+    if restored:
+        log.info("%d rollouts go on from %d tokens", len(restored), sum(each.end for each in restored))
 
 
 def _open_segments(context: RoleContext, saved: SavedState | None, clock: Clock) -> SegmentWriter:

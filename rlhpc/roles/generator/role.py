@@ -31,6 +31,7 @@ from rlhpc.messages import (
     ReceiveWeights,
     Reregister,
     RewardRequest,
+    ShowWhole,
     StopRole,
     WeightsLive,
 )
@@ -39,7 +40,7 @@ from rlhpc.roles.common.controller_session import ControllerSession, follow_serv
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
 from rlhpc.roles.generator.command_queue import CommandQueue
-from rlhpc.roles.generator.lease_progress import ProgressReporter, report_interval_s
+from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
@@ -125,8 +126,8 @@ class Generator:
         self._judges = judges
         self._sampling: dict[str, asyncio.Task[None]] = {}  # request id → task
         self._requests: dict[str, RolloutRequest] = {}  # the same
-        self._progress = ProgressReporter(engine)
         self._now = asyncio.get_running_loop().time
+        self._progress = ProgressReporter(engine, context.config.admission, context.config.buffer, self._now)
         self._rate = Rate(10.0, self._now())
         self._is_draining = False
 
@@ -140,6 +141,8 @@ class Generator:
                 await self._cancel(message.group_id)
             elif isinstance(message, Delivered):
                 self._outbox.acknowledged(message)
+            elif isinstance(message, ShowWhole):
+                self._progress.show_whole(message.members)
             else:
                 self._start(message, sampling)
 
@@ -160,11 +163,11 @@ class Generator:
         self._requests.pop(request_id, None)
 
     async def report_progress(self) -> None:
-        """Report the progress of long rollouts periodically, endlessly."""
-        interval_s = report_interval_s(self._context.config.admission.lease_deadline_s)
+        """Report what is sampled of running rollouts, endlessly."""
         while True:
-            await asyncio.sleep(interval_s)
-            for report in self._progress.reports(self._requests.values()):
+            await asyncio.sleep(self._progress.look_s)
+            report = self._progress.report(self._requests.values())
+            if report is not None:
                 await self._leases.send(report)
 
     async def _cancel(self, group_id: int) -> None:
@@ -260,6 +263,7 @@ class Generator:
                 "preemptions": float(figures.num_preemptions),
                 "reward_retries": float(self._judges.num_retries),
                 "tokens_per_s": self._rate.per_second(self._now()),
+                "tokens_unreported": 0.0 if self._is_draining else float(self._progress.num_unreported),
             },
         )
 

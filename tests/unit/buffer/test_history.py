@@ -13,15 +13,17 @@ from rollout_samples import ManualClock, assert_same_group, make_group, make_led
 from test_ledger import settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Began, RolledBack, Taken, event_paths
+from rlhpc.buffer.event_log import Began, RolledBack, Taken, Trained, event_paths
 from rlhpc.buffer.history import (
     START,
     History,
     Position,
+    RecordedStep,
     delete_old_journals,
     read_history,
     recorded_steps,
     rollback_due,
+    version_after,
 )
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import Sizes
@@ -220,6 +222,9 @@ def test_an_attempt_that_starts_over_forgets_all_that_was_before(layout: RunLayo
     journal.commit()
     history = read_history(layout.rollouts, START)
     assert (history.rollouts, history.admitted, history.num_rollouts) == ([], {}, 2)
+    assert history.first_attempt == 1
+    assert read_history(layout.rollouts, Position(attempt=1, num_events=1, num_rollouts=2)).first_attempt == 1
+    assert read_history(layout.rollouts, Position(attempt=0, num_events=0, num_rollouts=0)).first_attempt == 1
 
 
 def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a_group_twice(layout: RunLayout) -> None:
@@ -229,6 +234,16 @@ def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a
     assert recorded_steps(history, 2, lambda _: True) == ()
     history.batches[4] = Taken(4, [7, 8])
     assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3]
+
+
+def test_repeated_steps_lead_to_the_version_that_they_led_to_at_least() -> None:
+    def step(number: int, version: int | None, *, applied: bool = True) -> RecordedStep:
+        return RecordedStep(number, (), None if version is None else Trained(number, version, applied))
+
+    assert version_after([], 7) == 7
+    assert version_after([step(3, 7), step(4, 8)], 7) == 9
+    assert version_after([step(3, 7), step(4, 8, applied=False)], 7) == 8
+    assert version_after([step(3, 7), step(4, None)], 7) == 8  # whether it was applied was not on disk any more
 
 
 def test_a_damaged_file_costs_what_it_held_and_is_named(layout: RunLayout) -> None:

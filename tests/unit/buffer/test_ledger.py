@@ -162,6 +162,21 @@ def test_a_lease_is_as_long_again_for_the_members_that_its_holder_goes_on_with(l
     assert ledger.group(0).free_indices == [0, 1]
 
 
+def test_a_lease_that_is_renewed_all_the_time_takes_no_more_memory_and_expires_when_that_ends(ledger, clock):
+    admit(ledger, 1)
+    ledger.grant("g-0", 2)
+    for _ in range(1000):
+        clock.advance(1.0)
+        ledger.renew("g-0", 0, [0, 1])
+        assert ledger.expire() == []
+    assert len(ledger._leases._deadlines) == 1
+    clock.advance(59.0)
+    assert ledger.expire() == []
+    clock.advance(1.0)
+    assert ledger.expire() == [(0, "g-0")]
+    assert ledger._leases._deadlines == []
+
+
 def test_what_a_holder_has_shown_of_a_rollout_survives_its_death(ledger):
     admit(ledger, 1)
     ledger.grant("g-0", 2)

@@ -207,7 +207,7 @@ def test_jobs_from_the_start_find_no_checkpoint_when_they_begin(config: Config, 
 @pytest.fixture
 def journal(layout: RunLayout) -> list[str]:
     """Files of a journal, as far as a directory can tell, beside a segment."""
-    files = ["events_000000.jsonl", "journal_000000.h5", "journal_000001.h5"]
+    files = ["events_000000.jsonl", "journal_000000.h5", "journal_000001.h5", "partials_000000.bin"]
     for name in [*files, "segment_000000.h5"]:
         (layout.rollouts / name).write_bytes(name.encode())
     return files

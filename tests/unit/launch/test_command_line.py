@@ -89,6 +89,7 @@ def test_resume_and_fresh_exclude_each_other(capsys: pytest.CaptureFixture[str])
 def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     words = [f"run.directory={str(directory)!r}", "generation.num_replicas=2", "trainer.num_ranks=2"]
+    words += ["admission.lease_deadline_s=20.0"]
     assert main(["check", str(lab.run_file("bench")), *words]) == 0
     plan = capsys.readouterr().out
     for line in (
@@ -96,6 +97,7 @@ def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsy
         "1 controller, 1 reward, 2 trainer, 2 generator",
         "4 groups of 4 = 16 rollouts a step, up to 12 + 24 tokens each",
         "staleness never above 1",
+        "cost at most 256 tokens, or 5 s, of each running rollout",
         "encrypted, this run's keys only",
         "qwen2, context 4096",
         "500",

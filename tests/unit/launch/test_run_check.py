@@ -24,11 +24,13 @@ from rlhpc.buffer.journal_files import JournalFiles
 from rlhpc.buffer.journal_layout import Sizes
 from rlhpc.buffer.journal_reader import read_journal
 from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.crc import crc32
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
+from tests.unit.buffer.partial_samples import make_draft, piece_of
 from tests.unit.buffer.rollout_samples import ManualClock, make_group, make_scored
 from tests.unit.launch.site_kit import config_of
 from tests.unit.launch.test_checkpoint_choice import flip_one_bit, save
@@ -49,6 +51,7 @@ def layout(tmp_path: Path) -> RunLayout:
     write_segments(layout, range(6))
     write_journal(layout, range(12))
     write_events(layout, 0, EVENTS)
+    write_partials(layout)
     save(layout, 8)
     save(layout, 10, controller=json.dumps(STATE | {"step": 10, "buffer": {"next_segment_index": 0} | JOURNAL_FROM_4}))
     return layout
@@ -83,6 +86,18 @@ def write_events(layout: RunLayout, attempt: int, events: Sequence[Event]) -> No
         log.add(event)
     log.commit(len(events))
     log.close()
+
+
+def write_partials(layout: RunLayout) -> None:
+    """Two rollouts that are being sampled, reported twice."""
+    log, draft = PartialLog(layout.rollouts, 0), make_draft(0, 50)
+    log.begin([piece_of(draft, 0, 20, member=(6, index)) for index in range(2)])
+    log.append([piece_of(draft, 20, 50, member=(6, index)) for index in range(2)])
+    log.close()
+
+
+def partials(layout: RunLayout) -> Path:
+    return layout.rollouts / "partials_000000.bin"
 
 
 def journal(layout: RunLayout, index: int) -> Path:
@@ -144,6 +159,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
     assert "6 groups, all checksums right" in out
     assert "12 rollouts, all checksums right" in out
     assert f"{len(EVENTS)} events, all checksums right" in out
+    assert "2 rollouts of 100 tokens, all checksums right" in out
     assert state_of(layout) == before
 
 
@@ -164,6 +180,7 @@ def test_a_sound_run_is_sound_and_untouched(layout: RunLayout, capsys: pytest.Ca
         (lambda run: journal(run, 1).write_bytes(b"x" * 9000), "journal", "_000001.h5 is not a journal of rollouts"),
         (lambda run: os.truncate(journal(run, 2), 9000), "journal", "journal_000002.h5 is cut off: it has 9,000 of"),
         (lambda run: os.truncate(journal(run, 0), 60), "journal", "journal_000000.h5 its first bytes are damaged"),
+        (lambda run: flip_at(partials(run), 30), "partials", "partials_000000.bin: bytes 0 to"),
         (lambda run: journal(run, 1).unlink(), "journal", "rollouts 6 to 10 are missing between"),
         (lambda run: journal(run, 0).unlink(), "journal", "rollouts 4 to 5, the first ones since the checkpoint"),
         (lambda run: shutil.copy(journal(run, 1), journal(run, 3)), "journal", "rollouts 6 to 12 are in journal_00000"),
@@ -290,6 +307,13 @@ def test_a_run_that_begins_over_admits_its_groups_anew(layout: RunLayout) -> Non
     write_events(layout, 1, [Began(0, 12, goes_on=False), Admitted(0, 0, 0), Taken(0, [0, 1])])
     (row,) = damaged(layout)
     assert row.text.endswith("step 0 took groups 1, which were never admitted")
+
+
+def test_the_half_written_end_of_partial_rollouts_is_no_damage(layout: RunLayout) -> None:
+    os.truncate(partials(layout), partials(layout).stat().st_size - 5)
+    rows = [row for row in check_run(layout, lambda text: None) if row.part == "partials"]
+    assert [row.verdict for row in rows] == [Verdict.NOTE, Verdict.SOUND]
+    assert "2 rollouts of 40 tokens" in rows[1].text
 
 
 def test_a_journal_that_is_deleted_while_it_is_read_is_no_damage(layout: RunLayout) -> None:

@@ -139,6 +139,7 @@ class RunRecorder:
             "group/dropped_total": float(totals.groups_dropped),
             "group/replaced_total": float(totals.groups_without_spread),
             "group/regranted_total": float(totals.leases_regranted),
+            "generator/tokens_lost_total": float(totals.tokens_lost),
             "checkpoint/failed_total": float(totals.checkpoints_failed),
             "wall_s": totals.wall_s,
         }
@@ -162,6 +163,7 @@ class RunRecorder:
             "weights/epoch": float(self._weight_sync.epoch),
             "weights/members": float(len(self._weight_sync.ready_members)),
             "generator/live": float(len(self._registry.names("generator"))),
+            "generator/tokens_unreported": self._registry.total("tokens_unreported", "generator"),
             "generator/running": self._registry.total("running", "generator"),
             "generator/waiting": self._registry.total("waiting", "generator"),
             "generator/preemptions": self._registry.total("preemptions", "generator"),

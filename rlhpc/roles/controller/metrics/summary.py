@@ -76,6 +76,7 @@ def summarise(
         "groups_without_spread": totals.groups_without_spread,
         "groups_dropped": totals.groups_dropped,
         "leases_regranted": totals.leases_regranted,
+        "tokens_lost": totals.tokens_lost,
         "training_s": totals.training_s,
         "wall_s": totals.wall_s,
         "reward_by_version": [[version, mean, count] for version, (mean, count) in curve.items()],

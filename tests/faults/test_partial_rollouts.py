@@ -1,0 +1,102 @@
+"""Processes are killed while long rollouts are being sampled: these go on from where they were last reported."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhpc.buffer.partial_files import partial_paths, read_partials
+from rlhpc.run_layout import RunLayout
+from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
+from tests.ring.run_kit import Lab, Run, make_lab
+
+pytestmark = pytest.mark.ring
+NUM_STEPS, GROUPS, GROUP_SIZE = 1, 2, 4
+IN_FLIGHT = 2 * GROUPS * GROUP_SIZE  # all slots
+TOKEN_S = 0.02
+INTERVAL_TOKENS = 50  # a second, on a quiet machine
+MAX_TOKENS = 240
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    """A model of which the scripted engine draws slowly, and notes every token that it draws."""
+    lab = make_lab(tmp_path)
+    path = lab.model / "config.json"
+    table = {"token_s": TOKEN_S, "stop_probability": 0.0005, "tally": str(tmp_path / "tally")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": table}))
+    return lab
+
+
+def run_file(lab: Lab, name: str) -> Path:
+    return lab.run_file(
+        name,
+        run={"num_steps": NUM_STEPS},
+        generation={"max_completion_tokens": MAX_TOKENS, "max_num_seqs": 64},
+        admission={"groups_per_step": GROUPS, "group_size": GROUP_SIZE},
+        trainer={"token_budget": 1024},
+        buffer={"partial_interval_tokens": INTERVAL_TOKENS},
+        checkpoint={"every_steps": 1000},
+        transport={"dead_after_s": 6.0},
+    )
+
+
+def drawn(lab: Lab) -> Counter[tuple[int, int, int]]:
+    """How often each (group, sample, position) was drawn."""
+    lines = (lab.root / "tally").read_text().splitlines()
+    return Counter(tuple(map(int, line.split())) for line in lines)  # type: ignore[misc]
+
+
+def wait_for_tokens(run: Run, lab: Lab, least: int) -> None:
+    """Until so many were drawn in all."""
+    run.wait_until(lambda _: (lab.root / "tally").exists() and drawn(lab).total() >= least)
+
+
+def test_the_death_of_a_generator_costs_at_most_an_interval_of_each_rollout(lab: Lab) -> None:
+    layout = lab.layout("bereft")
+    with Run(run_file(lab, "bereft"), layout) as run:
+        wait_for_tokens(run, lab, IN_FLIGHT * 2 * INTERVAL_TOKENS)
+        run.role("generator").kill()
+        running = members(drawn(lab))
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert_little_was_sampled_again(lab, layout, running)
+    assert json.loads(layout.summary.read_text())["tokens_lost"] <= len(running) * INTERVAL_TOKENS
+
+
+def test_the_death_of_everything_at_once_costs_at_most_an_interval_of_each_rollout(lab: Lab) -> None:
+    layout = lab.layout("razed")
+    with Run(run_file(lab, "razed"), layout) as run:
+        wait_for_tokens(run, lab, IN_FLIGHT * 2 * INTERVAL_TOKENS)
+        for process in [*map(run.role, ("controller", "generator", "trainer")), run.process]:
+            process.kill()
+        run.process.wait()
+        running = members(drawn(lab))
+    with Run(run_file(lab, "razed"), layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        assert "rollouts go on from" in run.story()
+    assert_little_was_sampled_again(lab, layout, running)
+
+
+def members(tally: Counter[tuple[int, int, int]]) -> set[tuple[int, int]]:
+    return {(group, sample) for group, sample, _ in tally}
+
+
+def assert_little_was_sampled_again(lab: Lab, layout: RunLayout, running: set[tuple[int, int]]) -> None:
+    """running: members that had tokens at the death."""
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
+    again = Counter((group, sample) for (group, sample, _), count in drawn(lab).items() if count > 1)
+    assert sum(again.values()) <= len(running) * INTERVAL_TOKENS, again
+    assert max(again.values(), default=0) <= INTERVAL_TOKENS + 2 / TOKEN_S  # a report may be on its way for long
+    for row in rollouts_on_disk(layout.rollouts):  # nothing is missing or stands twice, nothing is put together wrong
+        positions = {
+            position for group, sample, position in drawn(lab) if (group, sample) == (row.group_id, row.sample_index)
+        }
+        assert len(row.token_ids) == len(positions) == max(positions) + 1
+        assert row.versions.tolist() == sorted(row.versions.tolist())
+    assert not partial_paths(layout.rollouts)  # nothing is running any more
+    assert read_partials(layout.rollouts) == ({}, [])

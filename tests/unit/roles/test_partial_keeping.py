@@ -1,0 +1,165 @@
+"""What the controller does with reports of running rollouts: kept in memory at once, on disk soon, in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.buffer.partial_codec import PartialRollout, encode_partials
+from rlhpc.buffer.partial_files import PartialLog, partial_paths, read_partials
+from rlhpc.buffer.partial_intake import PartialIntake
+from rlhpc.messages import LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.roles.controller import partial_keeping
+from rlhpc.roles.controller.partial_keeping import PartialKeeping
+from rlhpc.topology import LEASES
+from rlhpc.transport.memory import MemoryServer
+from rlhpc.types import Prefix, SamplingParams
+from tests.patience import PATIENCE_S
+from tests.unit.buffer.partial_samples import make_draft, part_of, piece_of
+from tests.unit.buffer.rollout_samples import ManualClock, make_ledger, make_prompt
+from tests.unit.roles.small_ring import make_buffer, small_config
+
+DRAFT = make_draft(0, 120)
+NEWEST = 6
+
+
+def report_of(*pieces: PartialRollout) -> LeaseProgress:
+    data, num_bytes = encode_partials(pieces)
+    return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes)
+
+
+class Controller:
+    """Its part that has to do with partial rollouts; group 0 is granted to generator-0, with two members."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root / "rollouts"
+        self.directory.mkdir()
+        ledger = make_ledger(ManualClock(), sampling=SamplingParams(max_tokens=200))
+        self.buffer = make_buffer(small_config(), root, ledger)
+        self.buffer.admit(make_prompt(0), 4)
+        self.buffer.grant("generator-0", 2)
+        self.leases, self.num_commits = MemoryServer(LEASES), 0
+        self.generator = self.leases.connect("generator-0")
+        self.keeping = PartialKeeping(
+            PartialIntake(self.buffer, 200),
+            PartialLog(self.directory, 0),
+            self.leases,
+            newest_version=lambda: NEWEST,
+            commit_groups=self.commit_groups,
+        )
+
+    def commit_groups(self) -> None:
+        self.num_commits += 1
+
+    async def takes(self, *pieces: PartialRollout) -> None:
+        await self.keeping.receive("generator-0", report_of(*pieces))
+
+    def on_disk(self, index: int = 0) -> int:
+        """Tokens of a member of group 0."""
+        known, problems = read_partials(self.directory)
+        assert problems == []
+        return known[0, index].end if (0, index) in known else 0
+
+    async def until_on_disk(self, num_tokens: int, index: int = 0) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.on_disk(index) != num_tokens:  # noqa: ASYNC110 - a thread writes it
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Controller]:
+    monkeypatch.setattr(partial_keeping, "BATCH_S", 0.01)
+    monkeypatch.setattr(partial_keeping, "REFUSED_PAUSE_S", 0.02)
+    controller = Controller(tmp_path)
+    running = asyncio.create_task(controller.keeping.run())
+    yield controller
+    running.cancel()
+    controller.keeping.close(is_complete=False)
+
+
+async def test_reports_are_on_disk_soon_and_so_are_the_admissions_that_they_need(it: Controller) -> None:
+    await it.takes(piece_of(DRAFT, 0, 50))
+    assert it.num_commits == 1
+    await it.until_on_disk(50)
+    await it.takes(piece_of(DRAFT, 50, 80))
+    await it.takes(piece_of(DRAFT, 80, 90), piece_of(DRAFT, 0, 10, member=(0, 1)))
+    await it.until_on_disk(90)
+    await it.until_on_disk(10, index=1)
+
+
+async def test_a_generator_whose_beginning_is_not_known_is_asked_for_the_whole(it: Controller) -> None:
+    await it.takes(piece_of(DRAFT, 30, 50))
+    assert await it.generator.receive(PATIENCE_S) == ShowWhole(((0, 0),))
+    await it.takes(piece_of(DRAFT, 0, 60))
+    await it.until_on_disk(60)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        LeaseProgress(np.frombuffer(b"nothing of ours", np.uint8), 100),
+        LeaseProgress(np.empty(0, np.uint8), 0),
+        LeaseProgress(report_of(piece_of(DRAFT, 0, 50)).pieces, 1 << 40),
+        report_of(PartialRollout(0, 0, 7, 0, 0, part_of(DRAFT, 0, 50))),
+        report_of(
+            PartialRollout(0, 0, 0, 0, 0, Prefix(DRAFT.token_ids, DRAFT.behaviour_logprobs * np.nan, DRAFT.versions))
+        ),
+    ],
+    ids=["not ours", "empty", "too large", "another prompt", "not a number"],
+)
+async def test_an_odd_report_is_refused_and_told_once(
+    it: Controller, caplog: pytest.LogCaptureFixture, message: LeaseProgress
+) -> None:
+    for _ in range(3):
+        await it.keeping.receive("generator-0", message)
+    (record,) = caplog.records
+    assert "generator-0: what it reports of running rollouts is refused" in record.message
+    assert partial_paths(it.directory) == []
+
+
+async def test_what_a_leaving_generator_hands_back_is_on_disk_too(it: Controller) -> None:
+    await it.takes(piece_of(DRAFT, 0, 50))
+    message = LeaseReturn(0, (0, 1), (part_of(DRAFT, 0, 70), None), "leaving")
+    it.buffer.hand_back("generator-0", message.group_id, message.sample_indices, message.prefixes)
+    it.keeping.handed_back(message)
+    await it.until_on_disk(70)
+
+
+async def test_a_disk_that_refuses_costs_one_warning_and_later_all_is_there_again(
+    it: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await it.takes(piece_of(DRAFT, 0, 50))
+    await it.until_on_disk(50)
+    num_refused = 0
+
+    def refuse(*_: Any) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("rlhpc.buffer.partial_files.write_at", refuse)
+        full.setattr("rlhpc.buffer.partial_files.make_file", refuse)
+        for start in range(50, 80, 10):
+            await it.takes(piece_of(DRAFT, start, start + 10))
+        async with asyncio.timeout(PATIENCE_S):
+            while num_refused < 3:  # noqa: ASYNC110 - a thread counts
+                await asyncio.sleep(0.01)
+        assert it.on_disk() == 50
+    await it.until_on_disk(80)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "No space left on device" in record.message
+    assert "nothing else is lost" in record.message
+
+
+async def test_a_run_that_is_complete_leaves_none(it: Controller) -> None:
+    await it.takes(piece_of(DRAFT, 0, 50))
+    await it.until_on_disk(50)
+    it.keeping.close(is_complete=True)
+    assert partial_paths(it.directory) == []

@@ -1,0 +1,45 @@
+"""What the loss of a process costs, and that it is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config_file import config_hash
+from rlhpc.messages import Heartbeat, Hello
+from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.process_registry import ProcessRegistry
+from rlhpc.roles.controller.run_processes import RunProcesses
+from rlhpc.roles.controller.saved_state import Totals
+from rlhpc.roles.controller.state import ControllerState
+from rlhpc.run_layout import RunLayout
+from rlhpc.weights.membership import Membership
+from tests.unit.buffer.rollout_samples import ManualClock
+from tests.unit.roles.small_ring import small_config, small_ring
+
+
+def hello(incarnation: str) -> Hello:
+    settings = config_hash(small_config())
+    return Hello("generator", 0, incarnation, settings, 100, "here", num_weight_ranks=1, weight_devices=("",))
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_what_a_generator_had_not_reported_when_it_was_lost_is_counted(tmp_path: Path, is_silent: bool) -> None:
+    config, clock, totals = small_config(), ManualClock(), Totals()
+    async with small_ring(config, tmp_path) as ring:
+        context = RoleContext("controller", 0, 1, 0, None, "first", RunLayout(tmp_path), config, config_hash(config))
+        registry = ProcessRegistry(config_hash(config), 15.0, clock)
+        buffer: Any = ring.buffer
+        state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        await processes.greet("generator-0", hello("0.0.0-first"))
+        for unreported in (900.0, 70.0):
+            await processes.beat("generator-0", Heartbeat("running", "", 3, 8, {"tokens_unreported": unreported}))
+        if is_silent:
+            clock.advance(16.0)
+            await processes.lose_silent()
+        else:
+            await processes.greet("generator-0", hello("0.0.1-second"))
+        assert totals.tokens_lost == 70
