@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.checks.audit.journal import keys_of
+from rlhpc.buffer.frozen_buffer import BUFFERED_FILE
 from rlhpc.buffer.history import Position
-from rlhpc.buffer.rollout_buffer import BUFFERED_FILE
 from rlhpc.buffer.segment_reader import read_raw_columns
 from rlhpc.errors import CheckpointError, SegmentError
 from rlhpc.roles.controller.saved_state import STATE_FILE, read_saved_state
