@@ -108,6 +108,11 @@ class PartialLog:
         self._num_bytes = self._most_bytes = 0  # of the file
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no file, of an earlier attempt either.  Raises OSError."""
+        return not partial_paths(self._directory)
+
+    @property
     def wants_all(self) -> bool:
         """Whether `begin` is to be called next, with all that is known: there is no file, or it has grown too large."""
         return self._num_bytes >= self._most_bytes

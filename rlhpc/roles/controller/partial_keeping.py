@@ -71,6 +71,10 @@ class PartialKeeping:
 
     async def run(self) -> None:
         """Write, endlessly."""
+        if not self._files.is_empty:
+            # What an earlier attempt has left is replaced by what this one took up, before it makes versions anew that
+            # the rest may be of.
+            self._work.set()
         while True:
             await self._work.wait()
             self._work.clear()

@@ -40,6 +40,7 @@ class Controller:
     def __init__(self, root: Path) -> None:
         self.directory = root / "rollouts"
         self.directory.mkdir()
+        PartialLog(self.directory, 0).begin([piece_of(DRAFT, 0, 30, member=(7, 1))])  # left by the attempt before
         ledger = make_ledger(ManualClock(), sampling=SamplingParams(max_tokens=200))
         self.buffer = make_buffer(small_config(), root, ledger)
         self.buffer.admit(make_prompt(0), 4)
@@ -48,7 +49,7 @@ class Controller:
         self.generator = self.leases.connect("generator-0")
         self.keeping = PartialKeeping(
             PartialIntake(self.buffer, 200),
-            PartialLog(self.directory, 0),
+            PartialLog(self.directory, 1),
             self.leases,
             newest_version=lambda: NEWEST,
             commit_groups=self.commit_groups,
@@ -93,6 +94,13 @@ async def test_reports_are_on_disk_soon_and_so_are_the_admissions_that_they_need
     await it.until_on_disk(10, index=1)
 
 
+async def test_what_this_attempt_did_not_take_up_is_gone_at_once(it: Controller) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while [path.name for path in partial_paths(it.directory)] != ["partials_000001.bin"]:  # noqa: ASYNC110 - a thread
+            await asyncio.sleep(0.01)
+    assert read_partials(it.directory) == ({}, [])
+
+
 async def test_a_generator_whose_beginning_is_not_known_is_asked_for_the_whole(it: Controller) -> None:
     await it.takes(piece_of(DRAFT, 30, 50))
     assert await it.generator.receive(PATIENCE_S) == ShowWhole(((0, 0),))
@@ -120,7 +128,7 @@ async def test_an_odd_report_is_refused_and_told_once(
         await it.keeping.receive("generator-0", message)
     (record,) = caplog.records
     assert "generator-0: what it reports of running rollouts is refused" in record.message
-    assert partial_paths(it.directory) == []
+    assert it.on_disk() == 0
 
 
 async def test_what_a_leaving_generator_hands_back_is_on_disk_too(it: Controller) -> None:
