@@ -121,7 +121,8 @@ class AdmissionConfig(Section):
     lease_deadline_s: PositiveFloat = 600.0
     """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
-    """Leases lost by one member before its group is dropped."""
+    """Leases lost by one member before its group is dropped; also groups of a prompt in a row that no verifier could
+    judge before it is sampled no more."""
     active_sampling: bool = True
     """Zero-variance groups are replaced at once, so that batches are full; False trains on them."""
     max_groups_without_spread: Positive = 1000

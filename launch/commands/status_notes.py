@@ -29,7 +29,7 @@ class Notes:
         if self.quarantined:
             shown = ", ".join(self.quarantined[:NUM_SHOWN]) + (", …" if len(self.quarantined) > NUM_SHOWN else "")
             found.append(
-                f"quarantined prompts   {len(self.quarantined)}, each has ended generators again and again: {shown}"
+                f"quarantined prompts   {len(self.quarantined)}, each has ended generators or verifiers again and again: {shown}"
             )
         if self.suspects:
             found.append(f"suspect prompts   {len(self.suspects)}, sampled with few others when a generator died")

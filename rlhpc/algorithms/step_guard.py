@@ -30,6 +30,7 @@ from rlhpc.types import StepLimits
 NUM_NORMS = 50  # the reference: long enough for a median, short enough to follow a policy that changes
 MIN_NORMS = 10  # with fewer there is no reference yet
 MIN_DEVIATION = 0.2  # of the logarithm: norms that hardly vary would make every change an outlier
+MAX_REMEMBERED = 500  # steps of an alarm: with "warn" it may last as long as the run
 TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
@@ -74,7 +75,8 @@ class StepGuard:
     settings: GuardConfig
     may_roll_back: bool = True  # whether a rollback is left, and possible
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NORMS))  # logarithms, of steps applied
-    _alarm: list[BadStep] = field(default_factory=list)
+    _alarm: list[BadStep] = field(default_factory=list)  # its first steps
+    _num_bad: int = 0  # all of them
     _num_calm: int = 0  # consecutive steps since the last one of the alarm
 
     @property
@@ -84,8 +86,13 @@ class StepGuard:
 
     @property
     def alarm(self) -> tuple[BadStep, ...]:
-        """Steps out of bounds, oldest first, as long as it lasts."""
+        """Steps out of bounds, oldest first, as long as it lasts; at most MAX_REMEMBERED."""
         return tuple(self._alarm)
+
+    @property
+    def num_bad_steps(self) -> int:
+        """Of the alarm; 0: there is none."""
+        return self._num_bad
 
     @property
     def may_lead_back(self) -> bool:
@@ -95,7 +102,7 @@ class StepGuard:
     @property
     def rung(self) -> Action:
         """What was reached; OFF: no alarm."""
-        return self._rung(len(self._alarm))
+        return self._rung(self._num_bad)
 
     def bounds(self) -> StepLimits:
         """Of the next step."""
@@ -107,7 +114,7 @@ class StepGuard:
 
     def limits(self) -> StepLimits:
         """Outside which the next step is to be skipped."""
-        return self.bounds() if self._rung(len(self._alarm) + 1) >= Action.SKIP else StepLimits()
+        return self.bounds() if self._rung(self._num_bad + 1) >= Action.SKIP else StepLimits()
 
     def judge(self, bad_if: BadStep, figures: Mapping[str, float], *, applied: bool) -> Judgement:
         """Take note of a step that was finite.  bad_if: what to remember of it if it is out of bounds.
@@ -120,12 +127,13 @@ class StepGuard:
         if not names and applied:
             self._num_calm += 1
             if self._num_calm >= self.settings.calm_steps:
-                self._alarm.clear()
+                self._alarm, self._num_bad = [], 0
             return Judgement()
         self._num_calm = 0
         before = self.rung
-        self._alarm.append(bad_if)
-        action, number = self.rung, len(self._alarm)
+        self._num_bad += 1
+        self._alarm += [bad_if] if len(self._alarm) < MAX_REMEMBERED else []
+        action, number = self.rung, self._num_bad
         is_news = action is not before or action >= Action.SKIP or number & (number - 1) == 0  # 1, 2, 4, 8, …
         return Judgement(action, names, is_news)
 
@@ -134,6 +142,7 @@ class StepGuard:
         return {
             "norms": list(self._norms),
             "alarm": [asdict(bad) for bad in self._alarm],
+            "num_bad": self._num_bad,
             "num_calm": self._num_calm,
         }
 
@@ -141,7 +150,7 @@ class StepGuard:
         """Go on from state(); from {}: as a new one.  Raises KeyError, TypeError."""
         self._norms = deque(state["norms"] if state else (), maxlen=NUM_NORMS)
         self._alarm = [BadStep(bad["step"], bad["version"], tuple(bad["groups"])) for bad in state.get("alarm", ())]
-        self._num_calm = state.get("num_calm", 0)
+        self._num_bad, self._num_calm = state.get("num_bad", 0), state.get("num_calm", 0)
 
     def _rung(self, number: int) -> Action:
         """What follows from the `number`th step of an alarm."""

@@ -115,7 +115,7 @@ class Guarding:
         if recorded is None:
             self._ending = self._ending_of(judgement, text)
         self._count_skips(report)
-        return GuardNote(judgement.action, len(self._guard.alarm), text if judgement.is_news else "")
+        return GuardNote(judgement.action, self._guard.num_bad_steps, text if judgement.is_news else "")
 
     async def enforce(self) -> None:
         """End the attempt if the last step asks for it; called when that is recorded.
@@ -171,7 +171,7 @@ class Guarding:
             f"{FIGURES[name]} {figures[name]:.4g} is {_outside(name, figures[name], bounds)}"
             for name in judgement.broken
         )
-        number = len(self._guard.alarm)
+        number = self._guard.num_bad_steps
         done = {
             Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
             Action.ROLLBACK: f"; the run goes back to before step {self._guard.alarm[0].step if number else 0}",

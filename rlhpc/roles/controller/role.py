@@ -118,6 +118,7 @@ class Controller:
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
+        self._sink.lost_leases = self._state.lost_leases
         self._sink.only_held = self._state.replay.after_rollback
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry

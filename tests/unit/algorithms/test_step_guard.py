@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from rlhpc.algorithms.step_guard import MIN_NORMS, NUM_NORMS, Action, BadStep, Judgement, StepGuard, all_groups
+from rlhpc.algorithms.step_guard import (
+    MAX_REMEMBERED,
+    MIN_NORMS,
+    NUM_NORMS,
+    Action,
+    BadStep,
+    Judgement,
+    StepGuard,
+    all_groups,
+)
 from rlhpc.algorithms.step_limits import AS_BEFORE, broken, guarded_figures, refusal
 from rlhpc.config_sections import GuardConfig
 from rlhpc.types import StepLimits
@@ -164,3 +173,12 @@ def test_an_alarm_remembers_the_batches_of_its_steps() -> None:
     actions(ours, [FINE, BAD, FINE, BAD])
     assert [(bad.step, bad.version) for bad in ours.alarm] == [(1, 1), (3, 3)]
     assert all_groups(ours.alarm) == (2, 3, 6, 7)
+
+
+def test_an_alarm_without_end_is_counted_and_its_memory_bounded() -> None:
+    ours = guard("warn")
+    actions(ours, [BAD] * (MAX_REMEMBERED + 100))
+    assert (len(ours.alarm), ours.num_bad_steps) == (MAX_REMEMBERED, MAX_REMEMBERED + 100)
+    again = guard("warn")
+    again.load_state(json.loads(json.dumps(ours.state())))
+    assert again.num_bad_steps == ours.num_bad_steps

@@ -18,6 +18,7 @@ from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
@@ -93,7 +94,9 @@ def prompt(prompt_id: int) -> Prompt:
     return Prompt(prompt_id, "any", np.array([9, 9], np.int32), "42")
 
 
-def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> AdmissionLedger:
+def make_ledger(
+    config: Config, clock: Callable[[], float] = lambda: 0.0, lost_leases: LostLeases | None = None
+) -> AdmissionLedger:
     """With the settings that the controller would give it."""
     admission = config.admission
     return AdmissionLedger(
@@ -105,6 +108,7 @@ def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> Adm
         lease_deadline_s=admission.lease_deadline_s,
         max_attempts=admission.max_attempts,
         clock=clock,
+        lost_leases=lost_leases,
     )
 
 
