@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rlhpc.deadline import Deadline
 _LIBC = ctypes.CDLL(None)  # loaded here: a child between fork and exec should do as little as can be
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _KILLED_S, _POLL_S = 5.0, 0.01  # for the kernel to end what was killed
+_LOOK_S = 0.2  # at a child that is stopped
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
@@ -41,14 +43,29 @@ def adopt_orphans() -> None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def wait_for_child(pid: int) -> int:
+def wait_for_child(pid: int, standstill_s: float = float("inf"), say: Callable[[], object] = lambda: None) -> int:
     """Wait until this child has ended, and reap all others that end meanwhile.
 
+    standstill_s: kill it after so long in which it was stopped by a signal; time in which this process was stopped too,
+    as in a job that is suspended, hardly counts.  say: called before that.
     Returns its exit status, negative for a signal.
     """
+    stopped_s = -1.0  # negative: it is not stopped
     while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
+        is_stopped = stopped_s >= 0
+        found, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED | (os.WNOHANG if is_stopped else 0))
+        if not found:
+            time.sleep(_LOOK_S)
+            stopped_s += _LOOK_S
+            if stopped_s >= standstill_s:
+                say()
+                os.kill(pid, signal.SIGKILL)
+                stopped_s = -1.0
+        elif found == pid and os.WIFSTOPPED(status):
+            stopped_s = 0.0
+        elif found == pid and os.WIFCONTINUED(status):
+            stopped_s = -1.0
+        elif found == pid:
             return os.waitstatus_to_exitcode(status)
 
 

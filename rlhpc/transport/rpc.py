@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ class _Replica:
     index: int
     outstanding: int = 0
     timeouts_in_a_row: int = 0  # a replica that hangs has few requests outstanding: it would look the least busy
+    heard_at: float = -math.inf  # loop time of its last reply
     is_open: bool = True
     reader: asyncio.Task[None] | None = None
 
@@ -32,8 +34,14 @@ class _Replica:
 class RpcClient:
     """Calls over channels with no other receiver.  Use as ``async with``, which closes the channels."""
 
-    def __init__(self, channels: Sequence[ClientChannel], *, max_attempts: int = 3) -> None:
-        """Nothing is received before __aenter__."""
+    def __init__(
+        self, channels: Sequence[ClientChannel], *, max_attempts: int = 3, silence_s: float = math.inf
+    ) -> None:
+        """Nothing is received before __aenter__.
+
+        silence_s: a replica that answers nothing for so long, while another one does, is not waited for any more.
+        """
+        self._silence_s = silence_s
         self.num_retries = 0  # requests that were sent again
         self._max_attempts = max_attempts
         self._replicas = [_Replica(channel, index) for index, channel in enumerate(channels)]
@@ -120,10 +128,24 @@ class RpcClient:
         try:
             async with asyncio.timeout(timeout_s):
                 await replica.channel.send(dataclasses.replace(request, request_id=request_id), timeout_s)
-                return await waiter
+                await self._answered(replica, waiter)
+                return waiter.result()
         finally:
             replica.outstanding -= 1
             del self._waiting[request_id]
+
+    async def _answered(self, replica: _Replica, waiter: asyncio.Future[Any]) -> None:
+        """Wait for a reply.  Raises TimeoutError once the replica stands still, as far as others make that likely."""
+        now = asyncio.get_running_loop().time
+        asked_at = now()
+        while not waiter.done():
+            since = max(asked_at, replica.heard_at)
+            left_s = None if self._silence_s == math.inf else max(0.01, since + self._silence_s - now())
+            await asyncio.wait((waiter,), timeout=left_s)
+            is_silent = now() - max(asked_at, replica.heard_at) >= self._silence_s
+            if is_silent and any(r.is_open and now() - r.heard_at < self._silence_s for r in self._replicas):
+                raise TimeoutError
+            asked_at = now() if is_silent else asked_at  # all are silent: they may all have long queues
 
     async def _read(self, replica: _Replica) -> None:
         """Hand replies to who waits for them, until the channel is closed."""
@@ -136,7 +158,7 @@ class RpcClient:
                 replica.is_open = False
                 self._give_up(replica)
                 return
-            replica.timeouts_in_a_row = 0
+            replica.timeouts_in_a_row, replica.heard_at = 0, asyncio.get_running_loop().time()
             asked, waiter = self._waiting.get(reply.request_id, (None, None))
             if asked is replica and waiter is not None and not waiter.done():
                 waiter.set_result(reply)  # else it comes too late, and nobody waits for it

@@ -48,6 +48,7 @@ from rlhpc.transport.rpc import RpcClient
 from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.generator")
+SILENT_S = 5.0  # beyond the time of one verdict, for a replica that answers nobody here while another one does
 JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue does not justify a second request
 DRAIN_S = 5.0  # for verdicts in flight when asked to stop
 
@@ -80,7 +81,10 @@ async def _serve(engine: GenerationEngine, outbox: Outbox, session: ControllerSe
         if channels is None:
             return
         leases, services, control = channels
-        judges = await stack.enter_async_context(RpcClient(services, max_attempts=context.config.rewards.max_attempts))
+        rewards = context.config.rewards
+        judges = await stack.enter_async_context(
+            RpcClient(services, max_attempts=rewards.max_attempts, silence_s=rewards.timeout_s + SILENT_S)
+        )
         await control.send(hello(context, engine.weight_devices))
         generator = Generator(context, engine, leases, judges, outbox)
         loops = [

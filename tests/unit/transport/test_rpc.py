@@ -84,6 +84,27 @@ async def test_a_request_that_is_not_answered_goes_to_another_replica(services: 
         assert len(services[0].seen) == 1
 
 
+async def test_a_replica_that_answers_nothing_while_the_other_does_is_not_waited_for(services: list[Service]):
+    services[0].answer = keep_silent
+    async with RpcClient(connected(services), silence_s=0.2) as rpc:
+        hung = asyncio.create_task(rpc.call(REQUEST, 1000))
+        while not hung.done():
+            await asyncio.sleep(0.05)
+            await rpc.call(REQUEST, PATIENCE_S)
+        assert (await hung).detail == services[1].server.name
+        assert len(services[0].seen) == 1  # and nobody asks it again
+        assert rpc.num_retries == 1
+
+
+async def test_replicas_that_are_all_silent_may_have_long_queues(services: list[Service]):
+    for service in services:
+        service.answer = keep_silent
+    async with RpcClient(connected(services), silence_s=0.02) as rpc:
+        with pytest.raises(ChannelTimeout):
+            await rpc.call(REQUEST, 0.3)
+        assert [len(service.seen) for service in services] == [2, 1]
+
+
 async def test_a_late_reply_is_given_to_nobody(services: list[Service]):
     services[0].answer = keep_silent
     async with RpcClient(connected(services)) as rpc:
