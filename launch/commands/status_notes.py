@@ -28,9 +28,7 @@ class Notes:
         found = []
         if self.quarantined:
             shown = ", ".join(self.quarantined[:NUM_SHOWN]) + (", …" if len(self.quarantined) > NUM_SHOWN else "")
-            found.append(
-                f"quarantined prompts   {len(self.quarantined)}, each has ended generators or verifiers again and again: {shown}"
-            )
+            found.append(f"quarantined prompts   {len(self.quarantined)}; they ended generators or verifiers: {shown}")
         if self.suspects:
             found.append(f"suspect prompts   {len(self.suspects)}, sampled with few others when a generator died")
         if self.guard:

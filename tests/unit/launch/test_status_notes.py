@@ -38,7 +38,7 @@ def test_prompts_that_ended_generators_too_often_are_listed_and_others_counted(l
     strike(layout, killer=3, innocent=0)
     notes = read_notes(layout)
     assert (notes.quarantined, notes.suspects) == (["killer"], ["other"])
-    assert notes.lines()[0].startswith("quarantined prompts   1,")
+    assert notes.lines()[0].startswith("quarantined prompts   1;")
     assert "killer" in notes.lines()[0]
     assert notes.lines()[1].startswith("suspect prompts   1,")
 
