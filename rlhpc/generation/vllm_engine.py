@@ -147,11 +147,11 @@ class VllmEngine(GenerationEngine):
         partial = partial_completion(self._llm, key, first)
         if partial is None:
             return None
-        num_tokens = first + len(partial.token_ids)
-        versions = flight.record.versions(num_tokens)
-        if versions is None:
-            spans = spans_so_far(self._llm, key, num_tokens)
-            versions = versions_of_spans(spans, num_tokens) if spans is not None else None
+        length = first + len(partial.token_ids)
+        versions = flight.record.versions(length)
+        if versions is None and (spans := spans_so_far(self._llm, key, length)) is not None:
+            with contextlib.suppress(ValueError):  # it says so again when the request ends, and then it matters
+                versions = versions_of_spans(spans, length)
         if versions is None:
             return None
         return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)

@@ -102,7 +102,7 @@ def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialComp
     return PartialCompletion(list(token_ids), part)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpanSoFar:
     """Output tokens [start, end) were sampled by `version`, as vLLM names it."""
 
