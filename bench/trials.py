@@ -135,6 +135,7 @@ def kills(trial: Trial) -> int:
     """SIGKILL of a random process at a random instant; one run all the way, resumed if the victim was its launcher."""
     failures, name = 0, "killed"
     layout = trial.lab.layout(name)
+    recoveries: dict[str, list[float]] = {}  # seconds from the death of a kind of process to the next step
     run: Run | None = None
     for number in range(trial.num_trials):
         if run is None:
@@ -157,12 +158,19 @@ def kills(trial: Trial) -> int:
             run = None
             damaged = _damage_newest(layout, trial.chance) if is_to_damage else ""
         failures += bool(problem)
-        how = f"went on after {time.monotonic() - began:.1f} s" if went_on else "ended"
+        took_s = time.monotonic() - began
+        how = f"went on after {took_s:.1f} s" if went_on else "ended"
+        if went_on:
+            recoveries.setdefault(who, []).append(took_s)
         print(f"kill {number}: {who}, {how}, step {_saved_step(layout)} saved {damaged}{problem}", flush=True)
     if run is not None:
         _end(run)
+    for who, seconds in sorted(recoveries.items()):
+        seconds.sort()
+        p50, p95 = (seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))
+        print(f"{who:24} {len(seconds):4} kills, to the next step: median {p50:5.1f} s, p95 {p95:5.1f} s")
     problem = trial.verdict(name)
-    print(problem or "every step has one whole batch, and no group stands twice")
+    print(problem or "every step has one whole batch, no group stands twice, and the audit is clean")
     return failures + bool(problem)
 
 

@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     takes_overrides(check)
     check.add_argument("--json", action="store_true", help="JSON output for programs (RUN_DIR only)")
     check.add_argument("--site", type=Path, metavar="SITE.toml", help="site file: refuse what does not fit its GPUs")
+    audit = command("audit", _audit, "Prove from a run's files that every prompt is in exactly one place.")
+    takes_run_directory(audit)
+    audit.add_argument("--quick", action="store_true", help="read neither tokens nor checksums: seconds on long runs")
+    audit.add_argument("--json", action="store_true", help="JSON output for programs")
     plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
     takes_run_file(plan)
     takes_site_file(plan)
@@ -162,6 +166,12 @@ def _check(options: argparse.Namespace) -> int:
     from launch.commands.check import check_run_file
 
     return check_run_file(options)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from launch.commands.audit import report_audit
+
+    return report_audit(_layout(options), is_quick=options.quick, as_json=options.json)
 
 
 def _plan(options: argparse.Namespace) -> int:

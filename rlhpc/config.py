@@ -20,6 +20,7 @@ from rlhpc.config_sections import (
     CheckpointConfig,
     DataConfig,
     GenerationConfig,
+    GuardConfig,
     ModelConfig,
     RewardsConfig,
     RunConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     buffer: BufferConfig = BufferConfig()
     transport: TransportConfig = TransportConfig()
 
@@ -206,11 +208,8 @@ def format_has_its_backend(config: Config) -> None:
 
 def deterministic_order_is_strict(config: Config) -> None:
     """With a window, the batch depends on which groups are finished first."""
-    if config.run.deterministic and config.admission.window > 1:
-        raise ValueError(
-            f"run.deterministic=true needs admission.window_groups=1, its default; it is {config.admission.window}: "
-            "a wider window takes whatever is finished first"
-        )
+    if config.run.deterministic and (window := config.admission.window) > 1:
+        raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default; it is {window}")
 
 
 RULES = (

@@ -8,7 +8,7 @@ Async in controller, generator and reward service; blocking in the trainer and i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -335,12 +335,16 @@ class PolicyLoss(Protocol):
         """
 
 
+# Metrics, summed over micro-batches and ranks, and gradient norm before clipping → whether a step may be applied.
+StepGate = Callable[[Mapping[str, float], float], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of one optimiser step.  The same on every rank."""
 
-    applied: bool  # False: loss or gradient not finite on some rank; parameters bitwise unchanged on all
-    grad_norm: float  # before clipping; nan or inf when not applied
+    applied: bool  # False: not finite on some rank, or not allowed; parameters bitwise unchanged on all
+    grad_norm: float  # before clipping; nan or inf where that, or the loss, is why the step was not applied
     metrics: dict[str, float]  # summed over micro-batches and ranks, not divided
 
 
@@ -395,11 +399,12 @@ class TrainerBackend(ABC):
         learning_rate: float,
         weight_decay: float,
         max_grad_norm: float,
+        may_apply: StepGate | None = None,
     ) -> StepResult:
-        """Forward, backward, clip, vote, optimiser step.
+        """Forward, backward, vote, clip, optimiser step.
 
         `proximal`: float32 [T] per micro-batch, handed to the loss as it is; None: the behaviour log-probabilities.
-        Raises nothing for non-finite numbers: every rank skips the step and reports it in the result.
+        Raises nothing for non-finite numbers: every rank skips the step, as where `may_apply` says no, and reports it.
         """
 
     @abstractmethod

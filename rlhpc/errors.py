@@ -21,6 +21,8 @@
     ├── JournalError           a journal of rollouts cannot be written, or is not one             (world)
     ├── CheckpointError        a checkpoint is incomplete, damaged or of another model            (world)
     ├── TrainingError          too many consecutive optimiser steps were skipped                (user or bug)
+    ├── GuardRollback          the guard has undone steps; another attempt does others        (recovered)
+    ├── GuardStop              figures of steps stayed out of bounds, and guard.action is "stop" (user)
     ├── StarvedError           active sampling found only zero-variance groups            (user)
     └── RoleFailed             a process of the run ended when it should not have                 (world)
 
@@ -120,7 +122,15 @@ class CheckpointError(RlhpcError):
 
 
 class TrainingError(RlhpcError):
-    """Training cannot go on: too many consecutive steps were not finite."""
+    """Training cannot go on: too many consecutive steps were not finite, or refused."""
+
+
+class GuardRollback(RlhpcError):
+    """The guard has undone steps: the next attempt begins from a checkpoint before them."""
+
+
+class GuardStop(RlhpcError):
+    """The guard has ended the run: figures of its steps have left their bounds for too long."""
 
 
 class StarvedError(RlhpcError):

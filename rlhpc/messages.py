@@ -189,8 +189,9 @@ class StepReport:
 
     step: int
     policy_version: int  # after the step
-    applied: bool  # False: not finite on some rank, skipped on all
+    applied: bool  # False: not finite on some rank, or refused; skipped on all
     metrics: dict[str, float]
+    refused: str = ""  # figures outside the limits of the batch; "": none, or not finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,11 @@ class RunLayout:
         return self.root / "strikes.jsonl"
 
     @property
+    def guard(self) -> Path:
+        """What the guard did about steps out of bounds: JSON lines, appended; outlives every attempt."""
+        return self.root / "guard.jsonl"
+
+    @property
     def local_plan(self) -> Path:
         """What `rlhpc run` starts on this machine, as JSON: job_plan.json without Slurm."""
         return self.root / "local_plan.json"

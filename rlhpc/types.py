@@ -165,6 +165,20 @@ class PackedMicrobatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Figures of a step outside which all ranks skip it, by short name (algorithms/step_limits.py).  None: no limit."""
+
+    lows: dict[str, float] = field(default_factory=dict)
+    highs: dict[str, float] = field(default_factory=dict)
+    must_skip: bool = False  # whatever its figures: it was skipped when it was first done
+
+    @property
+    def allow_all(self) -> bool:
+        """Whether every finite step is applied."""
+        return not (self.lows or self.highs or self.must_skip)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One optimiser step's work for all data-parallel ranks.  Made by packing/."""
 
@@ -173,6 +187,7 @@ class PackedBatch:
     ranks: tuple[tuple[PackedMicrobatch, ...], ...]  # [dp_size][same number of micro-batches]
     num_loss_tokens: int  # over all ranks; the denominator of the loss
     num_samples: int
+    limits: StepLimits = StepLimits()  # set by the guard
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.checks.run_rows import Progress, Row, Verdict, listed
-from rlhpc.buffer.event_log import Admitted, Began, EventFile, Taken, Trained, event_paths, read_events
+from rlhpc.buffer.event_log import Admitted, Began, EventFile, RolledBack, Taken, Trained, event_paths, read_events
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import JournalContent, read_first_sequence, read_journal
 from rlhpc.errors import CheckpointError, JournalError
@@ -195,6 +195,8 @@ class _Course:
                     self.knows_all = is_whole
                 case Admitted():
                     self.admitted.add(event.group)
+                case RolledBack():
+                    return  # what follows happened while the attempt ended, and does not count
                 case Taken():
                     steps.add(event.step)
                     if self.knows_all and (strange := sorted({*event.groups} - self.admitted)):

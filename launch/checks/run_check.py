@@ -21,6 +21,7 @@ from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segment_reader import read_segment
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError, SegmentError
+from rlhpc.privacy import openness
 from rlhpc.roles.controller.saved_state import read_saved_state
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import (
@@ -30,6 +31,7 @@ from rlhpc.training.checkpoint.directory import (
     leftovers_of,
     what_was_set_aside,
 )
+from rlhpc.transport.keys import refuse_loose_keys
 
 
 def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
@@ -37,7 +39,7 @@ def check_run(layout: RunLayout, progress: Progress) -> list[Row]:
     if not layout.is_run:
         raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
     first = first_rollout(layout)
-    parts = (_settings, _inputs, _attempts, _checkpoints, _segments)
+    parts = (_rights, _settings, _inputs, _attempts, _checkpoints, _segments)
     rows = [row for part in parts for row in part(layout, progress)]
     step = chosen_step(rows)
     rows += _segments_that_are_needed(layout, step)
@@ -50,6 +52,17 @@ def chosen_step(rows: list[Row]) -> int | None:
     """Step of the checkpoint that a resume takes, the newest sound one; None if it begins at step 0 or is refused."""
     sound = (row for row in rows if row.part == "checkpoints" and row.verdict is Verdict.SOUND)
     return next((int(row.name.removeprefix("step_")) for row in sound), None)
+
+
+def _rights(layout: RunLayout, progress: Progress) -> Iterator[Row]:
+    """What other users may do here."""
+    if text := openness(layout.root).text:
+        yield Row("rights", layout.root.name, Verdict.NOTE, text)
+    if layout.secrets.exists():
+        try:
+            refuse_loose_keys(layout.secrets)
+        except RunDirectoryError as error:
+            yield Row("rights", layout.secrets.name, Verdict.DAMAGED, str(error))
 
 
 def _settings(layout: RunLayout, progress: Progress) -> Iterator[Row]:
@@ -109,11 +122,12 @@ def _checkpoints(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         for state in known.newest_first(step.__eq__):
             if not path.exists():
                 continue  # pruned meanwhile
-            yield _checkpoint_row(state, is_chosen=newest and state.fate is Fate.SOUND)
+            yield checkpoint_row(state, is_chosen=newest and state.fate is Fate.SOUND)
             newest = newest and state.fate is not Fate.SOUND
 
 
-def _checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
+def checkpoint_row(state: CheckpointState, *, is_chosen: bool) -> Row:
+    """What is said of one checkpoint; is_chosen: a resume starts from it."""
     name = state.path.name
     match state.fate:
         case Fate.SOUND:

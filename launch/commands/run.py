@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.device_verdict import judge_devices
 from launch.checks.preflight import preflight
@@ -48,6 +49,8 @@ def run_locally(
         except ConfigError as error:  # an estimate: `rlhpc check` refuses, a start only warns
             watch.tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
     with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
+        if resume:
+            look_before_going_on(layout, resume_from, watch.tell)
         begun = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
         write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
         mint_keys(config, layout)

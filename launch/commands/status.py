@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from launch.commands.job_status import document_of, is_slurm_run, lines_of, look_at_run
+from launch.commands.status_notes import read_notes
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
 from rlhpc.run_layout import RunLayout
@@ -33,21 +34,24 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
     if not layout.is_run:
         raise RunDirectoryError(f"{layout.root}: not a run directory")
     status, view = read_status(layout), look_at_run(layout) if is_slurm_run(layout) else None
+    notes = read_notes(layout)
     if as_json:
-        return json.dumps({"status": status, "slurm": None if view is None else document_of(view)}, indent=1)
+        document = {"status": status, "slurm": None if view is None else document_of(view), **notes.as_document()}
+        return json.dumps(document, indent=1)
     if view is None:
         pid = launcher_of(layout)
         if status is None:
             return f"{layout.root}: " + (
                 f"starting (launcher pid {pid})" if pid else "ended before its controller started"
             )
-        return "\n".join(_run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine"))
+        lines = _run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine")
+        return "\n".join([*lines, *notes.lines()])
     life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
     else:
         head = _run_lines(status, life)[: None if view.is_alive else 2]  # the last states of roles are out of date
-    return "\n".join([*head, "", *lines_of(view)])
+    return "\n".join([*head, *notes.lines(), "", *lines_of(view)])
 
 
 def _run_lines(status: dict[str, Any], life: str) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.slurm_check import refuse_unfit
@@ -107,6 +108,8 @@ def submit_checked(
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
         is_new = not layout.root.exists()
+        if resume:
+            look_before_going_on(layout, resume_from, lambda line: tell(f"audit       {line.removeprefix('audit: ')}"))
         changed = prepare_run_dir_for_jobs(
             run.config,
             layout,

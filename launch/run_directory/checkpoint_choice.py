@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhpc.errors import CheckpointError, RunDirectoryError
+from rlhpc.errors import CheckpointError, JournalError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import CheckpointState, Fate, KnownCheckpoints, set_aside
 
@@ -53,12 +53,15 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
     """
     known = KnownCheckpoints(layout.checkpoints, read_up_to_bytes=read_up_to_bytes)
     _announce(known, wanted, tell, read_up_to_bytes)
+    rolled_back_to = _rolled_back_to(layout) if wanted.step is None else math.inf
     if wanted.from_start:
         return Choice(None, _newer_unread(known, -1, "--from-start undoes it"))
     if wanted.step is not None:
         return _by_name(layout, known, wanted.step)
-    passed_over: list[CheckpointState] = []
-    for state in known.newest_first():
+    why = f"the guard went back to before step {rolled_back_to}"
+    passed_over = [*_newer_unread(known, rolled_back_to, why)]
+    num_undone = len(passed_over)
+    for state in known.newest_first(lambda step: step <= rolled_back_to):
         if state.fate is Fate.SOUND:
             return Choice(state.step, tuple(passed_over))
         if state.fate is Fate.UNREADABLE:
@@ -66,9 +69,9 @@ def choose(layout: RunLayout, wanted: ResumePoint, tell: Tell, *, read_up_to_byt
                 f"{state.problem}; the checkpoint may be sound: make it readable, or choose an older one with --step N"
             )
         passed_over.append(state)
-    if passed_over:
-        raise RunDirectoryError(_none_is_sound(layout, passed_over))
-    return Choice(None)
+    if len(passed_over) > num_undone:
+        raise RunDirectoryError(_none_is_sound(layout, passed_over[num_undone:]))
+    return Choice(None, tuple(passed_over))
 
 
 def put_aside(choice: Choice, tell: Tell) -> list[str]:
@@ -89,6 +92,19 @@ def put_aside(choice: Choice, tell: Tell) -> list[str]:
     return told
 
 
+def _rolled_back_to(layout: RunLayout) -> float:
+    """The step that the run is to go on from, or from one before it; infinite: any."""
+    from rlhpc.buffer.history import rollback_due  # with h5py, which `status` and `stop` need not wait for
+
+    try:
+        due = rollback_due(layout.rollouts)
+    except FileNotFoundError:
+        return math.inf
+    except (JournalError, OSError) as error:
+        raise RunDirectoryError(f"{layout.rollouts}: its events cannot be read: {error}") from error
+    return math.inf if due is None else due.step
+
+
 def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
     there = [number for number, _ in known.steps()]
     if step not in there:
@@ -102,7 +118,7 @@ def _by_name(layout: RunLayout, known: KnownCheckpoints, step: int) -> Choice:
     return Choice(step, _newer_unread(known, step, f"--step {step} undoes it"))
 
 
-def _newer_unread(known: KnownCheckpoints, step: int, why: str) -> tuple[CheckpointState, ...]:
+def _newer_unread(known: KnownCheckpoints, step: float, why: str) -> tuple[CheckpointState, ...]:
     """All above this step, newest first, to be set aside whatever they contain."""
     newer = [CheckpointState(number, path, why, Fate.UNDONE) for number, path in known.steps() if number > step]
     return tuple(newer[::-1])

@@ -25,6 +25,7 @@ from rlhpc.deadline import Deadline
 from rlhpc.errors import RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
 Tell = Callable[[str], None]
@@ -162,7 +163,7 @@ def own_run(layout: RunLayout, tell: Tell, *, may_take_over: bool) -> Iterator[R
     if entries - OWN_FILES and not (may_take_over and layout.is_run):
         yield RunOwner(layout, None)
         return
-    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     with RunOwner(layout, _lock(layout, tell)) as owner:
         refuse_launcher(layout, tell)
         register_launcher(layout)

@@ -30,6 +30,7 @@ from rlhpc.config import Config
 from rlhpc.config_file import config_hash, read_resolved, write_resolved
 from rlhpc.errors import RunDirectoryError
 from rlhpc.ownership import take_over
+from rlhpc.privacy import PRIVATE, openness
 from rlhpc.run_layout import RunLayout
 
 log = logging.getLogger("rlhpc.run_directory")
@@ -69,6 +70,7 @@ def prepare_run_dir(
     the run is alive; a setting, the model or the dataset differs that cannot change; no checkpoint is sound.
     """
     exists = _look(layout, resume=resume, fresh=fresh)
+    refuse_open_directory(layout, tell)
     if resume:
         renewal = _renewal(config, layout)
         index = num_attempts(layout)
@@ -100,6 +102,7 @@ def prepare_run_dir_for_jobs(
     options.  Raises RunDirectoryError as prepare_run_dir does, and on resume of a run that is complete.
     """
     is_untouched = layout.is_run and num_attempts(layout) == 0
+    refuse_open_directory(layout, tell)
     with own_run(layout, _say_nothing, may_take_over=resume or fresh or is_untouched):
         exists, renewal = refuse_run_dir_for_jobs(config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
         if renewal is not None:
@@ -133,6 +136,15 @@ def refuse_run_dir_for_jobs(
         _refuse_complete(config, layout)
         _refuse_shorter(config, layout, saved_step(layout))
     return exists, renewal
+
+
+def refuse_open_directory(layout: RunLayout, tell: Tell) -> None:
+    """Tell that others may read an existing directory.  Raises RunDirectoryError if they may change it."""
+    rights = openness(layout.root)
+    if rights.is_writable:
+        raise RunDirectoryError(rights.text)
+    if rights.text:
+        tell(f"warning: {rights.text}")
 
 
 def mint_keys(config: Config, layout: RunLayout, others: Iterable[str] = ()) -> None:
@@ -200,7 +212,7 @@ def _look(layout: RunLayout, *, resume: bool, fresh: bool, for_jobs: bool = Fals
 
 
 def _found(config: Config, layout: RunLayout) -> None:
-    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     write_resolved(config, layout, _commit())  # first: config.json is what makes this a run directory
     write_inputs(layout, look_at_inputs(config))
     _make(layout)
@@ -295,7 +307,7 @@ def _clear(layout: RunLayout) -> None:
 
 
 def _make(layout: RunLayout) -> None:
-    layout.root.mkdir(parents=True, exist_ok=True, mode=0o755)
+    layout.root.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     for directory in (layout.rollouts, layout.checkpoints, layout.tensorboard, layout.logs):
         directory.mkdir(exist_ok=True)
     for directory in (layout.rendezvous, layout.weights):

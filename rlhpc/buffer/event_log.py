@@ -67,6 +67,7 @@ class Trained:
     version: int  # that it trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
+    refused: str = ""  # figures for which the guard had it skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,21 @@ class Dropped:
     reason: DropReason
 
 
-Event = Began | Admitted | Taken | Trained | Dropped
-_KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped)}
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The guard has undone steps: the last event of its attempt that counts.
+
+    Steps from this one on, groups admitted under later versions and rollouts that these sampled do not count.
+    """
+
+    word: ClassVar[str] = "rolled_back"
+    step: int  # the first that is undone
+    version: int  # that it began with
+    groups: Sequence[int]  # of batches out of bounds: those that are left are dropped
+
+
+Event = Began | Admitted | Taken | Trained | Dropped | RolledBack
+_KINDS: Mapping[str, type[Event]] = {kind.word: kind for kind in (Began, Admitted, Taken, Trained, Dropped, RolledBack)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +130,17 @@ def read_events(path: Path) -> EventFile:
     lines += [rest] if rest else []
     events, damaged = dict[int, Event](), list[int]()
     for number, line in enumerate(lines, 1):
-        if line[:9] == f"{crc32(line[9:]):08x} ".encode():
-            events[number] = _decode(path, number, line[9:])
-        else:
+        document = document_of(line)
+        if document is None:
             damaged.append(number)
+        else:
+            events[number] = _decode(path, number, document)
     return EventFile(path, attempt, events, damaged, damaged == [len(lines)])
+
+
+def document_of(line: bytes) -> bytes | None:
+    """The JSON of a line, without its newline; None: the checksum does not hold."""
+    return line[9:] if line[:9] == f"{crc32(line[9:]):08x} ".encode() else None
 
 
 class GroupEventLog:

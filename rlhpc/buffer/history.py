@@ -8,11 +8,23 @@ counts.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhpc.buffer.event_log import Admitted, Began, Dropped, Event, Taken, Trained, attempt_of, event_paths, read_events
+from rlhpc.buffer.event_log import (
+    Admitted,
+    Began,
+    Dropped,
+    Event,
+    RolledBack,
+    Taken,
+    Trained,
+    attempt_of,
+    event_paths,
+    read_events,
+)
 from rlhpc.buffer.journal_files import journal_paths
 from rlhpc.buffer.journal_reader import read_first_sequence, read_journal
 from rlhpc.buffer.journal_rows import JournalRecord
@@ -43,8 +55,9 @@ class History:
     dropped: dict[int, DropReason] = field(default_factory=dict)
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
-    num_rollouts: int = 0  # the highest number that counts
+    num_rollouts: int = 0  # the highest number that is taken
     first_attempt: int = 0  # of those that count: an attempt that starts over is the first
+    undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
     problems: list[str] = field(default_factory=list)  # what is damaged or missing, in words
 
@@ -64,16 +77,32 @@ def read_history(directory: Path, position: Position) -> History:
             if isinstance(event, Began):
                 limits[file.attempt] = event.num_rollouts
                 if not event.goes_on:
-                    history.first_attempt = file.attempt
-                if not event.goes_on and line > known:
-                    _forget(history)
-                    position = Position(num_rollouts=event.num_rollouts)
-                    history.num_rollouts = event.num_rollouts
+                    position = _start_over(history, event, file.attempt, position, line > known)
+            elif isinstance(event, RolledBack):
+                if line > known:
+                    _undo(history, event, file.attempt)
+                break  # what follows happened while the attempt ended
             elif line > known:
                 _add(history, event)
     history.rollouts = list(_rollouts(directory, position, limits, history))
-    history.num_rollouts = max([history.num_rollouts, *(record.sequence for record in history.rollouts)])
     return history
+
+
+def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:
+    """What came before does not count; returns the position from which on something does."""
+    history.first_attempt = attempt
+    if not is_news:
+        return position
+    _forget(history)
+    history.num_rollouts = event.num_rollouts
+    return Position(num_rollouts=event.num_rollouts)
+
+
+def rollback_due(directory: Path) -> RolledBack | None:
+    """What the guard has undone, if no attempt has begun since.  Raises JournalError, OSError."""
+    paths = event_paths(directory)
+    events = read_events(paths[-1]).events.values() if paths else ()
+    return next((event for event in events if isinstance(event, RolledBack)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +120,7 @@ class Replay:
 
     steps: tuple[RecordedStep, ...] = ()
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
+    after_rollback: bool = False  # generators may have samples of weights that were undone
 
 
 def recorded_steps(history: History, first: int, is_finished: Callable[[int], bool]) -> tuple[RecordedStep, ...]:
@@ -103,6 +133,12 @@ def recorded_steps(history: History, first: int, is_finished: Callable[[int], bo
         seen.update(taken.groups)
         steps.append(RecordedStep(taken.step, tuple(taken.groups), history.trained.get(taken.step)))
     return tuple(steps)
+
+
+def reaches_start(directory: Path) -> bool:
+    """Whether the journal has all rollouts of the run.  Raises JournalError, OSError."""
+    paths = journal_paths(directory)
+    return not paths or read_first_sequence(paths[0]) == 1
 
 
 def version_after(steps: Sequence[RecordedStep], version: int) -> int:
@@ -143,6 +179,21 @@ def _add(history: History, event: Event) -> None:
             history.trained[event.step] = event
 
 
+def _undo(history: History, event: RolledBack, attempt: int) -> None:
+    for steps in (history.batches, history.trained):
+        for step in [step for step in steps if step >= event.step]:
+            del steps[step]
+    # Versions only grow with the numbers of groups; the lines of some admissions may be damaged.
+    first = min((i for i, admitted in history.admitted.items() if admitted.version > event.version), default=None)
+    if first is not None:
+        for groups in (history.admitted, history.dropped):
+            for group_id in [group_id for group_id in groups if group_id >= first]:
+                del groups[group_id]
+    history.dropped |= {i: DropReason.GUARD for i in event.groups if first is None or i < first}
+    for earlier in range(attempt + 1):
+        history.undone[earlier] = min(event.version, history.undone.get(earlier, event.version))
+
+
 def _take(history: History, taken: Taken) -> None:
     known = history.batches.get(taken.step)
     if known is not None and list(known.groups) != list(taken.groups):  # what came after it, came of other weights
@@ -172,4 +223,10 @@ def _rollouts(directory: Path, position: Position, limits: dict[int, int], histo
                     history.lacks_beginning |= expected == position.num_rollouts + 1
                     history.problems.append(f"rollouts {expected} to {record.sequence - 1} of the run are missing")
                 expected = record.sequence + 1
-                yield record
+                history.num_rollouts = max(history.num_rollouts, record.sequence)
+                if _newest_version(record) <= history.undone.get(content.layout.attempt, math.inf):
+                    yield record
+
+
+def _newest_version(record: JournalRecord) -> int:
+    return max(record.admitted_version, int(record.scored.rollout.versions.max(initial=-1)))

@@ -50,6 +50,16 @@ def read_first_sequence(path: Path) -> int:
         return read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0)).first_sequence
 
 
+def read_rollout_rows(path: Path) -> tuple[JournalLayout, NDArray[Any]]:
+    """The rows of `rollouts` up to the last that is not all zero, *without* checksums and without what they refer to.
+
+    Raises as read_journal.
+    """
+    with _opened(path) as descriptor:
+        layout = read_layout(os.pread(descriptor, USER_BLOCK_BYTES, 0))
+        return layout, _rows(descriptor, layout, "rollouts")
+
+
 def read_journals(directory: Path) -> Iterator[JournalContent]:
     """All files of a run, in order.  Raises JournalError, OSError."""
     for path in journal_paths(directory):

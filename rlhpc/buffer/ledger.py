@@ -45,10 +45,8 @@ class AdmissionLedger:
         """lost_leases: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
-        self.num_slots = num_slots
-        self.window_groups = window_groups
-        self.groups_per_step = groups_per_step
-        self.group_size = group_size
+        self.num_slots = self._num_slots_open = num_slots
+        self.window_groups, self.groups_per_step, self.group_size = window_groups, groups_per_step, group_size
         self._sampling = sampling
         self._clock = clock
         known = lost_leases or LostLeases()
@@ -64,7 +62,11 @@ class AdmissionLedger:
     @property
     def has_slot(self) -> bool:
         """Whether another group may be admitted now."""
-        return self._num_slots_taken < self.num_slots
+        return self._num_slots_taken < self._num_slots_open
+
+    def tighten(self, num_slots: int) -> None:
+        """Admit into so many slots only, but as many as a batch needs: groups admitted from now on are less stale."""
+        self._num_slots_open = min(self.num_slots, max(self.groups_per_step, num_slots))
 
     @property
     def staleness_bound(self) -> int:
@@ -78,7 +80,7 @@ class AdmissionLedger:
         Raises LedgerError when no slot is free; then nothing changes.
         """
         if not (self.has_slot or again):
-            raise LedgerError(f"no free slot among {self.num_slots} for prompt {prompt.prompt_id}")
+            raise LedgerError(f"no free slot among {self._num_slots_open} for prompt {prompt.prompt_id}")
         members = [MemberRecord() for _ in range(self.group_size)]
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
         self.next_group_id += 1
@@ -265,7 +267,7 @@ class AdmissionLedger:
             "released": self._num_released,
             "dropped": self._dropped.total(),
             **{f"dropped_{reason}": self._dropped[reason.value] for reason in DropReason},
-            "free_slots": max(0, self.num_slots - self._num_slots_taken),
+            "free_slots": max(0, self._num_slots_open - self._num_slots_taken),
             "held_samples": self._leases.num_held,
             "lost_samples": self._leases.num_lost_members,  # leased and not delivered: expired or died
         }

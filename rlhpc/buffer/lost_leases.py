@@ -1,4 +1,4 @@
-"""Count the leases that each prompt has lost to deaths of generators: a prompt may have caused them.
+"""Count the leases that each prompt has lost to deaths of generators, or of reward workers: it may have caused them.
 
 Input: Prompt.  Output: Suspicion, which the ledger consults when it grants leases.  A prompt is known by its content,
 so that its count survives a restart of the run and another epoch that draws the prompt again.  Pure; `LostLeaseFile`
@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlhpc.files import sync_directory
@@ -26,6 +26,7 @@ from rlhpc.types import Prompt
 
 log = logging.getLogger("rlhpc.lost_leases")
 ANY_COMPANY = 0
+MANY = 1 << 20  # groups: no generator has died, there is nobody to be kept away from
 COMPANY_SHRINKS_BY = 8  # from one death to the next
 
 
@@ -68,6 +69,13 @@ class LostLeases:
             self._note(suspicion)
         self.unwritten += suspicions
         return suspicions
+
+    def record_error(self, prompt: Prompt) -> None:
+        """No reward could be computed for a completion: it may have killed who tried.  Counts as a lost lease."""
+        known = self.of(prompt) or Suspicion(key_of(prompt), 0, MANY)
+        suspicion = replace(known, strikes=known.strikes + 1)
+        self._note(suspicion)
+        self.unwritten.append(suspicion)
 
     def clear(self, prompt: Prompt) -> None:
         """The prompt was sampled to the end: clear its count."""

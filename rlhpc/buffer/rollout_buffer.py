@@ -12,45 +12,19 @@ a segment; a checkpoint carries everything else, incomplete groups included.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
+from rlhpc.buffer.frozen_buffer import BUFFERED_FILE, FrozenBuffer
 from rlhpc.buffer.group_record import GroupRecord
-from rlhpc.buffer.history import START, History, Position
+from rlhpc.buffer.history import START, History
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_journal import RolloutJournal
-from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.buffer.segment_reader import read_segment
-from rlhpc.buffer.segments import SegmentWriter, to_hdf5
+from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.errors import CheckpointError, LedgerError, SegmentError
 from rlhpc.types import FinishReason, Lease, Prefix, Prompt, RolloutGroup, ScoredRollout, Verdict
-
-BUFFERED_FILE = "buffered.h5"
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenBuffer:
-    """A snapshot of the buffer for a checkpoint.  It does not change any more, so that a thread may write it."""
-
-    groups: tuple[ResolvedGroup, ...]  # neither consumed nor dropped at that moment
-    ledger: dict[str, Any]
-    next_step: int
-    segments: SegmentWriter  # cut at that moment
-    position: Position  # of the journal, at that moment
-
-    def write(self, directory: Path) -> dict[str, Any]:
-        """Seal what was resolved before that moment and write what was not into `directory`.
-
-        Returns the JSON that goes with it: the ledger, and the number of the first segment that a resume undoes.
-        Raises SegmentError when it cannot be written.
-        """
-        next_index = self.segments.seal_to_cut()
-        # Uncompressed: it is read once, by a resume, or never.
-        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
-        return {"ledger": self.ledger, "next_segment_index": next_index, "journal": asdict(self.position)}
 
 
 class RolloutBuffer:
@@ -68,6 +42,10 @@ class RolloutBuffer:
     def has_slot(self) -> bool:
         """Whether another prompt may be admitted now."""
         return self._ledger.has_slot
+
+    def tighten(self, num_slots: int) -> None:
+        """Admit into so many slots only (AdmissionLedger.tighten)."""
+        self._ledger.tighten(num_slots)
 
     def admit(self, prompt: Prompt, policy_version: int) -> int:
         """Admit a prompt under the live version; return its group's id.  Raises LedgerError when no slot is free."""
@@ -114,9 +92,10 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------------------------------- rollouts and groups
 
-    def is_wanted(self, group_id: int, sample_index: int) -> bool:
-        """True if `deliver` would keep this member."""
-        return self._ledger.is_wanted(group_id, sample_index)
+    def is_wanted(self, group_id: int, sample_index: int, holder: str | None = None) -> bool:
+        """True if `deliver` would keep this member; holder: and this generator holds it."""
+        is_wanted = self._ledger.is_wanted(group_id, sample_index)
+        return is_wanted and holder in (None, self._ledger.group(group_id).members[sample_index].holder)
 
     def admitted_version(self, group_id: int) -> int:
         """The policy version under which a group was admitted.  Raises LedgerError for one that is gone or unknown."""
@@ -179,25 +158,24 @@ class RolloutBuffer:
         trained_version: int,
         applied: bool,
         metrics: Mapping[str, float] | None = None,
+        refused: str = "",
     ) -> None:
         """Record that the optimiser step has used these groups.  Called after the step's report, before `release`.
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare with.
-
+        trainer's, for a replay to compare with; refused: why the guard had it skipped.
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
-        self._note(Trained(step, trained_version, applied, metrics or {}))
+        self._note(Trained(step, trained_version, applied, metrics or {}, refused))
         for group in groups:
-            attempts = self._ledger.group(group.group_id).attempts
             self.segments.add(
                 ResolvedGroup(
                     self._groups.pop(group.group_id),
                     consumed_step=step,
-                    attempts=attempts,
+                    attempts=self._ledger.group(group.group_id).attempts,
                     trained_version=trained_version,
                     applied=applied,
                 )

@@ -85,6 +85,31 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
 
 
+def read_raw_columns(
+    path: Path, names: Sequence[str], *, is_verified: bool
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """(attributes of the file, some columns as they are stored); for readers of whole runs, who want no objects.
+
+    is_verified: every checksum is verified first, which reads the whole file.  Raises SegmentError.
+    """
+    source: Path | io.BytesIO = path
+    if is_verified:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise SegmentError(f"{path} cannot be read: {error.strerror or error}") from error
+        _verify_file(path, data)
+        if not data.startswith(USER_BLOCK_MAGIC):
+            read_segment(path)  # the checksum of the file is gone: those of the rows are left
+        source = io.BytesIO(data)
+    try:
+        with h5py.File(source, "r", locking=False) as file:
+            schema = _schema_of(path, file)
+            return dict(file.attrs), {name: _column(file, name, schema) for name in names}
+    except (OSError, *_MALFORMED) as error:
+        raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
+
+
 def _verify_file(path: Path, data: bytes) -> None:
     """Compare the checksum in the user block, if there is one: h5repack drops it, and the rows' own remain."""
     if not data.startswith(USER_BLOCK_MAGIC):

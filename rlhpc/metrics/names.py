@@ -60,7 +60,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/tokens_per_s": Metric("tokens/s", "trained, prompts included, over the last steps"),
         "trainer/idle_ratio": Metric("ratio", "of wall time in which the trainer had no batch", on_every_axis=True),
         "trainer/step_s": Metric("s", "from a batch's arrival to the end of its step"),
-        "trainer/skipped_steps": Metric("steps", "not applied since the start because something was not finite"),
+        "trainer/skipped_steps": Metric("steps", "not applied since the start: not finite, or refused by the guard"),
         # How far the policy moves, and how far sampler and trainer disagree.
         "policy/clip_low_share": Metric("share", "loss tokens whose ratio was clipped from below"),
         "policy/clip_high_share": Metric("share", "loss tokens whose ratio was clipped from above; above 0.3: trouble"),
@@ -72,6 +72,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/kl_k3": Metric("nats", "KL of behaviour from current policy, estimator k3; healthy up to 0.1"),
         "policy/mismatch_abs_mean": Metric("nats", "|proximal − sampler log-probability|: arithmetic and age"),
         "policy/mismatch_kl": Metric("nats", "KL of sampler from proximal policy; up to 0.001 at staleness 0"),
+        "guard/action": Metric("action", "of the guard: 0 none, 1 warn, 2 tighten, 3 skip, 4 rollback, 5 stop"),
+        "guard/alarm_steps": Metric("steps", "out of bounds in the alarm that is on; 0: none is"),
         # Generators, summed or averaged over replicas.
         "generator/tokens_per_s": Metric("tokens/s", "sampled by all generators over the last steps"),
         "generator/idle_ratio": Metric("ratio", "of wall time without a request, all generators", on_every_axis=True),

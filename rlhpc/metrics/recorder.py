@@ -88,6 +88,10 @@ class Recorder:
         for index, sample in enumerate(samples):
             self._writer.text(f"samples/{index}", step, sample_markdown(Sample(*sample)))
 
+    def guard(self, step: int, text: str) -> None:
+        """Write what the guard did at a step, as text."""
+        self._writer.text("guard/event", step, _verbatim(text))
+
     def config(self, text: str) -> None:
         """Write the resolved configuration as text."""
         self._writer.text("run/config", 0, _verbatim(text))

@@ -63,6 +63,12 @@ def allowed_keys(secrets: Path) -> dict[bytes, str]:
     return {public_key(secrets, name): name for name in names}
 
 
+def refuse_loose_keys(secrets: Path) -> None:
+    """Look at the modes of all keys.  Raises RunDirectoryError for the first that others can reach."""
+    for path in (secrets, secrets / "public", *sorted(secrets.glob(f"*{_SECRET}"))):
+        _refuse_loose(path)
+
+
 def _public_file(secrets: Path, name: str) -> Path:
     return secrets / "public" / f"{name}{_PUBLIC}"
 
@@ -124,6 +130,9 @@ def _refuse_loose_status(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         wanted = 0o700 if stat.S_ISDIR(status.st_mode) else 0o600
-        raise RunDirectoryError(f"{path} has mode {mode:04o}, others can reach it; legal: {wanted:04o}")
+        raise RunDirectoryError(
+            f"{path} has mode {mode:04o}, others can reach it; legal: {wanted:04o}: `chmod {wanted:o} {path}`, or "
+            "resume the run: every start makes new keys"
+        )
     if status.st_uid != os.geteuid():
         raise RunDirectoryError(f"{path} belongs to user {status.st_uid}, not to us ({os.geteuid()})")

@@ -9,6 +9,8 @@ CURVE without a handler admits everyone who knows the server's public key, and p
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +25,8 @@ from rlhpc.transport.keys import allowed_keys
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"rlhpc"
+log = logging.getLogger("rlhpc.transport")
+TELL_AFTER_S = 60.0
 REREAD_AFTER_S = 0.5  # unknown keys must not make us read a shared file system for each attempt
 
 
@@ -46,12 +50,27 @@ class AllowList:
         return self._names.get(key)
 
 
+class Rarely:
+    """Lets a warning through now and then: whoever is refused may try a thousand times a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._told_at = clock, -math.inf
+
+    def may_tell(self) -> bool:
+        """True at most once in TELL_AFTER_S."""
+        if self._clock() - self._told_at < TELL_AFTER_S:
+            return False
+        self._told_at = self._clock()
+        return True
+
+
 class ZapHandler:
     """Answers until its context ends.  Bind before the server socket does."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secrets: Path, clock: Clock) -> None:
         """Bind and start.  Raises RunDirectoryError if the keys cannot be read."""
         self.num_denied = 0
+        self._told = Rarely(clock)
         self._allowed = AllowList(partial(allowed_keys, secrets), clock)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -69,11 +88,17 @@ class ZapHandler:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Request: version, request id, domain, address, routing id, mechanism, credentials."""
-        version, request_id, domain, _, _, mechanism, *credentials = request
+        version, request_id, domain, address, _, mechanism, *credentials = request
         name = None
         if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1:
             name = self._allowed.name_of(z85.encode(credentials[0]))
         if name is None:
             self.num_denied += 1
+            if self._told.may_tell():
+                log.warning(
+                    "refused connections so far, without a key of this run: %d, the last one from %s",
+                    self.num_denied,
+                    address.decode(errors="replace") or "this machine",
+                )
             return [b"1.0", request_id, b"400", b"not a key of this run", b"", b""]
         return [b"1.0", request_id, b"200", b"OK", name.encode(), b""]

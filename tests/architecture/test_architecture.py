@@ -64,7 +64,7 @@ STAGES = {
     "generation": {"Prompt", "RolloutRequest", "Prefix", "SamplingParams"} | _ROLLOUT,
     "rewards": {"Verdict"},
     "buffer": {"Lease", "Prefix", "SamplingParams", "RolloutGroup"} | _DATA | _ROLLOUT | _SCORED,
-    "algorithms": {"RolloutGroup", "TrainingSample"} | _ROLLOUT | _SCORED,
+    "algorithms": {"RolloutGroup", "StepLimits", "TrainingSample"} | _ROLLOUT | _SCORED,
     "packing": {"TrainingSample", "PackedMicrobatch", "PackedBatch"},
     "training": {"PackedMicrobatch", "TensorSpec"},
     "weights": set(),

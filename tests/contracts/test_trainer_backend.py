@@ -12,7 +12,14 @@ import torch
 
 from rlhpc.types import PackedMicrobatch, TrainingSample
 from tests.contracts.trainer_layouts import EVERYDAY, LENGTHS, MODELS, PAIRS, has_experts, marks_of, packed, usual_model
-from tests.contracts.trainer_scenarios import decay_only, look, skip_poisoned_steps, take_steps, threads_after_a_step
+from tests.contracts.trainer_scenarios import (
+    decay_only,
+    look,
+    refuse_a_step,
+    skip_poisoned_steps,
+    take_steps,
+    threads_after_a_step,
+)
 from tests.contracts.trainer_textbook import hf_logprobs, hf_training, load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
@@ -192,6 +199,19 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all_and_changes_no_bit
     assert len(names) >= 4  # weights, two moments, and the rest
     for name in names:
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes(), name
+
+
+def test_a_step_that_is_not_allowed_is_skipped_on_all_ranks_and_changes_no_bit(cluster, model, rows, tmp_path):
+    answers = cluster.run(refuse_a_step, tmp_path, model=model, rows=rows)
+    for applied, asked, told, steps_applied in answers:
+        assert applied == [True, False, True]
+        assert steps_applied == 2
+        assert (
+            asked == told[:2] == answers[0][1]
+        )  # the norm of a refused step is told, and every rank was asked the same
+        assert told[1] == pytest.approx(told[2], rel=1e-5)  # what was refused has left no gradient behind
+    for path in (tmp_path / "before").iterdir():
+        assert path.read_bytes() == (tmp_path / "after" / path.name).read_bytes(), path.name
 
 
 def test_weight_decay_shrinks_matrices_only(cluster, model, rows, tmp_path):

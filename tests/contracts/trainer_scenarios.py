@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,26 @@ def skip_poisoned_steps(rank: Rank, *, model: Path, rows: Rows, poisoned: list[R
     steps_applied = backend.num_steps_applied
     backend.close()
     return good.applied, [result.applied for result in skipped], steps_applied
+
+
+def refuse_a_step(rank: Rank, *, model: Path, rows: Rows) -> Any:
+    """A step that is allowed, then one that is not; what the question was each time."""
+    backend, asked = rank.open(model), []
+
+    def gate(answer: bool, metrics: Mapping[str, float], grad_norm: float) -> bool:
+        asked.append((metrics["loss"], grad_norm))
+        return answer
+
+    good = train(rank, backend, rows, may_apply=partial(gate, True))
+    backend.save(rank.scratch / "before").result()
+    refused = train(rank, backend, rows, may_apply=partial(gate, False))
+    backend.save(rank.scratch / "after").result()
+    again = train(rank, backend, rows)
+    steps_applied = backend.num_steps_applied
+    backend.close()
+    results = [good, refused, again]
+    told = [(result.metrics["loss"], result.grad_norm) for result in results]
+    return [result.applied for result in results], asked, told, steps_applied
 
 
 def save_midway(rank: Rank, *, model: Path, steps: list[Rows], directory: Path) -> Any:

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
 from rlhpc import messages as m
 from rlhpc.config_sections import TransportConfig
+from rlhpc.deadline import Deadline
 from rlhpc.errors import ChannelTimeout
 from rlhpc.topology import CONTROL
 from rlhpc.transport.codec import Codec
@@ -26,6 +28,7 @@ from tests.patience import PATIENCE_S
 
 NUM_RAW_CONNECTIONS = 1_000
 NUM_ATTEMPTS = 20
+NUM_AT_A_TIME, NUM_REFUSED = 50, 2_000
 CONFIG = TransportConfig(kind="tcp")
 CODEC = Codec((*CONTROL.to_server, Greeting))
 HELLO = m.Hello("generator", 0, "inc", "hash", 1, "host")
@@ -150,6 +153,34 @@ async def test_a_thousand_connections_of_noise_deliver_nothing(server: ZmqServer
     await nothing_came_but_a_friend_is_heard(server, friend)
     assert time.monotonic() - began < 30
     assert server.statistics.messages_rejected == 0
+
+
+async def test_a_flood_of_refused_handshakes_costs_little_memory_and_one_line(
+    server: ZmqServer, friend: ZmqClient, secrets: Path, caplog: pytest.LogCaptureFixture
+):
+    """Strangers that know the server's public key, each with a key of its own, fifty at a time."""
+    known, before = public_key(secrets, "controller-0"), psutil.Process().memory_info().rss
+
+    def insist() -> None:
+        for wave in range(1, NUM_REFUSED // NUM_AT_A_TIME + 1):
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            dealers = [context.socket(zmq.DEALER) for _ in range(NUM_AT_A_TIME)]
+            for dealer in dealers:
+                dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+                dealer.curve_serverkey = known
+                dealer.connect(server.address)
+            for _ in Deadline(PATIENCE_S).polls(0.005):
+                if server.connections_denied >= wave * NUM_AT_A_TIME:
+                    break
+            context.destroy(linger=0)
+
+    with caplog.at_level("WARNING", "rlhpc.transport"):
+        await asyncio.to_thread(insist)
+        await nothing_came_but_a_friend_is_heard(server, friend)
+    assert server.connections_denied >= NUM_REFUSED
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert len([record for record in caplog.records if "refused connections" in record.message]) == 1
+    assert "the last one from 127.0.0.1" in caplog.text
 
 
 async def test_a_friend_that_keeps_talking_is_heard_in_full_meanwhile(server: ZmqServer, friend: ZmqClient):

@@ -9,6 +9,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.checks.audit.evidence import Depth
+from launch.checks.audit.history import audit_run
+from launch.checks.audit.report import Verdict
+from launch.commands.audit import as_table
+from rlhpc.run_layout import RunLayout
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutOnDisk:
@@ -48,13 +54,21 @@ def group_steps(directory: Path) -> list[tuple[int, int]]:
 
 
 def assert_full_batches_trained_once(directory: Path, num_steps: int, groups_per_step: int, group_size: int) -> None:
-    """Steps 0 … num_steps − 1 each have a whole batch, and no group and no rollout stands twice."""
+    """Steps 0 … num_steps − 1 each have a whole batch, no group and no rollout stands twice, and the audit is clean."""
     pairs, rollouts = group_steps(directory), consumed(directory)
     assert len({group for group, _ in pairs}) == len(pairs)
     found = {step: sum(s == step for _, s in pairs) for step in {s for _, s in pairs}}
     assert found == dict.fromkeys(range(num_steps), groups_per_step)
     names = {(rollout.group_id, rollout.sample_index) for rollout in rollouts}
     assert len(names) == len(rollouts) == num_steps * groups_per_step * group_size
+    assert_the_audit_is_clean(RunLayout(directory.parent))
+
+
+def assert_the_audit_is_clean(layout: RunLayout) -> None:
+    """The history is right.  Whether files are whole is for those to ask who have damaged none."""
+    audit = audit_run(layout, Depth(), lambda text: None)
+    broken = [check for check in audit.checks if check.verdict is Verdict.VIOLATED and check.name != "files"]
+    assert not broken, as_table(layout, audit)
 
 
 def _rollouts_of(path: Path) -> list[RolloutOnDisk]:

@@ -25,10 +25,11 @@ from rlhpc.config import Config
 from rlhpc.config_file import read_resolved
 from rlhpc.config_sections import TransportConfig
 from rlhpc.deadline import Deadline
-from rlhpc.errors import ChannelTimeout, ConfigError, OwnershipLost, RlhpcError, StarvedError
+from rlhpc.errors import ChannelTimeout, ConfigError, GuardStop, OwnershipLost, RlhpcError, StarvedError
 from rlhpc.exit_status import EXIT_ALONE, EXIT_BUG, EXIT_CONFIG, EXIT_FAULT, EXIT_FENCED
 from rlhpc.ownership import Fence
 from rlhpc.parent_death import end_with_parent
+from rlhpc.privacy import leave_no_core_file, openness
 from rlhpc.roles.common.guard import Guard
 from rlhpc.run_layout import RunLayout
 
@@ -137,6 +138,9 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     )
     log = logging.getLogger("rlhpc.lifecycle")
     log.info("started: pid %d, incarnation %s, attempt %d", os.getpid(), context.incarnation, context.attempt)
+    leave_no_core_file()
+    if text := openness(context.layout.root).text:
+        log.warning("%s", text)
     Guard(context.fence).start()
     try:
         if context.fence is not None:
@@ -165,7 +169,7 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    if isinstance(error, ConfigError | StarvedError):  # another try would not help
+    if isinstance(error, ConfigError | StarvedError | GuardStop):  # another try would not help
         return EXIT_CONFIG
     if isinstance(error, ChannelTimeout):
         return EXIT_ALONE

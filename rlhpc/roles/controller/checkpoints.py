@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from rlhpc.buffer.history import reaches_start
 from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
@@ -96,6 +97,10 @@ class CheckpointWriter:
         taken = await self._trainer.ask(SaveCheckpoint(step, str(temporary)), SnapshotTaken)
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
+    def can_return_to(self, step: int) -> bool:
+        """Whether another attempt can do a step again: from a checkpoint, or from the start if the journal has it."""
+        return any(saved <= step for saved, _ in self._known.steps()) or reaches_start(self._layout.rollouts)
+
     def reported(self, report: SaveReport) -> None:
         """The trainer has ended writing."""
         if report.step == self._step and self._report is not None and not self._report.done():
@@ -123,11 +128,12 @@ class CheckpointWriter:
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
         prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
+        guard = state.guard.state()
 
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals)
+                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals, guard)
                 write_saved_state(temporary, saved)
             except (SegmentError, OSError) as error:
                 discard(temporary)
@@ -167,9 +173,10 @@ class CheckpointWriter:
         self.longest_s = max(self.longest_s, time.monotonic() - requested)
         self._check_ownership()
         try:
-            await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
-            kept = [step for step, _ in self._known.steps()]
-            await asyncio.to_thread(delete_needless_journals, self._layout, kept)
+            if not self._state.guard.may_lead_back:  # to before all that would be kept
+                await asyncio.to_thread(prune, self._layout.checkpoints, self._keep, self._known)
+                kept = [step for step, _ in self._known.steps()]
+                await asyncio.to_thread(delete_needless_journals, self._layout, kept)
         except (CheckpointError, JournalError, OSError) as error:
             log.warning("%s", error)
         self.write_s = time.monotonic() - began

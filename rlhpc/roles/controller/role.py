@@ -13,7 +13,7 @@ their channel, the last one for the clock.  The others wait for each other (a te
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge stop_waiting
-    CheckpointWriter._complete  reported()        Controller._hear _outlast_save
+    CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
 
 The train loop waits for the trainer's answers besides (trainer_link.py), and for weights to be live before it saves.
 """
@@ -30,7 +30,7 @@ from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
-from rlhpc.errors import ChannelError, ChannelTimeout, CheckpointError, JournalError, OwnershipLost, SegmentError
+from rlhpc.errors import ChannelError, CheckpointError, JournalError, OwnershipLost, SegmentError
 from rlhpc.messages import (
     CancelGroup,
     Delivery,
@@ -49,7 +49,10 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
+from rlhpc.roles.controller.guard_file import GuardFile
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
+from rlhpc.roles.controller.last_save import LastSave
 from rlhpc.roles.controller.lease_dispatcher import LeaseDispatcher
 from rlhpc.roles.controller.metrics.recorder import RunRecorder
 from rlhpc.roles.controller.metrics.status_board import StatusBoard
@@ -115,9 +118,12 @@ class Controller:
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
+        self._sink.lost_leases = self._state.lost_leases
+        self._sink.only_held = self._state.replay.after_rollback
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
         )
+        self._guarding = self._make_guarding()
         self._loop = self._make_loop()
         self._partials = PartialKeeping(
             PartialIntake(self._state.buffer, config.generation.max_completion_tokens),
@@ -134,6 +140,7 @@ class Controller:
             fence=context.fence,
             durable=self._journaling.durable,
         )
+        self._guarding.on_disk(self._journaling.durable, self._checkpoints.can_return_to)
         self._board = StatusBoard(context.layout, config, self._registry, self._state.buffer, context.fence)
         self._sealing = PatientSealing(self._state.segments, self._awake)
         self._processes = RunProcesses(context, control, self._registry, self._weight_sync, self._state)
@@ -161,7 +168,15 @@ class Controller:
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
+            guarding=self._guarding,
         )
+
+    def _make_guarding(self) -> Guarding:
+        context, state = self._context, self._state
+        file = GuardFile(context.layout.guard, context.fence)
+        config, attempt = context.config, context.attempt
+        free = not config.run.deterministic
+        return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -170,7 +185,8 @@ class Controller:
         try:
             await self._run_loops(stop)
         except BaseExceptionGroup:
-            await self._outlast_save(stop.event)
+            parts = self._registry, self._checkpoints, self._journaling, self._awake
+            await LastSave(self._control, *parts).outlast(stop.event)
             raise
         self._close_run()
 
@@ -283,31 +299,6 @@ class Controller:
             await asyncio.to_thread(self._board.write, self._board.document())
 
     # ----------------------------------------------------------------------------------------------------------- ending
-
-    async def _outlast_save(self, stop: asyncio.Event) -> None:
-        """The run has failed: let a checkpoint in progress become complete, as long as its writer is alive."""
-        if self._checkpoints.awaits_trainer:
-            log.warning("the run has failed; waiting for the trainer to finish writing a checkpoint")
-        while self._checkpoints.awaits_trainer and self._is_trainer_alive() and not stop.is_set():
-            self._awake.look()
-            with suppress(ChannelTimeout):
-                name, message = await self._control.receive(WATCH_INTERVAL_S)
-                if isinstance(message, Heartbeat):
-                    self._registry.record(name, message)
-                elif isinstance(message, SaveReport):
-                    self._checkpoints.reported(message)
-        if not self._checkpoints.awaits_trainer:
-            # A checkpoint is complete only when the journal has all that it knows.
-            ends = [asyncio.create_task(self._checkpoints.finish()), asyncio.create_task(self._journaling.run())]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in ends:
-                task.cancel()
-            for error in await asyncio.gather(*ends, return_exceptions=True):
-                if isinstance(error, (CheckpointError, JournalError)):
-                    log.error("the last checkpoint was not completed either", exc_info=error)
-
-    def _is_trainer_alive(self) -> bool:
-        return self._registry.member(RANK_0) is not None and RANK_0 not in self._registry.silent()
 
     def _close_run(self) -> None:
         """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
@@ -41,6 +42,8 @@ class RolloutSink:
     ) -> None:
         """of_one_version: take no rollout but those that the weights of their admission have sampled, whole."""
         self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
+        self.lost_leases = LostLeases()
+        self.only_held = False  # True: take only what this controller has granted, not what was sampled before
         self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
         self.stats = IntakeStats()
@@ -52,7 +55,7 @@ class RolloutSink:
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
         """
         rollout = scored.rollout
-        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
+        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index, holder if self.only_held else None):
             return False  # a second copy, or its group was dropped meanwhile
         if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
             log.warning("rollout %d:%d is of other weights: ignored", rollout.group_id, rollout.sample_index)
@@ -63,6 +66,7 @@ class RolloutSink:
         group = self._buffer.deliver(holder, scored)
         if scored.verdict is Verdict.VERIFIER_ERROR:
             log.warning("group %d: verifier error: %s", rollout.group_id, scored.detail)
+            self.lost_leases.record_error(rollout.prompt)
             self.drop(rollout.group_id, DropReason.VERIFIER_ERROR)
             return True
         if group is None:

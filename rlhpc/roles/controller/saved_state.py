@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class SavedState:
     prompts: dict[str, Any]
     membership: dict[str, Any]
     totals: dict[str, Any]
+    guard: dict[str, Any] = field(default_factory=dict)  # checkpoints before the guard have none
 
     @property
     def position(self) -> Position:

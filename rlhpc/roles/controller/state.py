@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
 from rlhpc.buffer.history import START, Replay, read_history, recorded_steps, version_after
 from rlhpc.buffer.ledger import AdmissionLedger
@@ -15,6 +16,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config_sections import GuardConfig
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.prompts import open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -45,6 +47,7 @@ class ControllerState:
     replay: Replay = field(default_factory=Replay)  # what has to be done again before the run goes on
     attempt: int = 0  # of the run
     lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
+    guard: StepGuard = field(default_factory=lambda: StepGuard(GuardConfig()))
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
@@ -66,6 +69,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         buffer.load(layout.checkpoint(saved.step))
         membership.load_state(saved.membership)
         totals, step, policy_version = Totals(**saved.totals), saved.step, saved.policy_version
+    guard = _open_guard(context, saved)
     replay, journal = _restore(context, saved, step, buffer, prompts)
     return ControllerState(
         prompts,
@@ -80,6 +84,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         replay,
         context.attempt,
         lost_leases,
+        guard,
     )
 
 
@@ -104,11 +109,13 @@ def _restore(
     name, attempt = context.config.run.name, context.attempt
     if goes_on:
         version = version_after(steps, saved.policy_version if saved is not None else 0)
-        _restore_partials(context, history.first_attempt, version, buffer)
+        # What an attempt had sampled that was rolled back is told by no version: the next steps have the same numbers.
+        first_attempt = max([history.first_attempt, *(undone + 1 for undone in history.undone)])
+        _restore_partials(context, first_attempt, version, buffer)
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     journal.note(Began(step, history.num_rollouts, goes_on))
     buffer.journal = journal
-    return Replay(steps, restored), journal
+    return Replay(steps, restored, bool(history.undone)), journal
 
 
 def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:
@@ -146,6 +153,15 @@ def _read_lost_leases(layout: RunLayout) -> LostLeases:
         return LostLeases(LostLeaseFile(layout.strikes).read())
     except OSError as error:
         raise CheckpointError(f"{layout.strikes}: cannot be read: {error}") from error
+
+
+def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
+    guard = StepGuard(context.config.guard)
+    try:
+        guard.load_state(saved.guard if saved is not None else {})
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the guard's state is malformed: {error!r}") from error
+    return guard
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:

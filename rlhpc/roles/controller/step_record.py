@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhpc.messages import StepReport
+from rlhpc.roles.controller.guarding import NOTHING, GuardNote
 from rlhpc.types import PackedBatch, RolloutGroup
 
 
@@ -23,3 +24,4 @@ class StepRecord:
     checkpoint_s: float = 0.0  # of the last checkpoint: training was blocked
     checkpoint_write_s: float = 0.0  # of the last complete checkpoint: it was written meanwhile
     longest_save_s: float = 0.0  # of all complete checkpoints, from their requests on
+    guard: GuardNote = NOTHING

@@ -18,15 +18,17 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from rlhpc.algorithms.samples import to_samples
+from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
-from rlhpc.errors import LedgerError, RoleFailed, TrainingError
+from rlhpc.errors import LedgerError, RoleFailed
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown, pack
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.lockstep import Lockstep
 from rlhpc.roles.controller.repeated_step import compare
@@ -36,9 +38,6 @@ from rlhpc.roles.controller.weight_sync import WeightSync
 from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
 
 log = logging.getLogger("rlhpc.train_loop")
-
-# Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
-MAX_SKIPPED_STEPS = 5
 
 
 class Checkpoints(Protocol):
@@ -81,6 +80,7 @@ class TrainLoop:
         version: int,
         wake: Callable[[], None],
         durable: Callable[[], Awaitable[None]] = at_once,
+        guarding: Guarding | None = None,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
 
@@ -93,13 +93,13 @@ class TrainLoop:
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._estimator, self._cost, self._wake = estimator, cost, wake
+        self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
         self._ready = asyncio.Event()
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._none_is_live = False
         self._stop = asyncio.Event()
-        self._num_skipped_in_a_row = 0
         self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
         self.checkpoint_s = 0.0  # of the last one: the loop was blocked
 
@@ -131,6 +131,7 @@ class TrainLoop:
             done = await self._step(self._buffer.take_again(recorded.groups, self.step))
             self._buffer.release(recorded.groups)
             record(done)
+            await self._guarding.enforce()
         restored(left)
         if self.step > first:
             log.info("steps %d to %d were trained again, from the journal", first, self.step - 1)
@@ -161,6 +162,7 @@ class TrainLoop:
             if groups is None:
                 break
             record(await self._train(groups, waited_s, checkpoints))
+            await self._guarding.enforce()
             checkpoints.raise_failure()
             is_due = checkpoints.is_overdue if checkpoints.has_failed else self.step % every == 0
             if is_due and self.step < last:
@@ -231,15 +233,24 @@ class TrainLoop:
         """Pack, train, consume."""
         began = time.monotonic()
         samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
-        batch = self._pack(samples)
+        recorded = self._recorded.pop(self.step, None)
+        then = None if recorded is None else recorded.trained
+        batch = self._guarding.limit(self._pack(samples), then)
         packed_s = time.monotonic() - began
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
-        self._count_skips(report)
-        if (recorded := self._recorded.pop(self.step, None)) is not None:
+        note = await self._guarding.judge(report, groups, trained, then)
+        if recorded is not None:
             is_exact = self._lockstep is not None
             compare(recorded, [group.group_id for group in groups], trained, report, exact=is_exact)
-        self._buffer.consume(groups, self.step, trained_version=trained, applied=report.applied, metrics=report.metrics)
+        self._buffer.consume(
+            groups,
+            self.step,
+            trained_version=trained,
+            applied=report.applied,
+            metrics=report.metrics,
+            refused=report.refused,
+        )
         self.step += 1
         return StepRecord(
             report=report,
@@ -248,6 +259,7 @@ class TrainLoop:
             trained_version=trained,
             lockstep_slowdown=batch_slowdown(batch, self._cost),
             pack_s=packed_s,
+            guard=note,
         )
 
     def _check_staleness(self, groups: list[RolloutGroup]) -> None:
@@ -270,18 +282,6 @@ class TrainLoop:
             step=self.step,
             policy_version=self.version,
         )
-
-    def _count_skips(self, report: StepReport) -> None:
-        if report.applied:
-            self._num_skipped_in_a_row = 0
-            return
-        self._num_skipped_in_a_row += 1
-        log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
-        if self._num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise TrainingError(
-                f"{self._num_skipped_in_a_row} steps in a row were not finite; lower "
-                f"trainer.learning_rate={self._config.trainer.learning_rate:g} or resume from an earlier checkpoint"
-            )
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,8 +22,9 @@ from torch import Tensor
 from rlhpc.algorithms.losses import make_policy_loss
 from rlhpc.algorithms.proximal import current_share
 from rlhpc.algorithms.schedule import learning_rate
+from rlhpc.algorithms.step_limits import refusal
 from rlhpc.config import Config
-from rlhpc.contracts import BlockingClientChannel, StepResult, TrainerBackend, WeightPublisher
+from rlhpc.contracts import BlockingClientChannel, TrainerBackend, WeightPublisher
 from rlhpc.errors import ProtocolError, WeightsError
 from rlhpc.host_address import host_address
 from rlhpc.messages import (
@@ -163,13 +165,15 @@ class Trainer:
             learning_rate=rate,
             weight_decay=self._config.trainer.weight_decay,
             max_grad_norm=self._config.trainer.max_grad_norm,
+            may_apply=None if batch.limits.allow_all else partial(_may_apply, batch),
         )
         self._version += result.applied
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
-            figures = _figures(result, batch.num_loss_tokens)
+            figures = _figures(result.metrics, result.grad_norm, batch.num_loss_tokens)
+            refused = "" if result.applied else refusal(batch.limits, figures)
             figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
-            self._channel.send(StepReport(batch.step, self._version, result.applied, figures))
+            self._channel.send(StepReport(batch.step, self._version, result.applied, figures, refused))
 
     def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
         """Log-probabilities of the proximal policy, by algorithm.proximal."""
@@ -261,6 +265,9 @@ def _host(config: Config) -> str:
     return host_address() if config.transport.kind == "tcp" else ""
 
 
-def _figures(result: StepResult, num_loss_tokens: int) -> dict[str, float]:
-    means = {name: value / num_loss_tokens for name, value in result.metrics.items()}
-    return means | {"grad_norm": result.grad_norm}
+def _figures(metrics: Mapping[str, float], grad_norm: float, num_loss_tokens: int) -> dict[str, float]:
+    return {name: value / num_loss_tokens for name, value in metrics.items()} | {"grad_norm": grad_norm}
+
+
+def _may_apply(batch: PackedBatch, metrics: Mapping[str, float], grad_norm: float) -> bool:
+    return not refusal(batch.limits, _figures(metrics, grad_norm, batch.num_loss_tokens))

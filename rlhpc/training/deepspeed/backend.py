@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhpc.config import Config
 from rlhpc.config_sections import TrainerConfig
-from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
@@ -48,6 +48,7 @@ from rlhpc.training.process_group import (
 from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
+from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
@@ -80,12 +81,14 @@ class DeepSpeedBackend(TrainerBackend):
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
             # DeepSpeed reads the environment while it is imported, once for the process.
-            from rlhpc.training.deepspeed.engine import close_engine, open_engine
+            from rlhpc.training.deepspeed.engine import NormGate, close_engine, open_engine
 
             self._engine: Any = open_engine(
                 policy, model.parameters, settings.trainer, dtype=settings.dtype, device=device
             )
             undo.callback(close_engine, self._engine)
+            self._gate = NormGate(self._engine.optimizer)
+            undo.callback(self._gate.leave)
             self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
             if masters:  # DeepSpeed made its own from what was left after the cast
                 self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
@@ -166,6 +169,7 @@ class DeepSpeedBackend(TrainerBackend):
         learning_rate: float,
         weight_decay: float,
         max_grad_norm: float,
+        may_apply: StepGate | None = None,
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed.
 
@@ -181,11 +185,11 @@ class DeepSpeedBackend(TrainerBackend):
             start = None if proximal is None else proximal[index]
             sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
         metrics = sums.over_ranks(self._device)
-        self._engine.step()
-        applied = not zero.overflow
-        return StepResult(
-            applied=applied, grad_norm=float(zero._global_grad_norm) if applied else math.nan, metrics=metrics
-        )
+        with self._gate.asking(
+            lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
+        ):
+            self._engine.step()
+        return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
     def _accumulate(
         self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
@@ -267,7 +271,7 @@ class DeepSpeedBackend(TrainerBackend):
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
         self._undo.close()  # the second call has nothing to undo
         self._engine = None
-        for part in ("_state", "_saver", "_parameters"):
+        for part in ("_state", "_saver", "_parameters", "_gate"):
             self.__dict__.pop(part, None)
 
 

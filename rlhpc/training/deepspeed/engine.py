@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -24,6 +27,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import nn
 
@@ -43,6 +47,38 @@ class ZeroEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         return ZERO_OPTIMIZATION
+
+
+class NormGate:
+    """Makes DeepSpeed's optimiser skip a step whose gradient norm is not allowed, as one whose norm is not finite."""
+
+    def __init__(self, zero: Any) -> None:
+        """zero: the optimiser of an engine; stages 1 and 2 measure in one place, stage 3 in another."""
+        self._allows: Callable[[float], bool] = lambda _: True
+        self.norm = math.nan  # of the last step, before clipping; nan where it was not finite
+        place = "_get_norm_groups" if hasattr(zero, "_get_norm_groups") else "scaled_global_norm"
+        setattr(zero, place, partial(self._measured, getattr(zero, place)))
+        self.leave: Callable[[], None] = partial(delattr, zero, place)  # once; else both would keep each other alive
+
+    @contextmanager
+    def asking(self, allows: Callable[[float], bool]) -> Iterator[None]:
+        """Ask `allows` while the block runs; it is called on every rank with the same finite norm, or on none."""
+        self._allows, self.norm = allows, math.nan
+        try:
+            yield
+        finally:
+            self._allows = lambda _: True  # it may keep the step's batch alive
+
+    def _measured(self, measure: Callable[[], Any]) -> Any:
+        measured = measure()
+        total = combine_grad_norm_groups(measured) if isinstance(measured, list) else measured
+        norm = float(total)
+        if not math.isfinite(norm):
+            return measured
+        self.norm = norm
+        if self._allows(norm):
+            return measured
+        return [torch.full_like(total, math.inf)] if isinstance(measured, list) else torch.full_like(total, math.inf)
 
 
 def open_engine(

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rlhpc.config import Config
-from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
@@ -191,6 +191,7 @@ class MegatronBackend(TrainerBackend):
         learning_rate: float,
         weight_decay: float,
         max_grad_norm: float,
+        may_apply: StepGate | None = None,
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
         self._optimizer.zero_gradients()
@@ -207,11 +208,13 @@ class MegatronBackend(TrainerBackend):
         own_norm = self._optimizer.gradient_norm()
         metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
-        applied = all_ranks_agree(is_finite, self._device)
+        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
+        applied = all_ranks_agree(is_finite and is_allowed, self._device)
         if applied:
             self._optimizer.clip(grad_norm, max_grad_norm)
             self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        return StepResult(applied=applied, grad_norm=grad_norm if applied else math.nan, metrics=metrics)
+        is_known = applied or (is_finite and not is_allowed)
+        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
     def _request(self, *, want_entropy: bool) -> HeadRequest:
         return HeadRequest(self._settings.temperature, self._settings.chunk_tokens, want_entropy)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.config import Config
-from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
@@ -140,6 +140,7 @@ class ReferenceBackend(TrainerBackend):
         learning_rate: float,
         weight_decay: float,
         max_grad_norm: float,
+        may_apply: StepGate | None = None,
     ) -> StepResult:
         """See TrainerBackend; metrics are those of the loss, "loss" itself, and "entropy", all summed."""
         self._optimizer.zero_gradients()
@@ -151,11 +152,13 @@ class ReferenceBackend(TrainerBackend):
         self._sum_gradients()
         grad_norm = self._optimizer.gradient_norm()
         is_finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
-        applied = all_ranks_agree(is_finite, self._device)
+        is_allowed = may_apply is None or may_apply(metrics, grad_norm)
+        applied = all_ranks_agree(is_finite and is_allowed, self._device)
         if applied:
             self._optimizer.clip(grad_norm, max_grad_norm)
             self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
-        return StepResult(applied=applied, grad_norm=grad_norm if applied else math.nan, metrics=metrics)
+        is_known = applied or (is_finite and not is_allowed)
+        return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
     def _accumulate(
         self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int

@@ -76,6 +76,10 @@ class Ring(RuleBasedStateMachine):
             self.admitted_versions[group_id] = self.live_version
             self.num_admitted += 1
 
+    @rule(num_slots=st.integers(0, 20))
+    def tighten(self, num_slots: int) -> None:
+        self.ledger.tighten(num_slots)
+
     @rule(holder=HOLDERS, credit=st.integers(0, 5))
     def grant(self, holder: str, credit: int) -> None:
         before = self.ledger.outstanding(holder)
@@ -213,7 +217,9 @@ class TestRing(Ring.TestCase):
     )
 
 
-def worst_staleness_with_a_straggler(admission: AdmissionConfig, straggler: int, drop_every: int) -> int:
+def worst_staleness_with_a_straggler(
+    admission: AdmissionConfig, straggler: int, drop_every: int, tightened_to: int | None = None
+) -> int:
     """The schedule that the bound is about: one group is held back until no batch can be formed without it.
 
     All others are finished as soon as they are admitted; every drop_every-th of them is dropped and replaced at once.
@@ -226,6 +232,8 @@ def worst_staleness_with_a_straggler(admission: AdmissionConfig, straggler: int,
         groups_per_step=admission.groups_per_step,
         group_size=1,
     )
+    if tightened_to is not None:
+        ledger.tighten(admission.model_copy(update={"max_staleness": tightened_to}).num_slots)
     admitted_versions: list[int] = []
     worst = 0
     for step in range(12):
@@ -259,6 +267,29 @@ def test_a_straggler_reaches_the_bound_and_never_passes_it(groups_per_step, max_
             assert max(reached) <= max_staleness
             if not drop_every and admission.num_slots > groups_per_step:  # else no batch can be formed without it
                 assert max(reached) == max_staleness
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 2, 3])
+@pytest.mark.parametrize("tightened_to", [0, 1, 2])
+def test_a_tightened_ledger_keeps_the_bound_that_it_was_tightened_to(groups_per_step, tightened_to):
+    for window in range(1, tightened_to * groups_per_step + 2):
+        admission = AdmissionConfig(
+            groups_per_step=groups_per_step, group_size=2, max_staleness=4, window_groups=window
+        )
+        reached = [worst_staleness_with_a_straggler(admission, s, 0, tightened_to) for s in range(1, 16)]
+        assert max(reached) <= tightened_to
+
+
+def test_a_tightened_ledger_admits_nothing_until_enough_is_released_and_then_as_before():
+    ledger = make_ledger(ManualClock(), num_slots=6, window_groups=1, group_size=1)
+    for index in range(6):
+        ledger.deliver(ledger.admit(make_prompt(index), 0), 0)
+    ledger.tighten(2)
+    assert not ledger.has_slot
+    ledger.release(ledger.take(4, 0))
+    assert (ledger.has_slot, ledger.counts()["free_slots"]) == (False, 0)  # a batch is two, and two are there
+    ledger.tighten(6)
+    assert ledger.counts()["free_slots"] == 4
 
 
 @pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 0), (4, 0), (4, 1), (3, 2), (8, 4)])

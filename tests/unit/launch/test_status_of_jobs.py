@@ -251,7 +251,13 @@ def test_jobs_that_slurm_has_forgotten_are_listed_as_such(run: Run) -> None:
 
 def test_a_run_on_this_machine_is_shown_without_a_word_of_slurm(run: Run) -> None:
     assert run.text.endswith("ended before its controller started")
-    assert json.loads(render_status(run.layout, as_json=True)) == {"status": None, "slurm": None}
+    assert json.loads(render_status(run.layout, as_json=True)) == {
+        "status": None,
+        "slurm": None,
+        "guard": [],
+        "quarantined": [],
+        "suspects": [],
+    }
     run.layout.status.write_text(json.dumps(STATUS))
     assert "not running on this machine" in run.text
     assert "job" not in run.text.lower()

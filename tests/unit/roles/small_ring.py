@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 
 from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.algorithms.step_guard import StepGuard
+from rlhpc.algorithms.step_limits import refusal
 from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
@@ -32,6 +35,8 @@ from rlhpc.messages import (
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
+from rlhpc.roles.controller.guard_file import GuardFile
+from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync, WeightSyncLimits
@@ -89,7 +94,9 @@ def prompt(prompt_id: int) -> Prompt:
     return Prompt(prompt_id, "any", np.array([9, 9], np.int32), "42")
 
 
-def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> AdmissionLedger:
+def make_ledger(
+    config: Config, clock: Callable[[], float] = lambda: 0.0, lost_leases: LostLeases | None = None
+) -> AdmissionLedger:
     """With the settings that the controller would give it."""
     admission = config.admission
     return AdmissionLedger(
@@ -101,6 +108,7 @@ def make_ledger(config: Config, clock: Callable[[], float] = lambda: 0.0) -> Adm
         lease_deadline_s=admission.lease_deadline_s,
         max_attempts=admission.max_attempts,
         clock=clock,
+        lost_leases=lost_leases,
     )
 
 
@@ -123,6 +131,7 @@ class FakeTrainer:
         self.transports: list[str] = []  # of each epoch
         self.published: list[int] = []
         self.is_finite = True
+        self.metrics: Callable[[int], dict[str, float]] = lambda step: {"loss": 0.5}  # of a step
         self.failing_broadcasts = 0
 
     async def obey(self, client: Any) -> None:
@@ -133,8 +142,11 @@ class FakeTrainer:
         match command:
             case PackedBatch():
                 self.batches.append(command)
-                self.version += self.is_finite
-                return StepReport(command.step, self.version, self.is_finite, {"loss": 0.5})
+                metrics = self.metrics(command.step)
+                refused = refusal(command.limits, metrics) if self.is_finite else ""
+                applied = self.is_finite and not refused
+                self.version += applied
+                return StepReport(command.step, self.version, applied, metrics, refused)
             case FormGroup():
                 self.formed.append(command.group.members)
                 self.transports.append(command.group.transport)
@@ -232,7 +244,9 @@ class FakeGenerator:
 class SmallRing:
     """All parts, wired as the controller wires them; use small_ring()."""
 
-    def __init__(self, config: Config, directory: Path, limits: WeightSyncLimits) -> None:
+    def __init__(
+        self, config: Config, directory: Path, limits: WeightSyncLimits, guard_file: GuardFile | None = None
+    ) -> None:
         self.config = config
         self.control, batches = MemoryServer(CONTROL), MemoryServer(BATCHES)
         self.trainer, self.membership = FakeTrainer(), Membership()
@@ -248,9 +262,11 @@ class SmallRing:
         self.on_record: Callable[[StepRecord], None] = self.records.append
         self.saving = FakeCheckpoints(self.weight_sync)
         self.stop = asyncio.Event()
+        self.guard = StepGuard(config.guard)
+        self.guarding = Guarding(self.guard, self.buffer, config.admission, file=guard_file)
         self.loop = TrainLoop(
             config, self.buffer, link, self.weight_sync, make_estimator("grpo"), FlopCost(1.0, 0.0),
-            step=0, version=0, wake=self.generate,
+            step=0, version=0, wake=self.generate, guarding=self.guarding,
         )  # fmt: skip
         self._trainer_client = batches.connect(RANK_0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -309,9 +325,11 @@ class SmallRing:
 
 
 @asynccontextmanager
-async def small_ring(config: Config, directory: Path, limits: WeightSyncLimits = LIMITS) -> AsyncIterator[SmallRing]:
+async def small_ring(
+    config: Config, directory: Path, limits: WeightSyncLimits = LIMITS, guard_file: GuardFile | None = None
+) -> AsyncIterator[SmallRing]:
     """The parts without a generator yet; everything is ended on the way out."""
-    ring = SmallRing(config, directory, limits)
+    ring = SmallRing(config, directory, limits, guard_file)
     ring.open()
     try:
         yield ring

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.errors import RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.types import Verdict
-from tests.unit.roles.small_ring import make_buffer, prompt, scored, small_config
+from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 
 
 class Door:
@@ -153,3 +155,42 @@ def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path
     assert door.buffer.is_wanted(0, 0)
     strict.receive("generator-0", scored(0, 0))
     assert not door.buffer.is_wanted(0, 0)
+
+
+def test_after_a_rollback_only_what_this_controller_granted_is_taken(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    door.sink.only_held = True
+    assert not door.sink.receive("generator-1", scored(0, 0))  # it holds a sample of weights that were undone
+    assert door.bring(0, 0.0, 1.0) == [False, True]
+
+
+def test_a_prompt_of_which_no_completion_can_be_judged_is_quarantined_after_so_many_tries(tmp_path: Path) -> None:
+    """Each try may have killed reward workers; other epochs draw the prompt again."""
+    config, book = small_config(max_attempts=3), LostLeases()
+    ledger = make_ledger(config, lost_leases=book)
+    buffer = make_buffer(config, tmp_path, ledger)
+    sink = RolloutSink(buffer, ErrorGate(1.0), config.admission)
+    sink.lost_leases = book
+
+    def fail_once(group_id: int) -> None:
+        assert buffer.admit(prompt(7), 0) == group_id
+        assert buffer.poisoned() == []
+        member = scored(group_id, 0, 0.0, verdict=Verdict.VERIFIER_ERROR, detail="killed")
+        sink.receive("generator-0", replace(member, rollout=replace(member.rollout, prompt=prompt(7))))
+        assert not buffer.is_open(group_id)
+
+    for group_id in range(2):
+        fail_once(group_id)
+    assert buffer.admit(prompt(8), 0) == 2  # another one
+    buffer.drop(2, DropReason.CANCELLED)
+    assert buffer.admit(prompt(7), 0) == 3
+    for index in (0, 1):
+        member = scored(3, index)
+        buffer.deliver("generator-0", replace(member, rollout=replace(member.rollout, prompt=prompt(7))))
+    assert book.of(prompt(7)) is None  # it was completed: cleared
+    buffer.drop(3, DropReason.CANCELLED)
+    for group_id in range(4, 7):
+        fail_once(group_id)
+    assert buffer.admit(prompt(7), 0) == 7
+    assert buffer.poisoned() == [7]
+    assert buffer.grant("generator-0", 2) is None

@@ -17,7 +17,7 @@ from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedBatch, PackedMicrobatch
+from rlhpc.types import PackedBatch, PackedMicrobatch, StepLimits
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -50,6 +50,25 @@ def batch_of(row: PackedMicrobatch, step: int) -> PackedBatch:
     return PackedBatch(
         step=step, policy_version=0, ranks=((row,),), num_loss_tokens=num_loss_tokens([row]), num_samples=2
     )
+
+
+def test_a_step_outside_the_limits_of_its_batch_is_refused_and_its_figures_are_told(
+    backend: Any, tmp_path: Path
+) -> None:
+    ear = Ear()
+    context = RoleContext(
+        "trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), tiny_config(tmp_path / "model"), "hash"
+    )
+    trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+    batch = batch_of(pack_row(draw_samples((5, 9))), 0)
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    refusals = [StepLimits(highs={"grad_norm": 1e-9, "entropy": 1e-9}), StepLimits(must_skip=True)]
+    for limits in (*refusals, StepLimits(highs={"grad_norm": 1e9})):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+        trainer.obey(replace(batch, limits=limits))
+    assert [answer.refused for answer in ear.answers] == ["entropy, grad_norm", "as before", ""]
+    assert [answer.applied for answer in ear.answers] == [False, False, True]
+    assert len({answer.metrics["grad_norm"] for answer in ear.answers}) == 1
 
 
 def test_a_step_that_is_not_finite_is_reported_as_skipped_and_raises_no_version(backend: Any, tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class RunRecorder:
         figures |= self._account(record, stats, step_s) | self._situation()
         step, totals = record.report.step, self._totals
         self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
+        if record.guard.text:
+            self._recorder.guard(step, record.guard.text)
         if step % DETAILS_EVERY_STEPS == 0:
             for name, values in histograms(record).items():
                 self._recorder.histogram(name, step, values)

@@ -56,6 +56,8 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
             "time/wait_for_weights_s": record.until_live_s,
             "time/checkpoint_s": record.checkpoint_s,
             "time/checkpoint_write_s": record.checkpoint_write_s,
+            "guard/action": float(record.guard.action),
+            "guard/alarm_steps": float(record.guard.num_bad_steps),
         }
     )
 

@@ -1,0 +1,194 @@
+"""Everything that an audit reads, in an order in which a run that goes on cannot be accused falsely.
+
+    attempts ─▶ events ─▶ journal ─▶ checkpoints ─▶ segments ─▶ events again ─▶ attempts again
+
+Writes follow each other in a run: rollouts, then the event that speaks of them; segments, then the checkpoint that
+counts on them, then the end of the journal's files that it makes superfluous.  Whoever reads in this order finds all
+that was promised when it looked: what an event speaks of is in the journal that is read after it, or in the checkpoint
+and the segments that are read still later.  What segments are ahead of the first look, the second look at the events
+knows.  A resume moves files; when one began meanwhile, everything is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.checks.audit.checkpoint import Checkpoints, read_checkpoints
+from launch.checks.audit.events import EventEvidence
+from launch.checks.audit.journal import JournalEvidence, read_journal_evidence
+from launch.checks.audit.report import Offence
+from launch.checks.audit.segments import SegmentEvidence
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.config import Config
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import RunDirectoryError, SegmentError
+from rlhpc.run_layout import RunLayout
+
+Progress = Callable[[str], None]  # is told what is being read
+Found = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
+MOST_LOOKS = 5  # at a run that is started over and over meanwhile
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What the files of a run say."""
+
+    layout: RunLayout
+    config: Config
+    is_quick: bool
+    is_complete: bool  # the run has ended with its last step
+    num_attempts: int
+    events: EventEvidence
+    journal: JournalEvidence
+    checkpoints: Checkpoints
+    segments: SegmentEvidence
+    missing_segments: list[int] = field(default_factory=list)
+    first_segment: int = 0  # earlier ones were not looked at
+    contradictions: list[Offence] = field(default_factory=list)  # between journal and segments
+    is_being_resumed: bool = False  # files are being set aside, or that was interrupted
+
+    @property
+    def staleness_bound(self) -> int:
+        """Of every group that is trained."""
+        return self.config.admission.max_staleness
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts of a group."""
+        return self.config.admission.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much is read."""
+
+    is_quick: bool = False  # no payload: neither tokens nor checksums
+    last_segments: int | None = None  # before the newest checkpoint; None: all
+
+
+def gather(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> Evidence:
+    """Read a run; found: is told keys, lengths and rewards of the rollouts in segments.
+
+    Raises ConfigError: config.json is damaged; RunDirectoryError: it does not hold still; OSError.
+    """
+    for _ in range(MOST_LOOKS):
+        before = _stamp(layout)
+        try:
+            evidence = _look(layout, depth, progress, found)
+        except FileNotFoundError:  # went while it was read
+            if _stamp(layout) == before:
+                raise
+            continue
+        if _stamp(layout) == before:
+            return evidence
+    raise RunDirectoryError(f"{layout.root}: the run is started again and again while it is read; try again later")
+
+
+def _look(layout: RunLayout, depth: Depth, progress: Progress, found: Found) -> Evidence:
+    config, _ = read_resolved(layout)
+    is_complete, num_attempts = layout.summary.exists(), _num_attempts(layout)
+    progress("events")
+    events = EventEvidence(layout.rollouts)
+    events.look()
+    progress("journal")
+    journal = read_journal_evidence(layout.rollouts, events, is_quick=depth.is_quick)
+    progress("checkpoints")
+    checkpoints = read_checkpoints(layout, is_quick=depth.is_quick)
+    evidence = Evidence(
+        layout, config, depth.is_quick, is_complete, num_attempts, events, journal, checkpoints, SegmentEvidence()
+    )
+    _pass_over_what_is_undone(evidence)
+    _read_segments(evidence, depth, progress, found)
+    progress("events")
+    events.look(is_last=True)
+    aside = layout.rollouts / f"lost_attempt_{num_attempts}"  # of the attempt that is about to begin
+    newest = layout.rollouts / f"lost_attempt_{num_attempts - 1}"
+    has_begun = events.newest_attempt >= num_attempts - 1
+    evidence.is_being_resumed = aside.exists() or (newest.exists() and not has_begun)
+    return evidence
+
+
+def _pass_over_what_is_undone(evidence: Evidence) -> None:
+    """The next attempt begins at or before the step that the guard went back to, and sets later ones aside."""
+    step = evidence.events.rolled_back_to
+    if step is not None:
+        evidence.checkpoints.sound = [saved for saved in evidence.checkpoints.sound if saved.step <= step]
+
+
+def _read_segments(evidence: Evidence, depth: Depth, progress: Progress, found: Found) -> None:
+    layout, newest = evidence.layout, evidence.checkpoints.newest
+    paths = dict(_numbered(layout.rollouts))
+    needed = max([newest.next_segment if newest else 0, *(index + 1 for index in paths)])
+    evidence.missing_segments = sorted({*range(needed)} - paths.keys())
+    if depth.last_segments is not None and newest is not None:
+        evidence.first_segment = max(0, newest.next_segment - depth.last_segments)
+    witness = _Witness(evidence, found)
+    last = needed
+    if evidence.events.rolled_back_to is not None:
+        last = newest.next_segment if newest else 0
+    for index, path in sorted(paths.items()):
+        if evidence.first_segment <= index < last:
+            progress(f"{path.name} (of {len(paths)})")
+            evidence.segments.read(path, index, evidence.group_size, is_quick=depth.is_quick, witness=witness)
+
+
+def _numbered(rollouts: Path) -> list[tuple[int, Path]]:
+    try:
+        paths = segment_paths(rollouts)
+    except SegmentError:  # one is missing: said elsewhere
+        paths = sorted(rollouts.glob("segment_*.h5"))
+    return [(int(path.stem.removeprefix("segment_")), path) for path in paths]
+
+
+class _Witness:
+    """Compares rollouts of segments with those of the journal: they are written twice."""
+
+    def __init__(self, evidence: Evidence, found: Found) -> None:
+        self._evidence, self._found = evidence, found
+        keys = evidence.journal.keys
+        order = np.argsort(keys, kind="stable")
+        first = np.ones(len(keys), bool)
+        first[1:] = keys[order][1:] != keys[order][:-1]
+        # Of two with the same key, which only a damaged journal has, neither is a witness.
+        is_single = first & np.append(first[1:], True)
+        self._rows = evidence.journal.rows[order[is_single]]
+        self._keys = keys[order[is_single]]
+
+    def __call__(self, path: Path, keys: NDArray[np.int64], rewards: NDArray[Any], lengths: NDArray[Any]) -> None:
+        self._found(keys, lengths, rewards)
+        places = np.searchsorted(self._keys, keys)
+        places[places == len(self._keys)] = 0
+        if not len(self._keys):
+            return
+        known = np.flatnonzero(self._keys[places] == keys)
+        theirs = self._rows[places[known]]
+        same_reward = (theirs["reward"] == rewards[known]) | (np.isnan(theirs["reward"]) & np.isnan(rewards[known]))
+        for row, other in zip(
+            known[~(same_reward & (theirs["num_tokens"] == lengths[known]))],
+            theirs[~(same_reward & (theirs["num_tokens"] == lengths[known]))],
+            strict=True,
+        ):
+            text = (
+                f"{int(lengths[row])} tokens and reward {float(rewards[row]):g}; the journal has "
+                f"{int(other['num_tokens'])} and {float(other['reward']):g}"
+            )
+            where = f"rollouts/{path.name}"
+            offence = Offence(text, group=int(other["group"]), sample=int(other["sample"]), file=where, row=int(row))
+            self._evidence.contradictions.append(offence)
+
+
+def _num_attempts(layout: RunLayout) -> int:
+    return len(layout.attempts.read_bytes().splitlines()) if layout.attempts.exists() else 0
+
+
+def _stamp(layout: RunLayout) -> tuple[object, ...]:
+    """Changes when a resume begins or moves a file."""
+    aside = sorted(layout.rollouts.glob("lost_attempt_*/*")) if layout.rollouts.is_dir() else []
+    renamed = sorted(path.name for path in layout.checkpoints.glob("step_*.*")) if layout.checkpoints.is_dir() else []
+    return layout.attempts.read_bytes() if layout.attempts.exists() else b"", tuple(aside), tuple(renamed)

@@ -1,0 +1,78 @@
+"""What an audit says: one check after the other, what each has looked at, and who breaks it.
+
+Nothing here knows a file.  Offences are counted in full and kept up to a limit, so that a ruined run fits the memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+MOST_KEPT = 1000  # offences of a check
+
+
+class Verdict(enum.Enum):
+    """What a check comes to."""
+
+    HOLDS = "holds"
+    REMARK = "remark"  # true, allowed, and worth knowing
+    VIOLATED = "violated"
+    UNSEEN = "not looked at"
+
+
+@dataclass(frozen=True, slots=True)
+class Offence:
+    """Who breaks a rule, and where it stands; -1 and "": that has no number, or no file."""
+
+    text: str
+    group: int = -1
+    step: int = -1
+    sample: int = -1
+    file: str = ""  # relative to the run directory
+    row: int = -1  # of `groups` or `rollouts` in a segment, of `rollouts` in the journal; a line, from 1, of events
+    forbids_going_on: bool = False  # a resume from the newest checkpoint would train something a second time
+
+
+@dataclass(slots=True)
+class Check:
+    """One named rule of the history of a run."""
+
+    name: str
+    looked_at: str = ""  # what was looked at, in words and counts
+    remarks: list[str] = field(default_factory=list)
+    offences: list[Offence] = field(default_factory=list)
+    num_offences: int = 0
+    is_seen: bool = True  # False: it was not looked at
+
+    def accuse(self, offence: Offence) -> None:
+        """Report somebody."""
+        self.num_offences += 1
+        if len(self.offences) < MOST_KEPT:
+            self.offences.append(offence)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the whole check."""
+        if not self.is_seen:
+            return Verdict.UNSEEN
+        if self.num_offences:
+            return Verdict.VIOLATED
+        return Verdict.REMARK if self.remarks else Verdict.HOLDS
+
+
+@dataclass(slots=True)
+class Audit:
+    """All checks of a run, and how many groups are where."""
+
+    checks: list[Check]
+    places: dict[str, int]  # "drawn", "trained", "buffered", "in_flight", "dropped", "missing" → groups
+    dropped: dict[str, int]  # reason → groups
+    num_steps: int  # trained or skipped
+    version: int  # of the policy after them
+    resume_step: int | None  # of the newest sound checkpoint
+    lengths: dict[str, dict[str, float]] = field(default_factory=dict)  # what became of rollouts → their lengths
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing is violated."""
+        return all(check.verdict is not Verdict.VIOLATED for check in self.checks)

@@ -1,0 +1,177 @@
+"""Steps: none is missing, none is there twice, each has its groups, and each begins with the version the last one made.
+
+Input: Evidence.  Segments and events tell the same: of each attempt, segments hold its groups in the very order in
+which its events resolved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.checks.audit.evidence import Evidence
+from launch.checks.audit.report import Check, Offence
+from launch.checks.audit.segments import segment_name
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """All steps of a run."""
+
+    num_steps: int
+    version: int  # after the last one; -1: not known
+    diverged: bool  # some steps that were recorded are void: their rollouts were lost
+
+
+@dataclass(frozen=True, slots=True)
+class SealedStep:
+    """What segments say of a step."""
+
+    groups: list[int]
+    version: int
+    applied: bool
+    file: str
+    row: int
+    is_uniform: bool  # whether all rows say the same of version and applied
+
+
+def steps(evidence: Evidence) -> tuple[Check, Course]:
+    """Look at every step."""
+    check = Check("steps")
+    for offence in evidence.events.offences:
+        check.accuse(offence)
+    sealed, recorded = dict(_sealed_steps(evidence)), dict(evidence.events.trained_steps())
+    first = min(sealed, default=0) if evidence.first_segment else 0
+    last = max([*sealed, *recorded, first - 1])
+    version, last_sealed = 0 if not first else -1, max(sealed, default=-1)
+    for step in range(first, last + 1):
+        if step not in sealed and step not in recorded:
+            check.accuse(Offence(f"step {step} is missing", step=step))
+            version = -1
+            continue
+        if step in sealed:
+            _look_at_groups(check, evidence, step, sealed[step], is_last=step == last_sealed)
+        version = _look_at_version(check, step, version, sealed.get(step), evidence)
+    check.looked_at = f"{last + 1 - first} steps, {len(sealed)} in segments, {len(recorded)} in events"
+    diverged = evidence.events.lost_version >= 0
+    if diverged:
+        check.remarks.append(
+            "steps that were recorded are void, since rollouts of them were lost, or the guard undid them"
+        )
+    return check, Course(last + 1, version, diverged)
+
+
+def order(evidence: Evidence) -> Check:
+    """Compare segments with events, attempt by attempt, group by group."""
+    check = Check("segments follow events")
+    rows, num_compared = evidence.segments.rows, 0
+    for number, attempt in evidence.events.attempts.items():
+        if not evidence.events.is_whole(number) or evidence.first_segment:
+            continue
+        mine = rows[rows["attempt"] == number]
+        groups = np.frombuffer(attempt.order, np.int64) if attempt.order else np.empty(0, np.int64)
+        fates = np.frombuffer(attempt.fates, np.int64) if attempt.fates else np.empty(0, np.int64)
+        mine = mine[_num_restored(evidence, number, mine) :]
+        length = min(len(mine), len(groups))
+        said = np.where(mine["step"] >= 0, mine["step"], -2)
+        differs = (mine["group"][:length] != groups[:length]) | (said[:length] != fates[:length])
+        num_compared += length
+        if differs.any():
+            _accuse_order(check, mine[int(differs.argmax())], groups, fates, int(differs.argmax()))
+        elif len(mine) > length:
+            _look_beyond(check, evidence, mine[length:])
+    check.looked_at = f"{num_compared} groups in the order in which events resolved them"
+    check.is_seen = bool(evidence.events.attempts) and not evidence.first_segment
+    if not evidence.events.are_whole:
+        check.remarks.append("events of some attempts are damaged: those were not compared")
+    return check
+
+
+def _num_restored(evidence: Evidence, number: int, mine: NDArray[np.void]) -> int:
+    """Groups that an attempt found dropped when it began: an earlier attempt's events, a verdict or the guard."""
+    events, reasons = evidence.events, evidence.segments.reasons
+    untold = [reasons.index(reason) for reason in ("verifier_error", "guard") if reason in reasons]
+    is_restored = (mine["step"] < 0) & (np.isin(mine["reason"], untold) | (not events.are_whole))
+    for earlier, attempt in events.attempts.items():
+        if earlier < number and attempt.order:
+            groups, fates = np.frombuffer(attempt.order, np.int64), np.frombuffer(attempt.fates, np.int64)
+            is_restored |= (mine["step"] < 0) & np.isin(mine["group"], groups[fates == -2])
+    own = np.asarray(events.attempts[number].order)
+    is_restored &= ~np.isin(mine["group"], own)
+    return len(mine) if is_restored.all() else int((~is_restored).argmax())
+
+
+def _accuse_order(check: Check, row: np.void, groups: NDArray[np.int64], fates: NDArray[np.int64], place: int) -> None:
+    fate = f"trained at step {fates[place]}" if fates[place] >= 0 else "dropped"
+    found = f"trained at step {row['step']}" if row["step"] >= 0 else "dropped"
+    text = f"group {groups[place]}, {fate}, is next by the events, and here stands group {row['group']}, {found}"
+    group, file = int(row["group"]), segment_name(int(row["index"]))
+    check.accuse(Offence(text, group=group, step=int(row["step"]), file=file, row=int(row["row"])))
+
+
+def _look_beyond(check: Check, evidence: Evidence, rest: NDArray[np.void]) -> None:
+    """Segments may be ahead of the events by what one commit holds: at most one step."""
+    known = max(evidence.events.steps, default=-1)
+    for row in rest[rest["step"] > known + 1][:1]:
+        text = f"step {row['step']} is in a segment, and events end with step {known}"
+        where = segment_name(int(row["index"]))
+        check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
+
+
+def _sealed_steps(evidence: Evidence) -> Iterator[tuple[int, SealedStep]]:
+    rows = evidence.segments.rows
+    trained = rows[rows["step"] >= 0]
+    trained = trained[np.argsort(trained["step"], kind="stable")]
+    if not len(trained):
+        return
+    numbers, starts = np.unique(trained["step"], return_index=True)
+    is_uniform = np.ones(len(numbers), bool)
+    for name in ("version", "applied"):
+        is_uniform &= np.minimum.reduceat(trained[name], starts) == np.maximum.reduceat(trained[name], starts)
+    for place, (number, part) in enumerate(zip(numbers.tolist(), np.split(trained, starts[1:]), strict=True)):
+        first, applied = part[0], int(part[0]["applied"]) != 0
+        file, row = segment_name(int(first["index"])), int(first["row"])
+        groups = part["group"].tolist()
+        yield number, SealedStep(groups, int(first["version"]), applied, file, row, bool(is_uniform[place]))
+
+
+def _look_at_groups(check: Check, evidence: Evidence, step: int, sealed: SealedStep, *, is_last: bool) -> None:
+    """As many as a step has, and those that the events say."""
+    known, expected = evidence.events.steps.get(step), evidence.config.admission.groups_per_step
+    if known is not None:
+        for group in sorted({*sealed.groups}.difference(known.groups)):
+            text = f"group {group} stands as trained at step {step}, and events say {sorted(known.groups)}"
+            check.accuse(Offence(text, group=group, step=step, file=sealed.file, row=sealed.row))
+    is_cut = is_last and not evidence.is_complete  # the rest of it may not be sealed yet
+    is_cut |= bool(evidence.first_segment)  # or be in a segment that was not looked at
+    num_groups = len({*sealed.groups})
+    if sealed.applied and (num_groups > expected or (num_groups < expected and not is_cut)):
+        text = f"step {step} has {num_groups} groups, admission.groups_per_step={expected}: {sealed.groups}"
+        check.accuse(Offence(text, step=step, file=sealed.file, row=sealed.row))
+    if not sealed.is_uniform:
+        text = f"groups of step {step} differ in trained_version or applied"
+        check.accuse(Offence(text, step=step, file=sealed.file, row=sealed.row))
+
+
+def _look_at_version(check: Check, step: int, version: int, sealed: SealedStep | None, evidence: Evidence) -> int:
+    """The version after a step; -1: not known."""
+    known = evidence.events.steps.get(step)
+    known = known if known is not None and known.is_trained else None
+    file, row = (sealed.file, sealed.row) if sealed is not None else ("", -1)
+    said = [(each.version, each.applied) for each in (sealed, known) if each is not None and each.version >= 0]
+    if not said:
+        return -1
+    trained, applied = said[0]
+    if said[-1] != said[0]:
+        text = (
+            f"step {step} trained version {trained}, applied {applied}, and by the events version {said[-1][0]}, "
+            f"applied {said[-1][1]}"
+        )
+        check.accuse(Offence(text, step=step, file=file, row=row))
+    if version not in (-1, trained):
+        text = f"step {step} trained version {trained}, and the steps before it made version {version}"
+        check.accuse(Offence(text, step=step, file=file, row=row))
+    return trained + applied

@@ -1,0 +1,36 @@
+"""The buffer at one moment, as a checkpoint has it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.buffer.history import Position
+from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.segment_files import write_sealed
+from rlhpc.buffer.segments import SegmentWriter, to_hdf5
+
+BUFFERED_FILE = "buffered.h5"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBuffer:
+    """A snapshot of the buffer for a checkpoint.  It does not change any more, so that a thread may write it."""
+
+    groups: tuple[ResolvedGroup, ...]  # neither consumed nor dropped at that moment
+    ledger: dict[str, Any]
+    next_step: int
+    segments: SegmentWriter  # cut at that moment
+    position: Position  # of the journal, at that moment
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Seal what was resolved before that moment and write what was not into `directory`.
+
+        Returns the JSON that goes with it: the ledger, and the number of the first segment that a resume undoes.
+        Raises SegmentError when it cannot be written.
+        """
+        next_index = self.segments.seal_to_cut()
+        # Uncompressed: it is read once, by a resume, or never.
+        write_sealed(directory / BUFFERED_FILE, to_hdf5(self.groups, {"next_step": self.next_step}, compress=False))
+        return {"ledger": self.ledger, "next_segment_index": next_index, "journal": asdict(self.position)}

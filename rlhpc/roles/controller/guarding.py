@@ -1,0 +1,205 @@
+"""Act on the figures of optimiser steps as [guard] permits: StepGuard decides, this is what it decides for.
+
+    batch ─▶ limit ─▶ trainer ─▶ report ─▶ judge ─▶ admission, guard.jsonl, log ─▶ … step recorded … ─▶ enforce
+
+Guarantees: what was done is on disk before the step counts as done; a step that is repeated is applied or skipped as it
+was, and leads to no second entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rlhpc.algorithms.step_guard import Action, BadStep, Judgement, StepGuard, all_groups
+from rlhpc.algorithms.step_limits import FIGURES, guarded_figures
+from rlhpc.buffer.event_log import RolledBack, Trained
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.config_sections import AdmissionConfig
+from rlhpc.errors import GuardRollback, GuardStop, TrainingError
+from rlhpc.messages import StepReport
+from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
+from rlhpc.roles.controller.journaling import at_once
+from rlhpc.types import PackedBatch, RolloutGroup, StepLimits
+
+log = logging.getLogger("rlhpc.step_guard")
+
+# Consecutive steps that are not finite end the run: one may be a batch's fault, five are the weights' or the rate's.
+MAX_SKIPPED_STEPS = 5
+# A run whose batches are all refused learns nothing: consecutive steps after which it ends.
+MAX_REFUSED_STEPS = 20
+
+ADVICE = {
+    "mismatch_kl": "sampler and trainer do not compute the same policy: lower admission.max_staleness or "
+    "trainer.learning_rate; out of bounds from the first step on, compare temperature, template and weights",
+    "ess": "rollouts are too far from the policy: lower admission.max_staleness or trainer.learning_rate",
+    "entropy": "the policy collapses or dissolves: lower trainer.learning_rate, look at samples in TensorBoard",
+    "grad_norm": "lower trainer.learning_rate, or look at the batch of this step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GuardNote:
+    """What the guard made of a step."""
+
+    action: Action = Action.OFF
+    num_bad_steps: int = 0  # of the alarm that is on
+    text: str = ""  # "": nothing worth telling
+
+
+NOTHING = GuardNote()
+
+
+class Guarding:
+    """The guard of one run's train loop."""
+
+    def __init__(
+        self,
+        guard: StepGuard,
+        buffer: RolloutBuffer,
+        admission: AdmissionConfig,
+        *,
+        file: GuardFile | None = None,
+        attempt: int = 0,
+        may_tighten: bool = True,
+    ) -> None:
+        """file: where actions are noted; None: nowhere.
+
+        may_tighten: False for a deterministic run, where which groups are admitted under which weights is settled.
+        """
+        self.on_disk(at_once, lambda _: False)
+        self._guard, self._buffer, self._file, self._attempt = guard, buffer, file, attempt
+        self._tight_staleness = admission.max_staleness // 2 if may_tighten else admission.max_staleness
+        self._num_slots = admission.num_slots
+        self._num_tight_slots = admission.model_copy(update={"max_staleness": self._tight_staleness}).num_slots
+        self._num_refused_in_a_row = self._num_not_finite_in_a_row = 0
+        self._ending: GuardStop | GuardRollback | None = None
+        self._num_rollbacks = file.count(Action.ROLLBACK.word) if file is not None else 0
+        self._set_admission()
+
+    def on_disk(self, durable: Callable[[], Awaitable[None]], can_return_to: Callable[[int], bool]) -> None:
+        """What a rollback needs; without it there is none.  durable: returns once all events are on disk.
+
+        can_return_to: whether another attempt can begin at this step, or before.
+        """
+        self._durable, self._can_return_to = durable, can_return_to
+
+    def limit(self, batch: PackedBatch, recorded: Trained | None) -> PackedBatch:
+        """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
+        if recorded is None:
+            return replace(batch, limits=self._guard.limits())
+        return replace(batch, limits=StepLimits(must_skip=bool(recorded.refused)))
+
+    async def judge(
+        self, report: StepReport, groups: Sequence[RolloutGroup], version: int, recorded: Trained | None
+    ) -> GuardNote:
+        """Decide, and do what can be done at once; `enforce` does the rest.  version: that the step began with.
+
+        Raises TrainingError after too many skipped steps, OwnershipLost.
+        """
+        if not (report.applied or report.refused):
+            self._count_skips(report)
+            return NOTHING
+        self._refresh()
+        bounds, figures = self._guard.bounds(), guarded_figures(report.metrics)
+        bad_step = BadStep(report.step, version, tuple(group.group_id for group in groups))
+        judgement = self._guard.judge(bad_step, figures, applied=report.applied)
+        self._set_admission()
+        text = self._text(judgement, bounds, figures, report)
+        is_told = judgement.is_news and recorded is None
+        if is_told:
+            log.warning("%s", text)
+            await self._note(judgement, bounds, figures, bad_step, text)
+        if recorded is None:
+            self._ending = self._ending_of(judgement, text)
+        self._count_skips(report)
+        return GuardNote(judgement.action, self._guard.num_bad_steps, text if judgement.is_news else "")
+
+    async def enforce(self) -> None:
+        """End the attempt if the last step asks for it; called when that is recorded.
+
+        Raises GuardStop: the run is to end; GuardRollback: another attempt is to do other steps.
+        """
+        if self._ending is None:
+            return
+        if isinstance(self._ending, GuardRollback) and self._buffer.journal is not None:
+            first = self._guard.alarm[0]
+            self._buffer.journal.note(RolledBack(first.step, first.version, all_groups(self._guard.alarm)))
+            await self._durable()
+        raise self._ending
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _refresh(self) -> None:
+        """See whether a rollback is left, and leads anywhere."""
+        alarm, is_left = self._guard.alarm, self._num_rollbacks < self._guard.settings.max_rollbacks
+        self._guard.may_roll_back = is_left and (not alarm or self._can_return_to(alarm[0].step))
+
+    def _ending_of(self, judgement: Judgement, text: str) -> GuardStop | GuardRollback | None:
+        if judgement.action is Action.STOP:
+            advice = ADVICE[judgement.broken[0]] if judgement.broken else "look at the steps before"
+            return GuardStop(f"guard.action: stop: {text}; {advice}")
+        if judgement.action is Action.ROLLBACK:
+            return GuardRollback(text)
+        return None
+
+    def _set_admission(self) -> None:
+        is_tight = self._guard.rung >= Action.TIGHTEN
+        self._buffer.tighten(self._num_tight_slots if is_tight else self._num_slots)
+
+    def _count_skips(self, report: StepReport) -> None:
+        is_finite = report.applied or bool(report.refused)
+        self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
+        self._num_refused_in_a_row = self._num_refused_in_a_row + 1 if report.refused else 0
+        if not is_finite:
+            log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
+        if self._num_not_finite_in_a_row >= MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"{self._num_not_finite_in_a_row} steps in a row were not finite; lower trainer.learning_rate or "
+                "resume from an earlier checkpoint"
+            )
+        if self._num_refused_in_a_row >= MAX_REFUSED_STEPS:
+            raise TrainingError(
+                f"{self._num_refused_in_a_row} steps in a row were refused because of {report.refused}: "
+                f"{ADVICE.get(report.refused.partition(', ')[0], 'look at guard.jsonl')}; or wider bounds in [guard]"
+            )
+
+    def _text(self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], report: StepReport) -> str:
+        broken = ", ".join(
+            f"{FIGURES[name]} {figures[name]:.4g} is {_outside(name, figures[name], bounds)}"
+            for name in judgement.broken
+        )
+        number = self._guard.num_bad_steps
+        done = {
+            Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
+            Action.ROLLBACK: f"; the run goes back to before step {self._guard.alarm[0].step if number else 0}",
+            Action.SKIP: "; skipped on all ranks" if report.refused else "; the next such step is skipped",
+            Action.STOP: "; the run ends",
+        }
+        return (
+            f"step {report.step}: {broken or 'refused, as before'}; {number} "
+            f"{'step' if number == 1 else 'steps'} out of bounds in this alarm{done.get(judgement.action, '')}"
+        )
+
+    async def _note(
+        self, judgement: Judgement, bounds: StepLimits, figures: dict[str, float], bad_step: BadStep, text: str
+    ) -> None:
+        if self._file is None:
+            return
+        entry = GuardEntry(
+            self._attempt,
+            bad_step.step,
+            bad_step.version,
+            judgement.action.word,
+            {name: (figures.get(name), bounds.lows.get(name), bounds.highs.get(name)) for name in judgement.broken},
+            bad_step.groups,
+            text,
+        )
+        await asyncio.to_thread(self._file.append, entry)
+
+
+def _outside(name: str, value: float, bounds: StepLimits) -> str:
+    low = bounds.lows.get(name)
+    return f"below {low:.4g}" if low is not None and value < low else f"above {bounds.highs[name]:.4g}"

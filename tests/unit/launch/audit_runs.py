@@ -1,0 +1,324 @@
+"""Run directories with a history, made by the controller's real ledger, buffer, journal, segments and checkpoints.
+
+Input: a seed.  Output: a run directory as a controller leaves it, alive, killed at any moment, resumed, or complete.
+Only prompts, generators and trainer are a few lines here: they draw, sample tokens at random, count versions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
+from launch.run_directory.journal_aside import set_journal_aside
+from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.ledger import AdmissionLedger
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.buffer.rollout_buffer import RolloutBuffer
+from rlhpc.buffer.segments import SegmentWriter
+from rlhpc.config import Config
+from rlhpc.config_file import write_resolved
+from rlhpc.roles.controller.saved_state import (
+    SavedState,
+    Totals,
+    delete_needless_journals,
+    read_saved_state,
+    set_aside_later_segments,
+    write_saved_state,
+)
+from rlhpc.roles.controller.state import _restore
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import KnownCheckpoints, begin, complete, prune
+from rlhpc.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredRollout, Verdict
+from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
+from tests.unit.launch.site_kit import config_of
+
+
+class Killed(Exception):
+    """The controller is dead: what was only in memory is gone."""
+
+
+class CountedPrompts:
+    """An endless stream; the cursor is all its state."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+
+    def draw(self) -> Prompt:
+        self.cursor += 1
+        return make_prompt(self.cursor - 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+
+class AuditedRun:
+    """One run directory, and the controllers that follow each other in it."""
+
+    def __init__(
+        self, root: Path, seed: int, *, num_steps: int = 8, every_steps: int = 3, segment_groups: int = 3
+    ) -> None:
+        self.seed, self.random, self.layout = seed, random.Random(seed), RunLayout(root)
+        self.config: Config = config_of(
+            f"run.directory={root}",
+            f"run.num_steps={num_steps}",
+            "trainer.warmup_steps=0",
+            "admission.group_size=2",
+            "admission.groups_per_step=2",
+            f"admission.max_staleness={seed % 3}",
+            f"buffer.segment_groups={segment_groups}",
+            f"checkpoint.every_steps={every_steps}",
+        )
+        if not self.layout.is_run:
+            for directory in (root, self.layout.rollouts, self.layout.checkpoints):
+                directory.mkdir()
+            write_resolved(self.config, self.layout, "")
+        self.tell: Callable[[int], None] = _pass_over  # is told each step that was trained
+        self.outbox: list[tuple[int, ScoredRollout]] = []  # rollouts that were not acknowledged: (number, rollout)
+        self.step = self.version = self.live = 0
+
+    # -------------------------------------------------------------------------------------------------------- attempts
+
+    def start(self, point: ResumePoint | None = None) -> None:
+        """Begin an attempt, as launcher and controller do."""
+        index = num_attempts(self.layout)
+        choice = choose(self.layout, point or ResumePoint(), _unheard)
+        put_aside(choice, _unheard)
+        set_journal_aside(self.layout, point or ResumePoint(), (), index, _unheard)
+        if point is not None and point != ResumePoint():
+            self.outbox.clear()  # its generators were started anew
+        note_attempt(self.layout, Attempt(index, choice.step))
+        self.attempt = index
+        self._open(choice.step)
+
+    def _open(self, resume_step: int | None) -> None:
+        config, layout = self.config, self.layout
+        saved = read_saved_state(layout, resume_step) if resume_step is not None else None
+        self.prompts = CountedPrompts()
+        settings: dict[str, Any] = {
+            "num_slots": config.admission.num_slots,
+            "window_groups": config.admission.window,
+            "groups_per_step": config.admission.groups_per_step,
+            "group_size": config.admission.group_size,
+            "sampling": SamplingParams(max_tokens=16),
+            "lease_deadline_s": 60.0,
+            "max_attempts": 3,
+            "clock": ManualClock(),
+        }
+        self.totals, self.step, self.version, self.saved = Totals(), 0, 0, resume_step or 0
+        ledger = AdmissionLedger(**settings)
+        if saved is not None:
+            self.prompts.cursor = saved.prompts["cursor"]
+            ledger = AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
+        segments = SegmentWriter(
+            layout.rollouts,
+            set_aside_later_segments(layout, saved, self.attempt),
+            run_name=config.run.name,
+            run_attempt=self.attempt,
+            max_groups=config.buffer.segment_groups,
+            max_s=60.0,
+            clock=ManualClock(),
+        )
+        self.buffer = RolloutBuffer(ledger, segments)
+        if saved is not None:
+            self.buffer.load(layout.checkpoint(saved.step))
+            self.totals, self.step, self.version = Totals(**saved.totals), saved.step, saved.policy_version
+        context: Any = SimpleNamespace(layout=layout, config=config, attempt=self.attempt, fence=None)
+        self.replay, self.journal = _restore(context, saved, self.step, self.buffer, self.prompts)  # type: ignore[arg-type]
+
+    def run(self, kill_after: int | None = None) -> None:
+        """Repeat recorded steps, then train to the last step.  kill_after: so many moments; raises Killed."""
+        self._moments_left = kill_after
+        self._replay()
+        self._durable()
+        self.live = self.version
+        while self.step < self.config.run.num_steps:
+            self._sample()
+            groups = self.buffer.take(self.config.admission.groups_per_step, self.step)
+            if groups is not None:
+                self._moment()
+                self._train(groups)
+                self._moment()
+                self._durable()
+                self.live = self.version
+                self.tell(self.step)
+                self.buffer.release([group.group_id for group in groups])
+                if self.step % self.config.checkpoint.every_steps == 0:
+                    self.save()
+        if self.step > self.saved:
+            self.save()
+        self._close()
+
+    def _replay(self) -> None:
+        self._drop_restored()
+        for recorded in self.replay.steps:
+            self._moment()
+            groups = self.buffer.take_again(recorded.groups, self.step)
+            self._deliver_again()
+            self._train(groups)
+            self.buffer.release(recorded.groups)
+
+    def _drop_restored(self) -> None:
+        """As RolloutSink.restored."""
+        for resolved in self.replay.restored:
+            if resolved.drop_reason is None and self.buffer.is_open(resolved.group.group_id):
+                self._look_at(resolved.group.group_id, resolved.group.members)
+
+    def _deliver_again(self) -> None:
+        """What generators kept, since nobody had acknowledged it."""
+        kept, self.outbox = [scored for _, scored in self.outbox], []
+        for scored in kept:
+            self._deliver(scored)
+
+    def _close(self) -> None:
+        for group_id in self.buffer.open_groups():
+            self.buffer.drop(group_id, DropReason.CANCELLED)
+        self.buffer.segments.seal_all()
+        self.layout.summary.write_text("{}")
+        self.journal.commit()
+        self.journal.close()
+
+    # ----------------------------------------------------------------------------------------------- what happens in it
+
+    def _moment(self) -> None:
+        """Something may happen on disk, or the end."""
+        if self._moments_left is not None:
+            self._moments_left -= 1
+            if self._moments_left < 0:
+                raise Killed
+        if self.random.random() < 0.3:
+            self.commit()
+        if self.random.random() < 0.2:
+            self.buffer.segments.tick()
+
+    def _sample(self) -> None:
+        self._deliver_again()
+        while self.buffer.has_slot:
+            self.buffer.admit(self.prompts.draw(), self.live)
+        wanted = [(g, i) for g in self.buffer.open_groups() for i in (0, 1) if self.buffer.is_wanted(g, i)]
+        self._moment()
+        for group_id, index in self.random.sample(wanted, min(len(wanted), 3)):
+            if self.buffer.is_wanted(group_id, index):  # it was not dropped meanwhile
+                self._deliver(self._rollout(group_id, index))
+            self._moment()
+
+    def _rollout(self, group_id: int, index: int) -> ScoredRollout:
+        record = self.buffer._ledger.group(group_id)
+        length = self.random.randint(1, 9)
+        first = min(record.admitted_version, self.live)
+        versions = sorted(self.random.randint(first, self.live) for _ in range(length))
+        rollout = Rollout(
+            group_id=group_id,
+            sample_index=index,
+            prompt=record.prompt,
+            token_ids=np.arange(length, dtype=np.int32),
+            behaviour_logprobs=np.full(length, -0.5, np.float32),
+            versions=np.array(versions, np.int32),
+            loss_mask=np.ones(length, np.bool_),
+            finish_reason=FinishReason.STOP,
+        )
+        reward = float(self.random.random() < 0.5)
+        verdict = Verdict.CORRECT if reward else Verdict.WRONG
+        if self.random.random() < 0.02:
+            verdict = Verdict.VERIFIER_ERROR
+        return ScoredRollout(rollout, reward, verdict, {}, "")
+
+    def _deliver(self, scored: ScoredRollout) -> None:
+        """As RolloutSink.receive."""
+        group_id, index = scored.rollout.group_id, scored.rollout.sample_index
+        if not self.buffer.is_wanted(group_id, index):
+            return
+        group = self.buffer.deliver("g-0", scored)
+        self.outbox.append((self.journal.num_added, scored))
+        if scored.verdict is Verdict.VERIFIER_ERROR:
+            self._moment()
+            self.buffer.drop(group_id, DropReason.VERIFIER_ERROR)
+        elif group is not None:
+            self._look_at(group_id, group.members)
+
+    def _look_at(self, group_id: int, members: tuple[ScoredRollout, ...]) -> None:
+        rewards = np.array([member.reward for member in members], np.float32)
+        if not has_reward_variance(rewards):
+            self.buffer.drop(group_id, DropReason.NO_SPREAD)
+
+    def _train(self, groups: list[Any]) -> None:
+        applied = self.step % 5 != 3  # by the step alone: a repeated step goes as it went
+        trained, self.version = self.version, self.version + applied
+        self.buffer.consume(groups, self.step, trained_version=trained, applied=applied, metrics={})
+        self.step += 1
+        self.totals.steps += 1
+        self.totals.skipped_steps += not applied
+        self.totals.rollouts_trained += sum(len(group.members) for group in groups)
+
+    def commit(self) -> None:
+        """Make the journal durable, and acknowledge."""
+        durable = self.journal.commit()
+        self.outbox = [(number, scored) for number, scored in self.outbox if number > durable]
+
+    _durable = commit
+
+    def save(self) -> None:
+        """As CheckpointWriter."""
+        self.saved = self.step
+        frozen = self.buffer.freeze(self.step)
+        prompts, totals = self.prompts.state(), self.totals.to_json()
+        self._moment()
+        temporary = begin(self.layout.checkpoint(self.step))
+        state = SavedState(self.step, self.version, frozen.write(temporary), prompts, {}, totals)
+        write_saved_state(temporary, state)
+        self._moment()
+        self._durable()
+        manifest = {"step": self.step, "policy_version": self.version, "attempt": self.attempt}
+        complete(temporary, self.layout.checkpoint(self.step), manifest)
+        self._moment()
+        known = KnownCheckpoints(self.layout.checkpoints)
+        prune(self.layout.checkpoints, 2, known)
+        delete_needless_journals(self.layout, [step for step, _ in known.steps()])
+
+    def tear(self) -> None:
+        """What a kill may leave behind the last line of the events."""
+        if self.random.random() < 0.5 and (paths := event_paths(self.layout.rollouts)):
+            with paths[-1].open("ab") as file:
+                file.write(b'0123abcd {"event": "tak')
+
+
+def _unheard(_: str) -> None:
+    """Takes lines."""
+
+
+def _pass_over(_: int) -> None:
+    """Takes steps."""
+
+
+def live_through(run: AuditedRun, num_kills: int, audit: Any) -> None:
+    """Start, be killed, start again …, to the end; audit is called after every kill and at the end."""
+    point: ResumePoint | None = None
+    for _ in range(num_kills):
+        run.start(point)
+        try:
+            run.run(kill_after=run.random.randint(0, 90))
+        except Killed:
+            run.tear()
+        audit()
+        if run.layout.summary.exists():
+            run.layout.summary.unlink()
+        steps = [step for step, _ in KnownCheckpoints(run.layout.checkpoints).steps()]
+        point = run.random.choices(
+            [
+                ResumePoint(),
+                ResumePoint(no_replay=True),
+                ResumePoint(from_start=True),
+                ResumePoint(step=max(steps, default=0)),
+            ],
+            [6, 1, 1, 1 if steps else 0],
+        )[0]
+    run.start(point)
+    run.run()
+    audit()

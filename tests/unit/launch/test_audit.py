@@ -1,0 +1,334 @@
+"""`rlhpc audit RUN_DIR` finds nothing in any history of the real buffer, and whatever was falsified in one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from launch.checks.audit.evidence import Depth
+from launch.checks.audit.history import audit_run
+from launch.checks.audit.lengths import compare, describe
+from launch.checks.audit.report import Audit, Check, Verdict
+from launch.cli import main
+from launch.commands.audit import as_table
+from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC
+from rlhpc.crc import crc32
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import KnownCheckpoints
+from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events, events_of
+from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
+
+QUICK, FULL = Depth(is_quick=True), Depth()
+BEFORE_A_RESUME = Depth(is_quick=True, last_segments=1)
+Mutation = Callable[[RunLayout, random.Random], Falsified | None]
+
+
+def audited(layout: RunLayout, depth: Depth = FULL) -> Audit:
+    return audit_run(layout, depth, lambda text: None)
+
+
+def assert_clean(layout: RunLayout, depth: Depth = FULL) -> Audit:
+    audit = audited(layout, depth)
+    assert audit.is_clean, as_table(layout, audit)
+    assert audit.places["missing"] == 0
+    placed = sum(audit.places[place] for place in ("trained", "dropped", "buffered", "in_flight"))
+    assert placed == audit.places["drawn"]
+    assert sum(audit.dropped.values()) == audit.places["dropped"]
+    return audit
+
+
+def check_of(audit: Audit, name: str) -> Check:
+    return next(check for check in audit.checks if check.name == name)
+
+
+def complete_run(root: Path, seed: int, num_kills: int) -> RunLayout:
+    run = AuditedRun(root, seed)
+    live_through(run, num_kills, lambda: None)
+    return run.layout
+
+
+def killed_run(root: Path, seed: int) -> RunLayout:
+    """Between two checkpoints: much is in the journal alone."""
+
+    def end(step: int) -> None:
+        if step == 5:
+            raise Killed
+
+    run = AuditedRun(root, seed)
+    run.start()
+    run.tell = end
+    with pytest.raises(Killed):
+        run.run()
+    run.tear()
+    return run.layout
+
+
+# -------------------------------------------------------------------------------------------------- histories that hold
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(20), *(pytest.param(range(first, first + 40), marks=pytest.mark.long) for first in range(20, 340, 40))],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
+)
+def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        run = AuditedRun(tmp_path / str(seed), seed)
+
+        def audit(run: AuditedRun = run) -> None:
+            for depth in (FULL, BEFORE_A_RESUME):
+                found = audited(run.layout, depth)
+                assert found.is_clean, f"seed {run.seed}, {depth}\n{as_table(run.layout, found)}"
+
+        live_through(run, seed % 4, audit)
+        assert_clean(run.layout, QUICK)
+        audit_at_end = assert_clean(run.layout)
+        assert audit_at_end.num_steps == run.config.run.num_steps
+        assert (audit_at_end.places["buffered"], audit_at_end.places["in_flight"]) == (0, 0)
+
+
+def test_what_a_killed_run_holds_is_counted(tmp_path: Path) -> None:
+    audit = assert_clean(killed_run(tmp_path / "run", 2))
+    assert audit.places["trained"] > 0
+    assert audit.places["in_flight"] + audit.places["buffered"] > 0
+    assert audit.resume_step is not None
+
+
+# ------------------------------------------------------------------------------------------------ histories that do not
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[RunLayout]:
+    """Complete in one go, complete after kills, and killed."""
+    root = tmp_path_factory.mktemp("originals")
+    layouts = [
+        complete_run(root / "complete", 5, 0),
+        complete_run(root / "resumed", 11, 3),
+        killed_run(root / "dead", 2),
+    ]
+    for layout in layouts:
+        assert_clean(layout)
+    return layouts
+
+
+def copy_run(layout: RunLayout, copy: RunLayout) -> None:
+    """Journal files, which are large and mostly holes, by another name: no test changes them."""
+
+    def one(source: str, target: str) -> None:
+        (os.link if Path(source).name.startswith("journal_") else shutil.copy2)(source, target)
+
+    shutil.copytree(layout.root, copy.root, copy_function=one)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_whatever_is_falsified_is_named(originals: list[RunLayout], mutation: Mutation, tmp_path: Path) -> None:
+    """With every checksum as it should be."""
+    num_applied = 0
+    for number, layout in enumerate(originals):
+        copy = RunLayout(tmp_path / str(number))
+        copy_run(layout, copy)
+        falsified = mutation(copy, random.Random(number))
+        if falsified is None:
+            continue
+        num_applied += 1
+        audit = audited(copy)
+        assert not audit.is_clean, f"{falsified} of {number}\n{as_table(copy, audit)}"
+        assert is_named(falsified, audit), f"{falsified} of {number}\n{as_table(copy, audit)}"
+    assert num_applied, "nothing was falsified: the test shows nothing"
+
+
+def is_named(falsified: Falsified, audit: Audit) -> bool:
+    return any(
+        (falsified.group >= 0 and (offence.group == falsified.group or f"group {falsified.group} " in offence.text))
+        or (falsified.step >= 0 and offence.step == falsified.step)
+        or (falsified.file != "" and falsified.file in offence.file)
+        for check in audit.checks
+        for offence in check.offences
+    )
+
+
+def test_damage_is_named_by_file(originals: list[RunLayout], tmp_path: Path) -> None:
+    copy = RunLayout(tmp_path / "run")
+    copy_run(originals[1], copy)
+    path = segment_paths(copy.rollouts)[0]
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    (offence,) = check_of(audited(copy), "files").offences
+    assert offence.file == f"rollouts/{path.name}"
+    assert "the checksum of the file differs" in offence.text
+
+
+# --------------------------------------------------------------------------------------------------------- what is said
+
+
+def test_it_reads_only_and_says_so_in_a_table_and_in_json(
+    originals: list[RunLayout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[1], layout)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in layout.root.rglob("*") if path.is_file()}
+    for words in ([], ["--quick"], ["--json"], ["--json", "--quick"]):
+        assert main(["audit", str(layout.root), *words]) == 0
+    out = capsys.readouterr().out
+    assert f"{layout.root}: clean; 8 steps, version 7" in out.splitlines()
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
+    assert {path for path in layout.root.rglob("*") if path.is_file()} == before.keys()
+
+
+def test_the_json_document_keeps_its_keys_and_names_offenders(
+    originals: list[RunLayout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[0], layout)
+
+    def stale(document: dict[str, object]) -> None:
+        document["policy_version"] = 100
+
+    _, path = KnownCheckpoints(layout.checkpoints).steps()[-1]
+    edit_checkpoint(path, stale)
+    assert main(["audit", str(layout.root), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert sorted(document) == [
+        "checks", "groups", "is_clean", "is_quick", "lengths", "num_steps", "policy_version", "resume_step", "run_dir",
+        "schema",
+    ]  # fmt: skip
+    assert (document["schema"], document["is_clean"], document["is_quick"], document["num_steps"]) == (
+        1,
+        False,
+        False,
+        8,
+    )
+    places = {"drawn", "missing", "trained", "dropped", "buffered", "in_flight", "dropped_because"}
+    assert document["groups"].keys() == places
+    (broken,) = [check for check in document["checks"] if check["verdict"] == "violated"]
+    assert broken.keys() == {"name", "verdict", "looked_at", "remarks", "num_offences", "offences"}
+    assert broken["name"] == "checkpoints agree"
+    assert {offence["file"] for offence in broken["offences"]} == {f"checkpoints/{path.name}/controller.json"}
+    assert main(["audit", str(layout.root)]) == 1
+    assert "VIOLATED checkpoints agree: checkpoints/step_000008/controller.json: " in capsys.readouterr().out
+
+
+def test_what_is_no_run_directory_is_refused_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        assert main(["audit", str(path)]) == EXIT_CONFIG
+        assert "not a run directory" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- what is tolerated
+
+
+def test_events_and_files_that_are_not_known_are_no_accusation(originals: list[RunLayout], tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[0], layout)
+    later = {"event": "partial", "group": 3, "tokens": 5}
+    edit_events(event_paths(layout.rollouts)[0], lambda events: events.insert(9, later))
+    for name in ("partials_000000.bin", "guard.jsonl", "segment_0.h5.partial"):
+        (layout.rollouts / name).write_bytes(b"x")
+    audit = assert_clean(layout)
+    assert check_of(audit, "files").remarks == ["events that are not known here were passed over: partial (1)"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_what_the_guard_has_undone_is_void(originals: list[RunLayout], tmp_path: Path, step: int) -> None:
+    """Its last line says so; files of the steps that it undid are still there."""
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[2], layout)
+    (path,) = event_paths(layout.rollouts)
+    before = assert_clean(layout)
+    mine = [event for event in events_of(path) if event.get("step") == step]
+    groups = next(event["groups"] for event in mine if event["event"] == "taken")
+    version = next(event["version"] for event in mine if event["event"] == "trained")
+    undone = {"event": "rolled_back", "step": step, "version": version, "groups": groups}
+    edit_events(path, lambda events: events.append(undone))
+    audit = assert_clean(layout)
+    assert (before.num_steps, audit.num_steps, audit.resume_step) == (5, step, 3 if step == 3 else None)
+    assert audit.dropped["guard"] == len(groups)
+    assert (audit.places["drawn"] < before.places["drawn"]) == (step == 1)  # later versions have admitted some
+
+
+def test_a_run_before_schema_2_and_the_journal_is_audited_by_its_segments_and_checkpoints(
+    originals: list[RunLayout], tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "run")
+    copy_run(originals[0], layout)
+    for path in segment_paths(layout.rollouts):
+        to_schema_1(path)
+    for path in (*layout.rollouts.glob("journal_*"), *layout.rollouts.glob("events_*")):
+        path.unlink()
+
+    def forget(document: dict[str, dict[str, object]]) -> None:
+        del document["buffer"]["journal"]
+
+    for _, path in KnownCheckpoints(layout.checkpoints).steps():
+        edit_checkpoint(path, forget)
+    for depth in (QUICK, FULL):
+        audit = assert_clean(layout, depth)
+        assert (audit.num_steps, audit.version) == (8, -1)
+        assert check_of(audit, "segments follow events").verdict is Verdict.UNSEEN
+    segment_paths(layout.rollouts)[1].unlink()
+    assert {check.name for check in audited(layout).checks if check.offences} >= {"conservation", "files"}
+
+
+def to_schema_1(path: Path) -> None:
+    """Take out what schema 2 has brought."""
+    image = io.BytesIO(path.read_bytes())
+    with h5py.File(image, "r+") as file:
+        file.attrs["schema"] = 1
+        del file["groups/trained_version"], file["groups/applied"]
+    body = image.getvalue()[USER_BLOCK_BYTES:]
+    head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {crc32(body):08x}\n".encode()
+    path.write_bytes(head.ljust(USER_BLOCK_BYTES, b"\0") + body)
+
+
+def test_a_run_that_goes_on_is_never_accused(tmp_path: Path) -> None:
+    """A process works on it, is killed, and another goes on."""
+    code = "from tests.unit.launch.test_audit import go_on; go_on()"
+    for attempt in range(2):
+        words = [sys.executable, "-c", code, str(tmp_path / "run"), str(attempt)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as writer:
+            try:
+                assert writer.stdout is not None
+                for number in range(6):
+                    writer.stdout.readline()
+                    assert_clean(RunLayout(tmp_path / "run"), FULL if number % 2 else QUICK)
+            finally:
+                writer.kill()
+        assert_clean(RunLayout(tmp_path / "run"))
+
+
+def go_on() -> None:
+    """Main of the process that works."""
+    root, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    run = AuditedRun(root, 2 + 3 * attempt, num_steps=100_000, every_steps=5)
+    run.start()
+    run.tell = lambda step: print(step, flush=True)
+    run.run()
+
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+
+def test_lengths_are_compared_as_every_pair_of_them_is() -> None:
+    rng = np.random.default_rng(0)
+    left, right = rng.integers(0, 30, 300), rng.integers(5, 40, 500)
+    share, z = compare(np.bincount(left), np.bincount(right))
+    pairs = (left[:, None] > right).mean() + (left[:, None] == right).mean() / 2
+    assert share == pytest.approx(pairs)
+    assert z < -4
+    assert describe(np.bincount(left)) == {"count": 300, "mean": left.mean(), "median": np.sort(left)[149]}
+    assert compare(np.bincount(left), np.bincount(left)) == (pytest.approx(0.5), pytest.approx(0.0))
