@@ -26,7 +26,13 @@ from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout
 from rlhpc.generation.pause_switch import PauseSwitch
 from rlhpc.generation.version_record import VersionRecord, versions_of_spans
 from rlhpc.generation.vllm_process import device_here, start_vllm, stop_vllm, window_of
-from rlhpc.generation.vllm_request import end_of_sequence_ids, num_tokens, partial_completion, vllm_sampling_params
+from rlhpc.generation.vllm_request import (
+    end_of_sequence_ids,
+    num_tokens,
+    partial_completion,
+    spans_so_far,
+    vllm_sampling_params,
+)
 from rlhpc.generation.weight_updates import WeightUpdates
 from rlhpc.types import Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
@@ -132,14 +138,20 @@ class VllmEngine(GenerationEngine):
         return self._in_flight[key].request.num_done + sampled
 
     def progress(self, request_id: str, start: int = 0) -> Prefix | None:
-        """The tokens received so far whose versions are certain; see GenerationEngine."""
+        """The tokens received so far, if their versions are known; see GenerationEngine."""
         key = self._newest.get(request_id)
         if key is None or not self._weights.adopted.is_set():
             return None
         flight = self._in_flight[key]
         first = max(0, start - flight.request.num_done)
         partial = partial_completion(self._llm, key, first)
-        versions = flight.record.versions(first + len(partial.token_ids)) if partial is not None else None
+        if partial is None:
+            return None
+        length = first + len(partial.token_ids)
+        versions = flight.record.versions(length)
+        if versions is None and (spans := spans_so_far(self._llm, key, length)) is not None:
+            with contextlib.suppress(ValueError):  # it says so again when the request ends, and then it matters
+                versions = versions_of_spans(spans, length)
         if versions is None:
             return None
         return piece_of(flight.request, FinishedRequest.of_vllm(partial, versions[first:]), start)

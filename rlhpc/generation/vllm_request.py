@@ -102,6 +102,24 @@ def partial_completion(llm: Any, request_id: str, first: int = 0) -> PartialComp
     return PartialCompletion(list(token_ids), part)
 
 
+@dataclass(slots=True)
+class SpanSoFar:
+    """Output tokens [start, end) were sampled by `version`, as vLLM names it."""
+
+    version: str
+    start: int
+    end: int
+
+
+def spans_so_far(llm: Any, request_id: str, num_tokens: int) -> list[SpanSoFar] | None:
+    """vLLM's own record of which weights sampled the first num_tokens; None: this vLLM keeps none."""
+    starts = getattr(_state_of(llm, request_id), "weight_version_starts", None)
+    if not starts:
+        return None
+    ends = [*(start for _, start in starts[1:]), num_tokens]
+    return [SpanSoFar(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+
+
 def _state_of(llm: Any, request_id: str) -> Any:
     processor = getattr(llm, "output_processor", None)
     states = getattr(processor, "request_states", {})

@@ -197,6 +197,24 @@ async def test_a_request_is_shown_from_any_token_on_whether_its_prefix_or_its_ow
     assert len((await running).token_ids) == MAX_TOKENS
 
 
+async def test_a_request_that_waited_while_weights_changed_is_shown_like_any_other(subject: Subject) -> None:
+    requests = [request_of(index, max_tokens=MAX_TOKENS) for index in range(20)]  # four more than are sampled at once
+    running = [asyncio.create_task(subject.engine.generate(request)) for request in requests]
+    await until_sampling()
+    await subject.update(subject.engine.policy_version + 1)
+    shown: dict[int, Prefix] = {}
+    while not all(task.done() for task in running):
+        await asyncio.sleep(0.002)
+        for index, request in enumerate(requests):
+            if (prefix := subject.engine.progress(request.request_id)) is not None:
+                shown[index] = prefix
+    for index, task in enumerate(running):
+        rollout, prefix = await task, shown[index]
+        begin = slice(len(prefix.token_ids))
+        np.testing.assert_array_equal(prefix.token_ids, rollout.token_ids[begin])
+        np.testing.assert_array_equal(prefix.versions, rollout.versions[begin])
+
+
 async def test_what_was_reported_of_a_lost_rollout_is_continued_under_the_same_policy(subject: Subject) -> None:
     """As after a death: all that is left of the first request are its reports."""
     admission = AdmissionConfig(groups_per_step=1, group_size=1)

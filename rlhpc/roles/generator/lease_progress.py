@@ -78,8 +78,11 @@ class ProgressReporter:
         for request, reported, growth in grown:
             # Those that are half due go with the others: so reports are few, and rollouts fall into step.
             if room > 0 and self._urgency(reported, growth, now) >= 0.5:
-                pieces.append(self._piece(request, reported, now))
-                room -= len(pieces[-1].tokens.token_ids)
+                piece = self._piece(request, reported, now)
+                pieces += [piece] if piece is not None else []
+                room -= len(piece.tokens.token_ids) if piece is not None else 0
+        if not pieces:
+            return None
         data, num_bytes = encode_partials(pieces)
         return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes)
 
@@ -103,12 +106,19 @@ class ProgressReporter:
 
     def _urgency(self, reported: _Reported, growth: int, now: float) -> float:
         """1.0: by the next look it may have grown by more than an interval, or for longer."""
-        tokens = (reported.num_seen - reported.num_counted + growth) / self._interval_tokens
-        return max(tokens, (now - reported.at_s + self.look_s) / self._interval_s)
+        tokens = (reported.num_seen - reported.num_shown + growth) / self._interval_tokens
+        return max(tokens, self._lateness(reported, now))
 
-    def _piece(self, request: RolloutRequest, reported: _Reported, now: float) -> PartialRollout:
+    def _lateness(self, reported: _Reported, now: float) -> float:
+        return (now - reported.at_s + self.look_s) / self._interval_s
+
+    def _piece(self, request: RolloutRequest, reported: _Reported, now: float) -> PartialRollout | None:
+        """None: the engine cannot tell the tokens now, as while weights change, and the lease need not be renewed."""
         start, before = reported.num_shown, reported.checksum
-        tokens = self._engine.progress(request.request_id, start) or _NO_TOKENS
+        tokens = self._engine.progress(request.request_id, start)
+        if tokens is None and self._lateness(reported, now) < 1.0:
+            return None
+        tokens = tokens or _NO_TOKENS
         reported.num_shown += len(tokens.token_ids)
         reported.checksum = id_checksum(tokens.token_ids, before)
         reported.num_counted, reported.at_s = reported.num_seen, now

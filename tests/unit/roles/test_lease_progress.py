@@ -127,17 +127,26 @@ async def test_all_rollouts_share_a_message_and_those_that_are_almost_due_come_a
 
 async def test_an_engine_that_cannot_tell_the_tokens_renews_its_leases_all_the_same(clock: ManualClock) -> None:
     class Blind(ScriptedEngine):
+        is_blind = True
+
         def progress(self, request_id: str, start: int = 0) -> Prefix | None:
-            return None
+            return None if self.is_blind else super().progress(request_id, start)
 
     it, request = Blind(Script(stop_probability=1e-9)), request_of(0, 0)
     reporter, sampling = reporter_of(it, clock), asyncio.create_task(it.generate(request))
     found: list[PartialRollout] = []
-    while it.num_sampled(request.request_id) < NUM_TOKENS - 1:
+    while it.num_sampled(request.request_id) < NUM_TOKENS // 2:
         await asyncio.sleep(0)
+        clock.advance(INTERVAL_S / 20)
         found += pieces_of(reporter.report([request]))
-    assert 10 < len(found) < 30
+    assert NUM_TOKENS // 2 // 21 <= len(found) <= NUM_TOKENS // 2 // 18
     assert {(piece.start, len(piece.tokens.token_ids)) for piece in found} == {(0, 0)}
+    it.is_blind = False  # at the next look all is told, and not only what came since the last report
+    while it.num_sampled(request.request_id) == reporter._reported[request.request_id].num_seen:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    (piece,) = pieces_of(reporter.report([request]))
+    assert (piece.start, piece.end) == (0, it.num_sampled(request.request_id))
+    assert reporter.num_unreported == 0
     sampling.cancel()
 
 
