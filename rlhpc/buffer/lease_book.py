@@ -30,6 +30,7 @@ class LeaseBook:
         self._clock = clock
         # Entries of the queues may be out of date; the record says what is true.
         self._fresh: deque[GroupRecord] = deque()  # in order of admission
+        self._waiting: deque[GroupRecord] = deque()  # came back after a restart, and are not granted yet
         self._returned: dict[int, GroupRecord] = {}
         self._held: dict[str, dict[tuple[int, int], GroupRecord]] = {}  # holder → (group_id, sample_index) → group
         # Heap of (when to look, serial, holder, group, lease), one of each lease that may be held: renewals, which are
@@ -51,8 +52,11 @@ class LeaseBook:
         """Samples that this generator holds."""
         return len(self._held.get(holder, ()))
 
-    def add(self, group: GroupRecord) -> None:
-        """Queue a group's free members; groups come in order of admission."""
+    def add(self, group: GroupRecord, *, waits: bool = False) -> None:
+        """Queue a group's free members; groups come in order of admission.  waits: for `readmit`."""
+        if waits:
+            self._waiting.append(group)
+            return
         if (suspicion := self._lost_leases.of(group.prompt)) is not None:
             group.remember(suspicion.strikes)
             self._quarantine.set_company(group, suspicion.company(self.max_attempts))
@@ -60,6 +64,26 @@ class LeaseBook:
             self._returned[group.group_id] = group
         else:
             self._fresh.append(group)
+
+    def readmit(self, groups: Sequence[GroupRecord], num_slots: int, live_version: int) -> list[GroupRecord]:
+        """Let groups that wait be granted, oldest first, while they are among the num_slots oldest of these.
+
+        Where steps cannot be repeated, more come back than there are slots, admitted under versions that are not made
+        again yet: sampled at once, the last ones would be far too stale when their turn comes.  Returns those that
+        count as admitted under live_version from now on.
+        """
+        changed = []
+        while self._waiting:
+            group = self._waiting[0]
+            if not (group.is_finished or group.is_dropped):
+                if sum(other.group_id < group.group_id for other in groups) >= num_slots:
+                    break
+                if group.admitted_version > live_version:
+                    group.admitted_version = live_version
+                    changed.append(group)
+                self.add(group)
+            self._waiting.popleft()
+        return changed
 
     def grantable(self, holder: str) -> GroupRecord | None:
         """The group that this holder's next lease is for: the oldest returned one, else the oldest fresh one.
@@ -165,7 +189,7 @@ class LeaseBook:
         }
         if recorded != {(holder, *key) for holder, keys in self._held.items() for key in keys}:
             raise LedgerError("the members that generators hold and the groups' own records differ")
-        queued = self._returned.keys() | {group.group_id for group in self._fresh}
+        queued = self._returned.keys() | {group.group_id for group in (*self._fresh, *self._waiting)}
         if lost := [group.group_id for group in groups if group.free_indices and group.group_id not in queued]:
             raise LedgerError(f"groups {lost} have free members that no grant would find")
 

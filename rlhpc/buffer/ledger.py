@@ -5,10 +5,7 @@ in.  Guarantees: (1) slots: admitted − released − dropped ≤ num_slots;  (2
 admitted at version ≥ s − ⌊(num_slots + window_groups − 2) / groups_per_step⌋, if groups are released only when the
 weights of their step are live;  (3) conservation: every admitted group is in exactly one of {in flight, finished,
 taken, released, dropped}.
-
-Why (2) holds: let group g be admitted at version a and taken for step s.  The batches a … s − 1 hold
-(s − a) · groups_per_step groups.  Each of them was either unreleased when g was admitted, which at most num_slots − 1
-others are, or is younger than g and was taken before it, which the window allows to at most window_groups − 1.
+Why (2) holds: docs/design.md, §4.
 """
 
 from __future__ import annotations
@@ -76,7 +73,7 @@ class AdmissionLedger:
     def admit(self, prompt: Prompt, policy_version: int, *, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
 
-        again: it had a slot before the run was interrupted, and gets one whether or not one is free.
+        again: it had a slot before the run was interrupted; it gets one, free or not, and waits for `readmit`.
         Raises LedgerError when no slot is free; then nothing changes.
         """
         if not (self.has_slot or again):
@@ -85,8 +82,12 @@ class AdmissionLedger:
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
         self.next_group_id += 1
         self._untaken[group.group_id] = group
-        self._leases.add(group)
+        self._leases.add(group, waits=again)
         return group.group_id
+
+    def readmit(self, live_version: int) -> list[GroupRecord]:
+        """Let groups that came back be granted, in turn; return those that count as admitted now (LeaseBook)."""
+        return self._leases.readmit(self.groups, self.num_slots, live_version)
 
     # ---------------------------------------------------------------------------------------------------- leases
 

@@ -53,6 +53,11 @@ class RolloutBuffer:
         self._note(Admitted(group_id, prompt.prompt_id, policy_version))
         return group_id
 
+    def readmit(self, live_version: int) -> None:
+        """Let groups that came back after a restart be granted, as far as there are slots (AdmissionLedger.readmit)."""
+        for group in self._ledger.readmit(live_version):
+            self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version))
+
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
         return self._ledger.grant(holder, credit_samples)

@@ -166,6 +166,8 @@ def _compare_journal(check: Check, evidence: Evidence, prompts: GroupColumn, ver
         said = column.upto(length)[rows["group"]]
         # A rollout of a group that a later attempt admitted again: the first admission never reached the disk.
         is_void = rows["attempt"] < events.admitted_by.upto(length)[rows["group"]]
+        if name == "admitted_version":  # it came back, and arrived before its turn
+            is_void |= events.first_version_of.upto(length)[rows["group"]] == rows[name]
         differs = (said >= 0) & (said != rows[name]) & ~is_void
         differs &= events.are_whole  # else a restart takes the version of its neighbour for it
         num_compared += int((said >= 0).sum())

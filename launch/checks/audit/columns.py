@@ -43,10 +43,6 @@ class GroupColumn:
         self._values[length:] = self._fill
         self.length = min(self.length, length)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.cut(0)
-
 
 def joined(parts: list[NDArray[Any]], kind: Any = np.int64) -> NDArray[Any]:
     """Arrays end to end; an empty one of that kind if there are none."""

@@ -69,6 +69,7 @@ class EventEvidence:
         self.steps: dict[int, RecordedStep] = {}
         self.last_step = -1  # of those
         self.prompt_of, self.version_of, self.admitted_by = GroupColumn(), GroupColumn(), GroupColumn()
+        self.first_version_of = GroupColumn()  # where a later attempt admitted it once more: that of the one before
         self.step_of, self.dropped_by, self.reason_of = GroupColumn(), GroupColumn(), GroupColumn()
         self.reasons: list[str] = []
         self.knows_all = False  # from the first group on
@@ -134,6 +135,10 @@ class EventEvidence:
         return self.prompt_of.length
 
     @property
+    def _admissions(self) -> tuple[GroupColumn, ...]:
+        return self.prompt_of, self.version_of, self.admitted_by, self.first_version_of
+
+    @property
     def newest_attempt(self) -> int:
         """The last one that wrote something; -1: none did."""
         return max(self.attempts, default=-1)
@@ -191,8 +196,8 @@ class EventEvidence:
         self.lost_version = max([self.lost_version, *trained])
         self.steps.clear()
         self.last_step = -1
-        for column in (self.prompt_of, self.version_of, self.admitted_by, self.step_of, self.dropped_by):
-            column.clear()
+        for column in (*self._admissions, self.step_of, self.dropped_by):
+            column.cut(0)
         self.first_that_counts = num_rollouts
         self.knows_all = True
 
@@ -202,6 +207,8 @@ class EventEvidence:
             self.first_admitted = 0 if self.knows_all else group
         if self.admitted_by[group] == number:
             self._accuse(attempt, f"group {group} is admitted a second time", group)
+        if self.admitted_by[group] >= 0:
+            self.first_version_of[group] = self.version_of[group]
         self.prompt_of[group], self.version_of[group] = int(event["prompt"]), int(event["version"])
         self.admitted_by[group] = number
 
@@ -282,7 +289,7 @@ class EventEvidence:
         self._void_from(step)
         later = np.flatnonzero(self.version_of.upto(self.num_admitted) > version)
         first = int(later[0]) if len(later) else self.num_admitted
-        for column in (self.prompt_of, self.version_of, self.admitted_by, self.dropped_by):
+        for column in (*self._admissions, self.dropped_by):
             column.cut(first)
         for group in groups:
             if group < first:

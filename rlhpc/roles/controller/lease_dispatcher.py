@@ -65,6 +65,7 @@ class LeaseDispatcher:
                 await self._grant()
 
     def _admit(self) -> None:
+        self._buffer.readmit(self._policy.live_version)
         while self._buffer.has_slot:
             self._buffer.admit(self._prompts.draw(), self._policy.live_version)
 

@@ -333,6 +333,39 @@ def test_what_a_checkpoint_knows_of_an_attempt_that_started_over_is_not_read_aga
     assert not history.lacks_beginning
 
 
+def test_groups_that_come_back_without_their_rollouts_are_sampled_in_turn_and_never_too_stale(
+    layout: RunLayout,
+) -> None:
+    """Six steps went by; then all rollouts are lost.  Sampled at once, the last would be trained five steps old."""
+    buffer, bound = begin(layout, 0), make_ledger(ManualClock()).staleness_bound
+    for step in range(6):
+        for group_id in (2 * step, 2 * step + 1):
+            buffer.admit(make_prompt(group_id), step)
+            finish(buffer, group_id)
+        train(buffer, step)
+    journal_of(buffer).commit()
+    for path in journal_paths(layout.rollouts):
+        path.unlink()
+
+    again = begin(layout, 1, read_history(layout.rollouts, START))
+    sampled_at = dict[int, int]()
+    for version in range(6):
+        again.readmit(version)
+        while (lease := again.grant("g-0", 100)) is not None:
+            sampled_at.setdefault(lease.group_id, version)
+            assert lease.admitted_version == min(lease.group_id // 2, version)
+        finish(again, *sampled_at)
+        groups = again.take(2, version)
+        assert groups is not None
+        assert all(version - group.admitted_version <= bound for group in groups)
+        assert all(version - sampled_at[group.group_id] <= bound for group in groups)
+        again.consume(groups, version, trained_version=version, applied=True)
+        again.release([group.group_id for group in groups])
+    journal_of(again).commit()
+    anew = read_history(layout.rollouts, START).admitted
+    assert {group_id: anew[group_id].version for group_id in (0, 3, 4, 11)} == {0: 0, 3: 0, 4: 1, 11: 4}
+
+
 # ---------------------------------------------------------------------------------------------------------- rollbacks
 
 

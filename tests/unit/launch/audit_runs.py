@@ -19,6 +19,8 @@ from launch.run_directory.journal_aside import set_journal_aside
 from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
 from rlhpc.algorithms.advantages import has_reward_variance
 from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.journal_files import journal_paths
+from rlhpc.buffer.journal_reader import read_journal
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -102,6 +104,7 @@ class AuditedRun:
         config, layout = self.config, self.layout
         saved = read_saved_state(layout, resume_step) if resume_step is not None else None
         self.prompts = CountedPrompts()
+        self.held: list[tuple[int, int]] = []  # members that the generator is sampling
         settings: dict[str, Any] = {
             "num_slots": config.admission.num_slots,
             "window_groups": config.admission.window,
@@ -200,11 +203,14 @@ class AuditedRun:
 
     def _sample(self) -> None:
         self._deliver_again()
+        self.buffer.readmit(self.live)
         while self.buffer.has_slot:
             self.buffer.admit(self.prompts.draw(), self.live)
-        wanted = [(g, i) for g in self.buffer.open_groups() for i in (0, 1) if self.buffer.is_wanted(g, i)]
+        while (lease := self.buffer.grant("g-0", 100)) is not None:
+            self.held += [(lease.group_id, index) for index in lease.sample_indices]
+        self.held = [(group_id, index) for group_id, index in self.held if self.buffer.is_wanted(group_id, index)]
         self._moment()
-        for group_id, index in self.random.sample(wanted, min(len(wanted), 3)):
+        for group_id, index in self.random.sample(self.held, min(len(self.held), 3)):
             if self.buffer.is_wanted(group_id, index):  # it was not dropped meanwhile
                 self._deliver(self._rollout(group_id, index))
             self._moment()
@@ -281,6 +287,19 @@ class AuditedRun:
         known = KnownCheckpoints(self.layout.checkpoints)
         prune(self.layout.checkpoints, 2, known)
         delete_needless_journals(self.layout, [step for step, _ in known.steps()])
+
+    def damage(self) -> None:
+        """Turn a bit of a rollout in the journal."""
+        if paths := journal_paths(self.layout.rollouts):
+            path = self.random.choice(paths)
+            content = read_journal(path)
+            if content.records:
+                row = self.random.randrange(len(content.records))
+                with path.open("r+b") as file:
+                    file.seek(content.layout.place("rollouts", row) + 48)
+                    (value,) = file.read(1)
+                    file.seek(-1, 1)
+                    file.write(bytes([value ^ 1]))
 
     def tear(self) -> None:
         """What a kill may leave behind the last line of the events."""

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -34,6 +35,7 @@ from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
 
 QUICK, FULL = Depth(is_quick=True), Depth()
 BEFORE_A_RESUME = Depth(is_quick=True, last_segments=1)
+NO_CHECKPOINT = 1000  # steps from one to the next
 Mutation = Callable[[RunLayout, random.Random], Falsified | None]
 
 
@@ -99,6 +101,27 @@ def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path
         audit_at_end = assert_clean(run.layout)
         assert audit_at_end.num_steps == run.config.run.num_steps
         assert (audit_at_end.places["buffered"], audit_at_end.places["in_flight"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 150), marks=pytest.mark.long)], ids=lambda seeds: f"{seeds.start}-"
+)
+def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_that_is_right(
+    tmp_path: Path, seeds: range
+) -> None:
+    for seed in seeds:
+        run = AuditedRun(tmp_path / str(seed), seed, every_steps=NO_CHECKPOINT if seed % 2 else 3)
+        for _ in range(2):
+            run.start()
+            with suppress(Killed):
+                run.run(kill_after=run.random.randint(20, 90))
+            run.layout.summary.unlink(missing_ok=True)
+            run.damage()
+        run.start()
+        run.run()
+        audit = audited(run.layout)
+        broken = [check.name for check in audit.checks if check.verdict is Verdict.VIOLATED and check.name != "files"]
+        assert not broken, f"seed {seed}\n{as_table(run.layout, audit)}"
 
 
 def test_what_a_killed_run_holds_is_counted(tmp_path: Path) -> None:
