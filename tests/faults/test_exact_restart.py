@@ -52,7 +52,7 @@ class Course:
 def settings(name: str, max_staleness: int, **trainer: object) -> dict[str, dict[str, object]]:
     return {
         "run": {"num_steps": NUM_STEPS, "deterministic": True},
-        "data": {"task": "tests.ring.ring_rewards:slow_parity"},
+        "data": {"task": "tests.ring.ring_rewards:very_slow_parity"},
         "admission": {"max_staleness": max_staleness},
         "generation": {"num_replicas": 2, "max_completion_tokens": 120},  # long enough to span updates, if it could
         "checkpoint": {"every_steps": 5},
@@ -69,7 +69,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
     """At random instants: two roles, one role, and the launcher."""
     rng = random.Random(seed)
     layout, run_file = lab.layout(name), lab.run_file(name, **sections)
-    first, second, third = sorted(rng.sample(range(1, NUM_STEPS), 3))
+    first, second, third = sorted(rng.sample(range(1, NUM_STEPS - 3), 3))  # while there are steps to come
     with Run(run_file, layout) as run:
         run.wait_for_step(first)
         time.sleep(rng.random() / 4)

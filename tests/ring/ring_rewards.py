@@ -28,6 +28,12 @@ def slow_parity(completion: str, reference: str) -> RewardOutcome:
     return parity(completion, reference)
 
 
+def very_slow_parity(completion: str, reference: str) -> RewardOutcome:
+    """Steps of half a second, for who wants to be there between two of them."""
+    time.sleep(3 * SLOW_S)
+    return parity(completion, reference)
+
+
 def gated_parity(completion: str, reference: str) -> RewardOutcome:
     """Waits until the test lets it go on, so that there is a middle however fast the machine; see rewards.timeout_s."""
     judged, gate = next(_judged), Path(os.environ[GATE])

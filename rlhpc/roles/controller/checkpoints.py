@@ -98,8 +98,14 @@ class CheckpointWriter:
         log.info("checkpoint %s begun, snapshot in %.3f s", final.name, taken.seconds)
 
     def can_return_to(self, step: int) -> bool:
-        """Whether another attempt can do a step again: from a checkpoint, or from the start if the journal has it."""
-        return any(saved <= step for saved, _ in self._known.steps()) or reaches_start(self._layout.rollouts)
+        """Whether another attempt can do a step again: from a checkpoint, or from the start if the journal has it.
+
+        A disk that does not answer has neither, for now.
+        """
+        try:
+            return any(saved <= step for saved, _ in self._known.steps()) or reaches_start(self._layout.rollouts)
+        except (OSError, JournalError):
+            return False
 
     def reported(self, report: SaveReport) -> None:
         """The trainer has ended writing."""
