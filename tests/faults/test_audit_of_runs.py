@@ -12,7 +12,7 @@ from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
 from tests.ring.run_kit import Run, make_lab
 
 pytestmark = [pytest.mark.ring, pytest.mark.long]
-NUM_STEPS = 60
+NUM_STEPS = 40
 
 
 def assert_clean(layout: RunLayout) -> None:
