@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -24,13 +25,22 @@ from launch.checks.audit.report import Audit, Check, Verdict
 from launch.cli import main
 from launch.commands.audit import as_table
 from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC
 from rlhpc.crc import crc32
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
-from tests.unit.launch.audit_mutations import MUTATIONS, Falsified, edit_checkpoint, edit_events, events_of
+from tests.unit.buffer.rollout_samples import make_scored
+from tests.unit.launch.audit_mutations import (
+    MUTATIONS,
+    Falsified,
+    edit_checkpoint,
+    edit_events,
+    edit_segment,
+    events_of,
+)
 from tests.unit.launch.audit_runs import AuditedRun, Killed, live_through
 
 QUICK, FULL = Depth(is_quick=True), Depth()
@@ -355,3 +365,31 @@ def test_lengths_are_compared_as_every_pair_of_them_is() -> None:
     assert z < -4
     assert describe(np.bincount(left)) == {"count": 300, "mean": left.mean(), "median": np.sort(left)[149]}
     assert compare(np.bincount(left), np.bincount(left)) == (pytest.approx(0.5), pytest.approx(0.0))
+
+
+def test_a_loss_that_prefers_long_completions_and_poisoned_prompts_are_remarked_upon(tmp_path: Path) -> None:
+    layout = complete_run(tmp_path / "run", 5, 0)
+    for number, path in enumerate(segment_paths(layout.rollouts)):
+        lost = layout.rollouts / f"lost_attempt_{number + 1}"
+        lost.mkdir()
+        shutil.copy2(path, lost)
+        edit_segment(lost / path.name, make_long)
+    before = audited(layout)
+    assert before.is_clean
+    (remark,) = check_of(before, "length bias").remarks
+    assert remark.startswith("rollouts that are lost are longer than those trained: in 100% of pairs")
+    assert before.lengths["lost"]["mean"] > before.lengths["trained"]["mean"] + 20
+
+    lines = [{"prompt": "abc", "strikes": 3, "together": 4}, {"prompt": "def", "strikes": 1, "together": 4}]
+    layout.strikes.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (remark,) = check_of(audited(layout), "poison and quarantine").remarks
+    assert remark == "1 prompts under suspicion, granted with few others or alone: abc (3 deaths)"
+
+
+def make_long(groups: list[ResolvedGroup]) -> None:
+    """Other rollouts of the same groups, of 40 tokens."""
+    for place, group in enumerate(groups):
+        members = tuple(
+            make_scored(group.group.group_id, member.rollout.sample_index, length=40) for member in group.group.members
+        )
+        groups[place] = replace(group, group=replace(group.group, members=members))
