@@ -52,6 +52,7 @@ class History:
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
     admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
+    implied: dict[int, Admitted] = field(default_factory=dict)  # the same, by rollouts of which no event says it
     dropped: dict[int, DropReason] = field(default_factory=dict)
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step
@@ -85,7 +86,18 @@ def read_history(directory: Path, position: Position) -> History:
             elif line > known:
                 _add(history, event)
     history.rollouts = list(_rollouts(directory, position, limits, history))
+    history.implied = _implied(history)
     return history
+
+
+def _implied(history: History) -> dict[int, Admitted]:
+    """A commit that was cut off may have written a rollout and not its group's admission."""
+    implied = dict[int, Admitted]()
+    for record in history.rollouts:
+        group_id, prompt_id = record.scored.rollout.group_id, record.scored.rollout.prompt.prompt_id
+        if group_id not in history.admitted:
+            implied[group_id] = Admitted(group_id, prompt_id, record.admitted_version)
+    return implied
 
 
 def _start_over(history: History, event: Began, attempt: int, position: Position, is_news: bool) -> Position:

@@ -272,10 +272,11 @@ class RolloutBuffer:
         Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
         Raises CheckpointError if the order of prompts is not that of the history.
         """
-        last = max(history.admitted, default=-1)
-        version = min((admitted.version for admitted in history.admitted.values()), default=0)
+        known = history.implied | history.admitted
+        last = max(known, default=-1)
+        version = min((admitted.version for admitted in known.values()), default=0)
         while (group_id := self._ledger.next_group_id) <= last:
-            admitted, prompt = history.admitted.get(group_id), draw()
+            admitted, prompt = known.get(group_id), draw()
             if admitted is not None and prompt.prompt_id != admitted.prompt:
                 raise CheckpointError(
                     f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "

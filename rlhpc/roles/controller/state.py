@@ -102,6 +102,7 @@ def _restore(
         log.warning("%s: what it held is sampled again", problem)
     # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
     goes_on = saved is not None or not history.lacks_beginning
+    first_group = buffer.counts()["admitted"]
     restored = buffer.restore(history, prompts.draw) if goes_on else []
     if restored:
         log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
@@ -114,6 +115,9 @@ def _restore(
         _restore_partials(context, first_attempt, version, buffer)
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
     journal.note(Began(step, history.num_rollouts, goes_on))
+    for group_id in sorted(history.implied if goes_on else ()):
+        if group_id >= first_group:  # else the checkpoint knows it
+            journal.note(history.implied[group_id])
     buffer.journal = journal
     return Replay(steps, restored, bool(history.undone)), journal
 

@@ -13,7 +13,7 @@ from rollout_samples import ManualClock, assert_same_group, make_group, make_led
 from test_ledger import settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Began, RolledBack, Taken, Trained, event_paths
+from rlhpc.buffer.event_log import Admitted, Began, RolledBack, Taken, Trained, event_paths
 from rlhpc.buffer.history import (
     START,
     History,
@@ -84,6 +84,25 @@ def train(buffer: RolloutBuffer, step: int) -> list[int]:
     buffer.consume(groups, step, trained_version=step, applied=True, metrics={"loss": step / 2})
     buffer.release([group.group_id for group in groups])
     return [group.group_id for group in groups]
+
+
+def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again(layout: RunLayout) -> None:
+    """A commit writes rollouts first; the process is killed, or the disk refuses, before the events."""
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0)
+    journal_of(buffer).commit()
+    buffer.admit(make_prompt(1), 3)
+    buffer.admit(make_prompt(2), 3)
+    buffer.deliver("g-0", make_scored(2, 1))
+    journal_of(buffer)._files.append(journal_of(buffer)._pending)
+
+    history = read_history(layout.rollouts, START)
+    assert sorted(history.admitted) == [0]
+    assert history.implied == {2: Admitted(2, 2, 3)}
+    again = begin(layout, 1, history)
+    assert again.open_groups() == [0, 1, 2]
+    assert (again.is_wanted(2, 0), again.is_wanted(2, 1)) == (True, False)
+    assert (again.admitted_version(0), again.admitted_version(2)) == (0, 3)
 
 
 def test_a_run_that_is_killed_finds_everything_again_without_a_checkpoint(layout: RunLayout) -> None:
