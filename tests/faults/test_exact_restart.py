@@ -90,9 +90,9 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
 @pytest.mark.parametrize(
     ("name", "max_staleness", "trainer"),
     [
-        ("synchronous", 0, {}),
+        pytest.param("synchronous", 0, {}, marks=pytest.mark.long),
         ("one-behind", 1, {}),
-        ("two-behind", 2, {}),
+        pytest.param("two-behind", 2, {}, marks=pytest.mark.long),
         ("megatron-dp2", 1, {"backend": "megatron", **TWO_RANKS}),
         ("megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}),
         ("deepspeed-zero2", 1, {"backend": "deepspeed", "zero_stage": 2, **TWO_RANKS}),
