@@ -149,7 +149,8 @@ def kills(trial: Trial) -> int:
         who, victim = ("launcher", run.process) if is_to_damage else _victim(run, trial.chance)
         victim.kill()
         began = time.monotonic()
-        went_on = who != "launcher" and _wait_for_a_step(run)
+        ends_attempt = who.endswith(("controller", "trainer"))
+        went_on = who != "launcher" and _wait_for_a_step(run, in_another_attempt=ends_attempt)
         problem, damaged = "", ""
         if not went_on:
             problem = _end(run) or (
@@ -174,12 +175,17 @@ def kills(trial: Trial) -> int:
     return failures + bool(problem)
 
 
-def _wait_for_a_step(run: Run) -> bool:
+def _wait_for_a_step(run: Run, *, in_another_attempt: bool = False) -> bool:
     """Wait until a step has been trained from now on; False: the run has ended, or none was trained."""
     deadline, before = Deadline(180.0), run.status()
+    first = before.get("attempt")
     while run.process.poll() is None and not deadline.is_over:
         now = run.status()
-        if now.get("attempt") == before.get("attempt") and now.get("step", -1) > max(before.get("step", -1), 0):
+        is_there = not in_another_attempt or now.get("attempt") != first
+        has_gone_on = now.get("attempt") == before.get("attempt") and now.get("step", -1) > max(
+            before.get("step", -1), 0
+        )
+        if is_there and has_gone_on:
             return True
         before = now if now.get("attempt") != before.get("attempt") else before
         time.sleep(0.05)
