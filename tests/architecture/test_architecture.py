@@ -221,6 +221,12 @@ def test_the_controllers_table_says_who_waits_for_what_and_who_wakes_whom() -> N
         assert named == _callers(folder, wakes), f"who calls {wakes}()"
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone, and collects only the first: whoever runs one of them sees nothing."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})
+
+
 @pytest.mark.parametrize("words", BUDGETS)
 def test_exceptions_to_the_rules_stay_within_budget(words: str) -> None:
     count = sum(path.read_text(encoding="utf-8").count(words) for path in SOURCES)
