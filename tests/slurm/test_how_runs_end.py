@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -48,6 +51,26 @@ def test_a_run_that_fails_again_and_again_without_progress_ends_and_says_so(slur
     assert len(run.attempts()) == 2
 
 
+@contextmanager
+def standing_still(run: SlurmRun, role: str) -> Iterator[None]:
+    """Stop every process of a role again and again: one that stands still is killed and started again by its task."""
+    is_over = threading.Event()
+
+    def stop() -> None:
+        while not is_over.wait(0.2):
+            for pid in role_pids(run, role):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 @pytest.mark.long
 def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(
@@ -56,9 +79,8 @@ def test_a_run_without_progress_says_who_waits_and_frees_its_nodes(slurm: DevClu
     )  # fmt: skip
     run.submit()
     run.wait_step(3)
-    [generator] = role_pids(run, "generator")
-    os.kill(generator, signal.SIGSTOP)
-    text = wait_for_the_end(run)
+    with standing_still(run, "generator"):
+        text = wait_for_the_end(run)
     assert "stalled: no step for 44 s" in text
     assert "waits for" in text
     assert len(run.attempts()) == 2, "an attempt that had made progress is worth another"
