@@ -12,19 +12,15 @@ prompt ever loses enough leases to be dropped (docs/faults.md).
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhpc.files import sync_directory
+from rlhpc.buffer.line_file import LineFile
 from rlhpc.ownership import Fence
 from rlhpc.types import Prompt
 
-log = logging.getLogger("rlhpc.lost_leases")
 ANY_COMPANY = 0
 MANY = 1 << 20  # groups: no generator has died, there is nobody to be kept away from
 COMPANY_SHRINKS_BY = 8  # from one death to the next
@@ -97,22 +93,12 @@ class LostLeaseFile:
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         """fence: checked before each change; a line in progress may follow a take-over: at worst one lost lease."""
-        self._path, self._fence = path, fence
+        self._lines = LineFile(path, Suspicion, fence)
         self._writing = threading.Lock()
 
     def read(self) -> list[Suspicion]:
         """All lines, oldest first.  A line that a crash cut off is skipped.  Raises OSError."""
-        try:
-            lines = self._path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        found = []
-        for line in lines:
-            try:
-                found += [Suspicion(**json.loads(line))] if line else []
-            except (ValueError, TypeError):
-                log.warning("%s: skipped a malformed line: %r", self._path, line[:80])
-        return found
+        return self._lines.read()
 
     def append(self, book: LostLeases) -> None:
         """Write the changes to disk; any thread may call this.
@@ -120,28 +106,9 @@ class LostLeaseFile:
         A failed write is a warning: the next call tries again.  Raises OwnershipLost.
         """
         with self._writing:
-            self._append(book)
-
-    def _append(self, book: LostLeases) -> None:
-        changes = book.unwritten[:]
-        if not changes:
-            return
-        # A line of its own, whatever a crash has left behind the last one.
-        data = "".join(f"\n{json.dumps(asdict(change))}" for change in changes) + "\n"
-        try:
-            if self._fence is not None:
-                self._fence.check()
-            is_new = not self._path.exists()
-            with self._path.open("ab") as file:
-                file.write(data.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            if is_new:
-                sync_directory(self._path.parent)
-        except OSError as error:
-            log.warning("%s not written: %s", self._path, error)
-            return
-        del book.unwritten[: len(changes)]
+            changes = book.unwritten[:]
+            if changes and self._lines.append(changes):
+                del book.unwritten[: len(changes)]
 
 
 def key_of(prompt: Prompt) -> str:

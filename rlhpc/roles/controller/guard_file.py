@@ -8,19 +8,14 @@ undone and done again may have two lines, of different attempts.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhpc.files import sync_directory
+from rlhpc.buffer.line_file import LineFile
 from rlhpc.ownership import Fence
-
-log = logging.getLogger("rlhpc.step_guard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +34,7 @@ class GuardEntry:
 
 def read_guard_file(path: Path) -> list[GuardEntry]:
     """All entries, oldest first; none without a file.  A line that a crash cut off is skipped.  Raises OSError."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found += [GuardEntry(**json.loads(line))] if line else []
-        except (ValueError, TypeError):
-            log.warning("%s: skipped a malformed line: %r", path, line[:80])
-    return found
+    return LineFile(path, GuardEntry).read()
 
 
 class GuardFile:
@@ -57,13 +42,13 @@ class GuardFile:
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         """fence: checked before each change."""
-        self._path, self._fence = path, fence
+        self._lines = LineFile(path, GuardEntry, fence)
         self._unwritten: list[GuardEntry] = []
         self._writing = threading.Lock()
 
     def count(self, action: str) -> int:
         """Entries of this action, of all attempts.  Raises OSError."""
-        return sum(entry.action == action for entry in read_guard_file(self._path))
+        return sum(entry.action == action for entry in self._lines.read())
 
     def append(self, entry: GuardEntry) -> None:
         """Write an entry, and those that could not be written before, to disk.
@@ -72,19 +57,5 @@ class GuardFile:
         """
         with self._writing:
             self._unwritten.append(entry)
-            # A line of its own, whatever a crash has left behind the last one.
-            data = "".join(f"\n{json.dumps(asdict(each))}" for each in self._unwritten) + "\n"
-            try:
-                if self._fence is not None:
-                    self._fence.check()
-                is_new = not self._path.exists()
-                with self._path.open("ab") as file:
-                    file.write(data.encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                if is_new:
-                    sync_directory(self._path.parent)
-            except OSError as error:
-                log.warning("%s not written: %s", self._path, error)
-                return
-            self._unwritten.clear()
+            if self._lines.append(self._unwritten):
+                self._unwritten.clear()

@@ -1,0 +1,61 @@
+"""A file of JSON lines that belongs to a run: appended and synced, read whole, and undone by no resume.
+
+Input: frozen dataclasses of one kind.  Output: lines that are on disk.  A line that a crash cut off is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rlhpc.files import sync_directory
+from rlhpc.ownership import Fence
+
+log = logging.getLogger("rlhpc.line_file")
+Line = TypeVar("Line")
+
+
+class LineFile(Generic[Line]):
+    """Of lines of one kind; one thread at a time appends."""
+
+    def __init__(self, path: Path, kind: type[Line], fence: Fence | None = None) -> None:
+        """fence: checked before each change; a line in progress may follow a take-over."""
+        self._path, self._kind, self._fence = path, kind, fence
+
+    def read(self) -> list[Line]:
+        """All lines, oldest first; none without a file.  Raises OSError."""
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        found: list[Line] = []
+        for line in lines:
+            try:
+                found += [self._kind(**json.loads(line))] if line else []
+            except (ValueError, TypeError):
+                log.warning("%s: skipped a malformed line: %r", self._path, line[:80])
+        return found
+
+    def append(self, lines: Sequence[Any]) -> bool:
+        """Write lines to disk.  False, with a warning: the disk refuses.  Raises OwnershipLost."""
+        # A line of its own, whatever a crash has left behind the last one.
+        data = "".join(f"\n{json.dumps(asdict(line))}" for line in lines) + "\n"
+        try:
+            if self._fence is not None:
+                self._fence.check()
+            is_new = not self._path.exists()
+            with self._path.open("ab") as file:
+                file.write(data.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync_directory(self._path.parent)
+        except OSError as error:
+            log.warning("%s not written: %s", self._path, error)
+            return False
+        return True
