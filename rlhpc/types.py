@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-UInt8 = NDArray[np.uint8]
-Float32 = NDArray[np.float32]
-Bool = NDArray[np.bool_]
+# Written out: since NumPy 2.5 NDArray[np.int32] is the name of an alias, in which a codec finds no dtype.
+Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+UInt8 = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
+Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+Bool = np.ndarray[tuple[Any, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
