@@ -214,6 +214,15 @@ def test_a_step_that_is_not_allowed_is_skipped_on_all_ranks_and_changes_no_bit(c
         assert path.read_bytes() == (tmp_path / "after" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.parametrize("layout", ["deepspeed-zero2", "deepspeed-zero2_offload"])
+def test_what_was_refused_in_bfloat16_leaves_no_gradient_behind(layout, start, model_for, tmp_path):
+    """DeepSpeed then sums gradients in buffers of their own, and an offloaded optimiser keeps them."""
+    arguments = {"model": model_for("qwen2-tied", layout), "rows": packed(draw("qwen2-tied")), "dtype": "bfloat16"}
+    for applied, _, told, _ in start(layout).run(refuse_a_step, tmp_path, **arguments):
+        assert applied == [True, False, True]
+        assert told[1] == pytest.approx(told[2], rel=1e-5)
+
+
 def test_weight_decay_shrinks_matrices_only(cluster, model, rows, tmp_path):
     before, after = cluster.run(decay_only, tmp_path, model=model, rows=rows)[0]
     for name in before:

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron-tp2_dp2": MEGATRON_4 | {"tensor_parallel": 2},
     "deepspeed-zero1": DEEPSPEED_2 | {"zero_stage": 1},
     "deepspeed-zero2": DEEPSPEED_2 | {"zero_stage": 2},
+    "deepspeed-zero2_offload": DEEPSPEED_2 | {"zero_stage": 2, "optimizer_offload": True},  # DeepSpeed does on CPU too
     "deepspeed-zero3": DEEPSPEED_2 | {"zero_stage": 3},
 }
 # Layouts that only the tests of checkpoints need besides.

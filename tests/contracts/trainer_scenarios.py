@@ -88,9 +88,9 @@ def skip_poisoned_steps(rank: Rank, *, model: Path, rows: Rows, poisoned: list[R
     return good.applied, [result.applied for result in skipped], steps_applied
 
 
-def refuse_a_step(rank: Rank, *, model: Path, rows: Rows) -> Any:
+def refuse_a_step(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> Any:
     """A step that is allowed, then one that is not; what the question was each time."""
-    backend, asked = rank.open(model), []
+    backend, asked = rank.open(model, **settings), []
 
     def gate(answer: bool, metrics: Mapping[str, float], grad_norm: float) -> bool:
         asked.append((metrics["loss"], grad_norm))

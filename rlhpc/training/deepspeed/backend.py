@@ -81,12 +81,13 @@ class DeepSpeedBackend(TrainerBackend):
         with ExitStack() as undo:
             undo.enter_context(accelerator_environment(device))
             # DeepSpeed reads the environment while it is imported, once for the process.
-            from rlhpc.training.deepspeed.engine import NormGate, close_engine, open_engine
+            from rlhpc.training.deepspeed.engine import NormGate, close_engine, forget_gradients, open_engine
 
             self._engine: Any = open_engine(
                 policy, model.parameters, settings.trainer, dtype=settings.dtype, device=device
             )
             undo.callback(close_engine, self._engine)
+            self._forget_gradients = forget_gradients
             self._gate = NormGate(self._engine.optimizer)
             undo.callback(self._gate.leave)
             self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
@@ -189,6 +190,8 @@ class DeepSpeedBackend(TrainerBackend):
             lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
         ):
             self._engine.step()
+        if zero.overflow and self._stage < 3:
+            self._forget_gradients(zero)
         return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
     def _accumulate(

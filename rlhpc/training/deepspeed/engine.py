@@ -157,6 +157,16 @@ def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: 
     }
 
 
+def forget_gradients(zero: Any) -> None:
+    """Drop the sums that DeepSpeed 0.19 keeps of a step that it skipped: those of an optimiser in host memory.
+
+    Without it they are part of the next step, finite or not.  zero: the optimiser of an engine of stage 1 or 2.
+    """
+    for sums in (zero.averaged_gradients, zero.all_grad_tensors):
+        for group in sums:
+            sums[group] = None
+
+
 def close_engine(engine: ZeroEngine) -> None:
     """Take the engine's hooks off its module and forget DeepSpeed's groups; before the default group is left."""
     engine.destroy()
