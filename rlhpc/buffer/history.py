@@ -52,7 +52,7 @@ class History:
 
     rollouts: list[JournalRecord] = field(default_factory=list)  # in the order of arrival
     admitted: dict[int, Admitted] = field(default_factory=dict)  # by group
-    implied: dict[int, Admitted] = field(default_factory=dict)  # the same, by rollouts of which no event says it
+    implied: dict[int, Admitted] = field(default_factory=dict)  # the same, of which no event says it but rollouts do
     dropped: dict[int, DropReason] = field(default_factory=dict)
     batches: dict[int, Taken] = field(default_factory=dict)  # by step
     trained: dict[int, Trained] = field(default_factory=dict)  # by step

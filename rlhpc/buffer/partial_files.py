@@ -83,6 +83,8 @@ def read_partials(directory: Path, first_attempt: int = 0) -> tuple[dict[Member,
         try:
             file = read_partial_file(path)
         except JournalError as error:
+            if not path.exists():  # a newer file, perhaps not yet there at the first look, holds all of it
+                return read_partials(directory, first_attempt)
             problems.append(str(error))
             continue
         if file.damage:

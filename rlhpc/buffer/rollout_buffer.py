@@ -268,7 +268,8 @@ class RolloutBuffer:
     def restore(self, history: History, draw: Callable[[], Prompt]) -> list[ResolvedGroup]:
         """Bring back what has happened since the checkpoint, or since the start: admissions, rollouts, drops.
 
-        Groups that were trained on since then are finished again.  draw: the next prompt of the seeded order.
+        Groups that were trained on since then are finished again.  draw: the next prompt of the seeded order.  Adds to
+        history.implied what only the order of groups tells.
         Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
         Raises CheckpointError if the order of prompts is not that of the history.
         """
@@ -282,7 +283,9 @@ class RolloutBuffer:
                     f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "
                     f"{prompt.prompt_id}: the order of prompts has changed"
                 )
-            if admitted is not None:  # else its line is damaged, and the version is its neighbour's
+            if admitted is None:  # its line was lost, and a younger group's rollouts were not: its neighbour's version
+                history.implied[group_id] = Admitted(group_id, prompt.prompt_id, version)
+            else:
                 version = admitted.version
             self._ledger.admit(prompt, version, again=True)
         changed, dropped = set[int](), dict(history.dropped)

@@ -241,3 +241,21 @@ def test_whoever_lost_the_run_directory_writes_and_deletes_nothing(tmp_path: Pat
     assert lengths(layout.rollouts) == [20] * 4
     successor.begin(pieces(0, 30))
     assert lengths(layout.rollouts) == [30] * 4
+
+
+def test_a_file_that_goes_while_it_is_looked_for_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer begins a new file, complete, and deletes those before."""
+    PartialLog(tmp_path, 0).begin(pieces(0, 30))
+    looks: list[list[Path]] = []
+
+    def look_and_replace(directory: Path) -> list[Path]:
+        looks.append(partial_paths(directory))
+        if len(looks) == 1:
+            PartialLog(tmp_path, 1).begin(pieces(0, 50))
+        return looks[-1]
+
+    monkeypatch.setattr("rlhpc.buffer.partial_files.partial_paths", look_and_replace)
+    known, problems = read_partials(tmp_path)
+    assert problems == []
+    assert [each.end for each in known.values()] == [50] * 4
+    assert len(looks) >= 2

@@ -25,6 +25,7 @@ from launch.checks.audit.report import Audit, Check, Verdict
 from launch.cli import main
 from launch.commands.audit import as_table
 from rlhpc.buffer.event_log import event_paths
+from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_files import segment_paths
 from rlhpc.buffer.segments import USER_BLOCK_BYTES, USER_BLOCK_MAGIC
@@ -139,6 +140,21 @@ def test_what_a_killed_run_holds_is_counted(tmp_path: Path) -> None:
     assert audit.places["trained"] > 0
     assert audit.places["in_flight"] + audit.places["buffered"] > 0
     assert audit.resume_step is not None
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_admissions_that_a_kill_cut_off_are_written_down_by_the_next_attempt(tmp_path: Path, seed: int) -> None:
+    """Rollouts are on disk before the events of the same commit, and may be those of the youngest group alone."""
+    layout = killed_run(tmp_path / "run", seed)
+    events = layout.rollouts / "events_000000.jsonl"
+    lines = events.read_bytes().splitlines(keepends=True)
+    youngest = max(record.scored.rollout.group_id for record in next(read_journals(layout.rollouts)).records)
+    gap = next(i for i, line in enumerate(lines) if f'"group":{youngest - 2},' in line.decode().replace(" ", ""))
+    events.write_bytes(b"".join(lines[:gap]))
+    run = AuditedRun(layout.root, seed + 100)
+    run.start()
+    run.run()
+    assert_clean(layout)
 
 
 # ------------------------------------------------------------------------------------------------ histories that do not
