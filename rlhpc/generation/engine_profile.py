@@ -39,6 +39,10 @@ CPU_ENVIRONMENT = {
     # Else the first request for log-probabilities compiles for seconds, and every new batch size again.
     "TORCH_COMPILE_DISABLE": "1",
 }
+CUDA_ENVIRONMENT = {
+    # Its sampler is compiled with nvcc, which few nodes have, and says nothing of processed log-probabilities.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 # Kernels whose result for one sequence does not depend on the others of the batch, and so not on when they arrived.
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 # Otherwise vLLM's CPU platform turns the executor "uni" into "mp", which is one process more.
@@ -67,10 +71,9 @@ def engine_profile(config: Config, *, seed: int, device: str) -> EngineProfile:
                 "a sequence then depend on the others of its batch; legal there: model.dtype='float32'"
             )
         environment |= {} if is_cpu else BATCH_INVARIANT
-    if is_cpu:
-        environment |= CPU_ENVIRONMENT
-        if config.generation.tensor_parallel == 1:
-            environment |= ONE_WORKER_ON_CPU
+    environment |= CPU_ENVIRONMENT if is_cpu else CUDA_ENVIRONMENT
+    if is_cpu and config.generation.tensor_parallel == 1:
+        environment |= ONE_WORKER_ON_CPU
     return EngineProfile(
         _common_args(config, seed) | (_cpu_args(config) if is_cpu else _cuda_args(config)), environment
     )

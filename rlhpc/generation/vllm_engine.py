@@ -223,7 +223,7 @@ class VllmEngine(GenerationEngine):
         if not can_count and not self._has_spans:
             raise EngineError(
                 "this vLLM reports neither which weights sampled a token nor how many tokens a request has; "
-                "set VLLM_USE_V2_MODEL_RUNNER=0 or install vLLM 0.32"
+                "install vLLM 0.32"
             )
         # A step that was launched ahead would be sampled by old weights and counted for new ones; and without spans a
         # request that has ended must have reached us before the others are counted.

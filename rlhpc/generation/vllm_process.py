@@ -20,7 +20,9 @@ from rlhpc.generation.sample_window import SampleWindow
 
 log = logging.getLogger("rlhpc.generation")
 
-SHUTDOWN_S = 5.0
+SHUTDOWN_S = 2.0  # an engine on a GPU takes longer; it has nothing to save, and Ctrl-C is promised to end all in ten
+# Of vLLM 0.26's two model runners the one that knows how many tokens each request has.
+COUNTING_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
@@ -36,6 +38,8 @@ def start_vllm(profile: EngineProfile) -> tuple[Any, list[psutil.Process]]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if not hasattr(AsyncLLM, "update_weight_version"):
+            set_environment(COUNTING_RUNNER)
         # Never a local variable: failed imports that vLLM keeps hold this frame, and through it the engine,
         # permanently.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**profile.engine_args)), _started_since(before)

@@ -199,8 +199,17 @@ class VllmSubject(Subject):
         return picked[:, 0].numpy()
 
 
+_strangers: frozenset[psutil.Process] = frozenset()  # below this process before an engine of these tests was started
+
+
+def remember_strangers() -> None:
+    """What lives below this process now is other tests': a cluster of Slurm's that other tests go on to use, say."""
+    global _strangers
+    _strangers = frozenset(psutil.Process().children(recursive=True))
+
+
 def living_children() -> list[psutil.Process]:
-    """Processes below this one, apart from python's resource tracker and the server that ranks are forked from.
+    """Processes below this one that are no strangers, apart from python's resource tracker and the server of ranks.
 
     One that has ended is none, though whoever started it, perhaps another test, has not asked for its status yet.
     """
@@ -208,6 +217,6 @@ def living_children() -> list[psutil.Process]:
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie is one, too
             words = " ".join(child.cmdline())
-            if "resource_tracker" not in words and "forkserver" not in words:
+            if child not in _strangers and "resource_tracker" not in words and "forkserver" not in words:
                 found += [child, *child.children(recursive=True)]
     return found

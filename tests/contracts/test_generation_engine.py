@@ -21,6 +21,7 @@ from engine_subjects import (
     Subject,
     VllmSubject,
     living_children,
+    remember_strangers,
     request_of,
 )
 
@@ -51,6 +52,7 @@ TOLERANCE = 1e-4  # float32, another order of sums
 )
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     directory: Path = tmp_path_factory.mktemp("engine")
+    remember_strangers()
     if request.param == "scripted":
         config = WeightsConfig(transport="gloo", timeout_s=10.0)
         made: Subject = ScriptedSubject(make_publisher(config, directory=directory, device="cpu"))
@@ -488,6 +490,7 @@ async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(sub
 @pytest.mark.vllm
 @pytest.mark.long
 async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tmp_path: Path) -> None:
+    remember_strangers()
     subject = await VllmSubject.start(tmp_path, family="llama", tied=False, recompute_kv=True)
     try:
         await subject.join()

@@ -134,3 +134,7 @@ def test_on_cpu_a_deterministic_run_is_refused_in_bfloat16() -> None:
     with pytest.raises(EngineError, match=r"model\.dtype='bfloat16'.*legal there: model\.dtype='float32'"):
         engine_profile(config, seed=7, device="cpu")
     engine_profile(config, seed=7, device="cuda")
+
+
+def test_no_kernel_is_compiled_with_nvcc_which_compute_nodes_lack() -> None:
+    assert engine_profile(config_with(), seed=0, device="cuda").environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
