@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from launch.demo import run as demo
+from launch.plan.gpu_map import VisibleGpus, map_gpus
+from rlhpc.config_file import load_config
 
 
 def test_a_demo_that_was_stopped_in_good_order_says_so_instead_of_a_result(
@@ -19,3 +21,10 @@ def test_a_demo_that_was_stopped_in_good_order_says_so_instead_of_a_result(
     said = capsys.readouterr().err
     assert "stopped before its end" in said
     assert "what came of it" not in said
+
+
+@pytest.mark.parametrize("words", [(), ("0",), ("0", "1"), ("GPU-1", "GPU-2", "GPU-3", "GPU-4")])
+def test_the_demo_finds_a_place_on_any_number_of_gpus(words: tuple[str, ...]) -> None:
+    gpus = VisibleGpus(words, None)
+    plan = map_gpus(load_config(demo.RUN_FILE, demo.fit_to(gpus)), gpus)
+    assert len(plan.devices) == (0 if not words else 2 if len(words) <= 2 else 3), plan
