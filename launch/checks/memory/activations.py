@@ -71,12 +71,15 @@ class RowMemory:
         """What one layer keeps of a row until its backward."""
         return self._layer_input if self.trainer.recompute_activations == "full" else self._layer(layer)
 
-    def kept(self, stage: int) -> int:
-        """Activations at the fullest moment of a pipeline stage: rows in flight, and the layer in work."""
+    def kept(self, stage: int, head: int = 0) -> int:
+        """Activations at the fullest moment of a pipeline stage: rows in flight, and the layer in work.
+
+        head: bytes that the head has given back when a layer is computed anew; what the layer takes beyond them counts.
+        """
         layers = layers_of_stage(self.layout, self.shape.num_layers, stage)
         row = sum(self.of_layer(layer) for layer in layers)
         again = max(map(self._layer, layers)) if self.trainer.recompute_activations == "full" else 0
-        return int(row * rows_in_flight(self.layout, stage)) + again + max(map(self._gradients, layers))
+        return int(row * rows_in_flight(self.layout, stage)) + max(0, again - head) + max(map(self._gradients, layers))
 
     def _layer(self, layer: int) -> int:
         """What one layer keeps of a row if nothing of it is computed anew but attention."""
