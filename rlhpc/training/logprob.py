@@ -8,19 +8,25 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     forward             C·V, with entropy C·V + ⌈C/8⌉·V
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
+On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices with entropy too.
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
 The cost is one more multiplication by the head in backward: logits are recomputed, chunk by chunk.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+log = logging.getLogger("rlhpc.training")
 
 NUM_BLOCKS = 8  # a second buffer beside a chunk's logits is a block of them, not the whole
 LOWEST = torch.finfo(torch.float32).min
@@ -159,11 +165,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the float32 total."""
+    """Add left @ right to the float32 total; left and right are float32, or on CUDA."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     else:
-        total.add_(_product(left, right))
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
 
 
 def _row_statistics(
@@ -177,7 +183,12 @@ def _row_statistics(
     if not len(head):
         maximum.fill_(LOWEST)
         return
-    logits = _product(hidden, head.t()).div_(temperature)
+    logits = _product(hidden, head.t())
+    if (kernels := _kernels_for(logits)) is not None:
+        want_entropy = len(sums) > WEIGHTED
+        maximum[:], sums[:] = kernels.logit_statistics(logits, targets, temperature, want_entropy=want_entropy)
+        return
+    logits.div_(temperature)
     is_here, places = _find(targets, len(head))
     sums[TARGET] = logits.gather(1, places)[:, 0].masked_fill_(~is_here, 0.0)
     sums[HOLDERS] = is_here
@@ -197,6 +208,23 @@ def _exponential_sums(shifted: Tensor) -> tuple[Tensor, Tensor]:
     exp_sum = exponentials.sum(1)
     # A logit of −inf (a token the model rules out) adds nothing, but −inf · 0 would be nan.
     return exp_sum, exponentials.mul_(shifted.clamp_(min=LOWEST)).sum(1)
+
+
+def _kernels_for(logits: Tensor) -> Any:
+    """The module logit_kernels where it works, else None."""
+    return _compiled_kernels(logits.device) if logits.is_cuda else None
+
+
+@cache
+def _compiled_kernels(device: torch.device) -> Any:
+    """Once for a process: whether Triton is there and can compile shows when it is used."""
+    try:
+        kernels = import_module("rlhpc.training.logit_kernels")
+        kernels.try_out(device)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # nothing is lost but time
+        log.warning("log-probabilities are computed without Triton, which does not work here: %s", error)
+        return None
+    return kernels
 
 
 def _find(targets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -227,7 +255,13 @@ def _logit_gradient(
     row_factors: Tensor,
 ) -> Tensor:
     """(onehot − softmax) · row_factors over the rows of `head`, [C, V] in the dtype of the operands."""
-    gradient = _product(hidden, head.t()).div_(temperature).sub_(log_partition[:, None]).exp_().neg_()
+    logits = _product(hidden, head.t())
+    if len(head) and (kernels := _kernels_for(logits)) is not None:
+        gradient: Tensor = kernels.logit_gradient(
+            logits, targets, temperature, log_partition, row_factors, hidden.dtype
+        )
+        return gradient
+    gradient = logits.div_(temperature).sub_(log_partition[:, None]).exp_().neg_()
     is_here, places = _find(targets, len(head))
     gradient.scatter_add_(1, places, is_here[:, None].float())
     return gradient.mul_(row_factors[:, None]).to(hidden.dtype)

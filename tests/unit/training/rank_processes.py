@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def run_ranks(
     store.unlink(missing_ok=True)  # a group that finds the keys of an earlier one waits for ever
     task = pickle.dumps((function, arguments))
     pipes: dict[Connection, int] = {}
-    processes: list[ForkServerProcess] = []
+    processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
             here, there = RANKS.Pipe(duplex=False)
@@ -79,7 +79,7 @@ def _collect(pipes: Mapping[Connection, int], timeout_s: float) -> tuple[dict[in
     return results, failures
 
 
-def _end(processes: list[ForkServerProcess]) -> None:
+def _end(processes: list[BaseProcess]) -> None:
     deadline = Deadline(GRACE_S)
     for process in processes:
         process.join(timeout=deadline.left_s)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhpc.training import logprob
 from rlhpc.training.logprob import chunked_logprobs
 from tests.unit.training.live_bytes import LiveBytes
 
@@ -122,3 +123,9 @@ def test_memory_stays_below_the_stated_bound(dtype, want_entropy):
     parts = 0.25 * matrix + 2.5 * weight if is_copied else matrix + weight
     assert 0.7 * parts < backward.peak <= parts + per_token
     assert max(forward.peak, backward.peak) < 4 * tokens * vocabulary / 10
+
+
+def test_where_triton_does_not_work_torch_does_the_same_and_it_is_said(caplog):
+    with caplog.at_level("WARNING", "rlhpc.training"):
+        assert logprob._compiled_kernels.__wrapped__(torch.device("cpu")) is None  # kernels are for a GPU
+    assert "without Triton" in caplog.text
