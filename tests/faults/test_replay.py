@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,44 @@ def test_a_run_that_is_killed_between_checkpoints_goes_on_from_its_journal(
     assert ("were trained again, from the journal" in story) == is_repeated
     assert "went differently" not in story
     assert_nothing_was_sampled_again(layout, len(next(read_journals(layout.rollouts)).records))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victims", [("controller",), ("trainer",), ("generator",), ("launcher",)])
+def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sampled_again(
+    lab: Lab, tmp_path: Path, victims: tuple[str, ...]
+) -> None:
+    """The first checkpoint would have been that of step 50; the launcher takes everything along."""
+    name = f"forty-{victims[0]}"
+    run_file = lab.run_file(
+        name,
+        run={"num_steps": 60},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        checkpoint={"every_steps": 50},
+    )
+    layout = lab.layout(name)
+    with Run(run_file, layout) as run:
+        run.wait_for_step(40)
+        if victims == ("launcher",):
+            run.process.kill()
+            run.process.wait()
+            run.assert_nothing_is_left()
+        else:
+            run.role(victims[0]).kill()
+        journals = Path(shutil.copytree(layout.rollouts, tmp_path / "rollouts"))
+        if victims != ("launcher",):
+            assert run.finish() == 0, run.story()
+    if victims == ("launcher",):
+        with Run(run_file, layout, "--resume") as run:
+            assert run.finish() == 0, run.story()
+    assert_full_batches_trained_once(layout.rollouts, 60, 4, 4)
+    final = {(row.group_id, row.sample_index): row for row in rollouts_on_disk(layout.rollouts)}
+    before = [record.scored.rollout for record in next(read_journals(journals)).records]
+    again = [
+        row for row in before if final[row.group_id, row.sample_index].token_ids.tolist() != row.token_ids.tolist()
+    ]
+    assert len(before) >= 40 * 16
+    assert again == []
 
 
 def group_steps_of(layout: RunLayout) -> dict[int, list[int]]:
