@@ -69,7 +69,7 @@ class Task:
     scratch: Path
 
 
-def make_model(directory: Path, name: str) -> Path:
+def make_model(directory: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     hidden, intermediate, layers, heads, key_heads, head_dim, vocabulary = MODELS[name]
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -83,7 +83,9 @@ def make_model(directory: Path, name: str) -> Path:
         tie_word_embeddings=True,
     )
     disable_progress_bar()
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU draws a billion numbers in a minute
+        Qwen3ForCausalLM(config).to(dtype).save_pretrained(directory)
+    torch.cuda.empty_cache()  # does nothing where CUDA is not in use
     return directory
 
 

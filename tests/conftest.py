@@ -25,6 +25,8 @@ TOGETHER = (
     "tests/slurm/",
     "tests/contracts/test_trainer_",
     "tests/ring/",
+    "tests/faults/test_exact_restart",
+    "tests/unit/launch/test_audit",
     "tests/contracts/test_generation_engine",
 )
 WHOLE_RUNS = ("tests/faults/", "tests/ring/", "tests/slurm/")

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlhpc.training.checkpoint.trainer_state import read_checkpoint
+from rlhpc.training.determinism import compute_deterministically
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import NanGradientOn, Rows, train
 from tests.unit.training.packed_rows import draw_samples, pack_row
@@ -54,7 +55,7 @@ def masters_in(directory: Path) -> dict[tuple[str, str], Tensor]:
 
 def masters_after(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
     """Gradient norms, and on rank 0 the float32 state after these steps, each kernel the same in every run."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    compute_deterministically()
     backend = rank.open(model, **settings)
     norms = [train(rank, backend, rows, learning_rate=1e-3).grad_norm for rows in steps]
     backend.save(rank.scratch / "checkpoint").result()

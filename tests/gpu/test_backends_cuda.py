@@ -92,17 +92,21 @@ def test_five_steps_lead_where_the_reference_goes(backend, dtype, distance, clus
 
 
 @pytest.mark.parametrize("backend", OFFLOADED)
-def test_an_optimizer_in_host_memory_takes_the_same_steps(backend, clusters, model, tmp_path):
+def test_an_optimizer_in_host_memory_takes_the_same_step(backend, clusters, model, tmp_path):
+    """To the last bit but one.  Later steps cannot be compared like this: a weight or two of a million are rounded to
+    the other neighbour in bfloat16, and the norm of the next gradient differs by 0.2 %.
+    """
     cluster = clusters.cluster(backend, BACKENDS[backend])
-    steps = [rows_of(seed) for seed in range(2)]
-    settings = {"model": model, "steps": steps, "dtype": "bfloat16"}
+    settings = {"model": model, "steps": [rows_of(0)], "dtype": "bfloat16"}
     ((norms, here),) = cluster.run(masters_after, tmp_path / "here", **settings)
     ((host_norms, host),) = cluster.run(masters_after, tmp_path / "host", optimizer_offload=True, **settings)
-    assert host_norms == pytest.approx(norms, rel=1e-4)
+    assert host_norms == pytest.approx(norms, rel=1e-6)
     assert here
     assert host.keys() == here.keys()
     for key in here:
-        torch.testing.assert_close(host[key], here[key], atol=1e-5, rtol=0, msg=lambda story, key=key: f"{key} {story}")
+        torch.testing.assert_close(
+            host[key], here[key], atol=1e-7, rtol=3e-7, msg=lambda story, key=key: f"{key} {story}"
+        )
 
 
 @pytest.mark.parametrize("backend", ["megatron", "zero2"])

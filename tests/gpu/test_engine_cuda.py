@@ -89,7 +89,7 @@ async def test_vllm_takes_new_weights_by_ipc_while_it_samples(tmp_path: Path) ->
         assert any(set(rollout.versions.tolist()) == {0, 1} for rollout in rollouts), "no rollout met the new weights"
         fresh = await subject.engine.generate(request_of(3))
         expected = subject.expected_logprobs(1, fresh)
-        np.testing.assert_allclose(fresh.behaviour_logprobs, expected, atol=2e-3)  # float32 matrices in TF32
+        np.testing.assert_allclose(fresh.behaviour_logprobs, expected, atol=1e-2)  # attention in TF32; old weights: 0.5
     finally:
         await subject.engine.close()
         subject.publisher.dissolve()

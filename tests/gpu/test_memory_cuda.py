@@ -80,7 +80,7 @@ def test_a_step_takes_what_the_planner_says(layout, recompute, model, process, t
         pytest.skip(f"needs {1.3 * plan.peak / 2**30:.0f} GiB")
     (peak,) = process.run(peak_of_a_step, keys, tmp_path / "step", model=model, rows=[full_row()], dtype="bfloat16")
     print(f"{layout} recompute {recompute}: planned {planned / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
-    assert peak == pytest.approx(planned, rel=0.15)
+    assert 0.88 * planned <= peak <= 1.05 * planned  # one that plans too little ends in the first step
 
 
 def make_saver(num_elements):
