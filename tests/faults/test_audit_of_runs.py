@@ -9,7 +9,7 @@ from launch.checks.audit.history import audit_run
 from launch.commands.audit import as_table
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Run, make_lab
+from tests.ring.run_kit import GONE_S, Run, make_lab
 
 pytestmark = [pytest.mark.ring, pytest.mark.long]
 NUM_STEPS = 40
@@ -45,7 +45,7 @@ def test_a_run_that_is_killed_and_resumed_in_every_way_is_never_accused(
             run.process.kill()
             run.process.wait()
             assert_clean(layout)  # its processes are ending
-            run.assert_nothing_is_left(within_s=10.0)
+            run.assert_nothing_is_left(within_s=GONE_S)
         assert_clean(layout)
     with Run(run_file, layout, "--resume") as run:
         assert run.finish() == 0, run.story()

@@ -12,7 +12,7 @@ from rlhpc.buffer.event_log import Taken, event_paths, read_events
 from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.run_layout import RunLayout
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, group_steps, rollouts_on_disk
-from tests.ring.run_kit import Lab, Run, make_lab
+from tests.ring.run_kit import GONE_S, Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring
 NUM_STEPS, KILL_AT = 24, 8
@@ -108,7 +108,7 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
         if victims == ("launcher",):
             run.process.kill()
             run.process.wait()
-            run.assert_nothing_is_left()
+            run.assert_nothing_is_left(within_s=GONE_S)
         else:
             run.role(victims[0]).kill()
         journals = Path(shutil.copytree(layout.rollouts, tmp_path / "rollouts"))

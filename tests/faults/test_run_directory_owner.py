@@ -18,13 +18,12 @@ from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
 from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, make_lab, rlhpc, summary_of
+from tests.ring.run_kit import GONE_S, Lab, Run, make_lab, rlhpc, summary_of
 
 pytestmark = pytest.mark.ring
 SLOW = {"task": "tests.ring.ring_rewards:slow_parity"}
 ENDLESS = {"num_steps": 100_000}
 EVERYBODY = ("controller-0", "trainer-0", "generator-0", "reward-0")
-GONE_S = 30.0  # on a busy machine; bench/trials.py measures it on a quiet one
 
 
 @pytest.fixture(scope="module")

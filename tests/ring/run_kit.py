@@ -31,6 +31,7 @@ MARKER = "RLHPC_TEST_RUN"
 QUIET_INTERPRETER_S = 0.1  # what `slowness` measures, on a quiet machine
 QUIET_LIMIT_S = 120.0  # a run that moves nothing for so long will not: no vLLM engine takes longer on a busy machine
 CEILING_S = 600.0
+GONE_S = 30.0  # after its launcher was killed: a generator gives verdicts that are due five seconds; on a busy machine
 
 Settings = Mapping[str, Mapping[str, Any]]
 
