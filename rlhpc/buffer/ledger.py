@@ -160,9 +160,9 @@ class AdmissionLedger:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
         return self._leases.expire()
 
-    def forget_holder(self, holder: str) -> list[int]:
-        """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
-        return self._leases.forget_holder(holder)
+    def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
+        """Free everything a generator held that is dead, or has connected again; return the groups' ids, ascending."""
+        return self._leases.forget_holder(holder, is_dead=is_dead)
 
     def poisoned(self) -> list[int]:
         """Groups of which some member has lost max_attempts leases; they are granted no more, the caller drops them."""

@@ -91,9 +91,12 @@ class RolloutBuffer:
         """Make members of overdue leases grantable again; return the number of these leases."""
         return len(self._ledger.expire())
 
-    def forget_holder(self, holder: str) -> int:
-        """Make everything that a dead generator held grantable again; return the number of groups concerned."""
-        return len(self._ledger.forget_holder(holder))
+    def forget_holder(self, holder: str, *, is_dead: bool = True) -> int:
+        """Make everything that a generator held grantable again; return the number of groups concerned.
+
+        is_dead: False if it has only connected again (AdmissionLedger.forget_holder).
+        """
+        return len(self._ledger.forget_holder(holder, is_dead=is_dead))
 
     def poisoned(self) -> list[int]:
         """Groups of which some member has lost too many leases: they are granted no more, and the caller drops them."""
