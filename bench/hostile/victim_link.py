@@ -25,7 +25,7 @@ from rlhpc.transport.zmq_client import ZmqBlockingClient
 ROOT = Path(__file__).parents[2]
 MEMBERS = ("controller-0", "reward-0", FRIEND, "generator-1", "trainer-0")
 STALLED_S = 60.0  # so long nothing may stand still
-FRIEND_EVERY_S = 0.01
+FRIEND_EVERY_S, ASK_EVERY_S = 0.01, 0.01
 CLEAR_PEAK = "5"  # proc(5), clear_refs: VmHWM begins anew
 
 
@@ -63,9 +63,9 @@ class Victim:
             self._process.stdin.flush()
             return self._answer()
 
-    def wait(self, is_so: Callable[[dict[str, Any]], bool], every_s: float = 0.01) -> dict[str, Any]:
-        """Ask until it is so, or until STALLED_S have passed; returns the last report."""
-        for _ in Deadline(STALLED_S).polls(every_s):
+    def wait(self, is_so: Callable[[dict[str, Any]], bool], patience_s: float) -> dict[str, Any]:
+        """Ask until it is so, or until so much time has passed; returns the last report."""
+        for _ in Deadline(patience_s).polls(ASK_EVERY_S):
             report = self.report()
             if is_so(report):
                 break
