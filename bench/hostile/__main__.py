@@ -128,7 +128,7 @@ def _phase(victim: Victim, friend: Friend, attack_it: Callable[[], None], what: 
 
 
 def _print_frames(tally: Tally) -> None:
-    print(f"  through sockets         {tally.num_sent}, with honest ones between them, which all arrived")
+    print(f"  through sockets         {tally.num_sent}; the others have frames that end a connection")
     print(f"  altered                 {tally.num_altered}, delivered {tally.num_altered_delivered}")
     print(
         f"  forged                  {tally.num_forged}, of which {tally.num_forged_valid} are honest messages as well"

@@ -33,7 +33,7 @@ class Tally:
 
     sent: Counter[str] = field(default_factory=Counter)  # kind → mutants
     accepted: Counter[str] = field(default_factory=Counter)  # "altered kind" or "forged kind" → those that decoded
-    num_sent: int = 0  # through sockets, with the honest messages between them
+    num_sent: int = 0  # through sockets, too
     num_altered: int = 0
     num_altered_delivered: int = 0
     num_forged: int = 0
@@ -55,7 +55,7 @@ def attack(victim: Victim, tally: Tally, num_mutants: int, seed: int) -> None:
                 if number % HONEST_EVERY == 0:
                     traitor.send_honestly(breeder.honest(traitor.next_sequence))
             tally.violations += traitor.accounts()
-            tally.num_sent += traitor.num_sent
+            tally.num_sent += traitor.num_mutants
 
 
 def judge(codec: Codec, mutant: Mutant, tally: Tally) -> None:
@@ -100,7 +100,7 @@ class Traitor:
         self._expected = SequenceCheck()
         self._num_delivered, self._checksum = before["tallies"].get(self._key, [0, 0])
         self._num_delivered_before = self._num_delivered
-        self.num_sent = self._num_rejected = 0
+        self.num_mutants = self._num_rejected = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _dealer(self._context, victim.secrets, self._name, f"{spec.server}-0")
         self._socket.routing_id = Session.open(self._name, "traitor").routing_id
@@ -123,9 +123,10 @@ class Traitor:
         return min(self._expected.expected, LAST_SEQUENCE)
 
     def send(self, mutant: Mutant) -> None:
-        """Send a mutant, unless it has no frame, or one so long that it ends the connection (see strangers.py)."""
-        if mutant.frames and max(map(len, mutant.frames)) <= MAX_FRAME_BYTES:
+        """Send a mutant, unless a frame of it is so long that it ends the connection (see strangers.py)."""
+        if max(map(len, mutant.frames)) <= MAX_FRAME_BYTES:
             self._send(mutant.frames, is_altered=not mutant.is_forged)
+            self.num_mutants += 1
 
     def send_honestly(self, frames: Frames) -> None:
         """Send a message between mutants, which must arrive if it is one that clients may send."""
@@ -152,7 +153,6 @@ class Traitor:
     def _send(self, frames: Frames | list[Any], *, is_altered: bool) -> None:
         self.expect(frames, is_altered=is_altered)
         self._socket.send_multipart(frames)
-        self.num_sent += 1
 
     def expect(self, frames: Frames | list[Any], *, is_altered: bool) -> None:
         """Take down what must become of a message: an altered one is refused, whatever the codec here thinks of it."""

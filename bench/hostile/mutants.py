@@ -133,8 +133,9 @@ def _grow(frames: Frames, chance: random.Random, pick: Pick) -> Frames:
 
 
 def _lose_frame(frames: Frames, chance: random.Random, pick: Pick) -> Frames:
+    """One frame less; an empty one where it was the only one, since there is no message without any."""
     where = chance.randrange(len(frames))
-    return [*frames[:where], *frames[where + 1 :]]
+    return [*frames[:where], *frames[where + 1 :]] or [b""]
 
 
 def _add_frames(frames: Frames, chance: random.Random, pick: Pick) -> Frames:

@@ -5,7 +5,7 @@ Input: any frozen dataclass of types.py or messages.py.  Output: frames for a so
 A message is one *head*, then the large arrays.  Little-endian:
 
     head    crc32 u32 │ schema u16 │ flags u8 │ 0 u8 │ type tag u32 │ header bytes u32 │ sequence u64 │ head bytes u64
-            header: the dataclass as msgpack, each array in it replaced by [dtype, length] or by its runs (run_lengths.py)
+            header: the dataclass as msgpack, each array in it replaced by [dtype, length] or by its runs
             small arrays but runs, in field order, each padded to 8 bytes
     arrays  those of 4 KiB and more, in field order, each in frames of its own
 
