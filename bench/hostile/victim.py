@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import resource
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from rlhpc import messages as m
 from rlhpc.config_sections import TransportConfig
 from rlhpc.crc import crc32
 from rlhpc.topology import CONTROL, TOPOLOGY, ChannelSpec
+from rlhpc.transport.sockets import allow_many_connections
 from rlhpc.transport.zmq_server import ZmqServer
 
 FRIEND = "generator-0"
@@ -104,6 +104,5 @@ async def serve(secrets: Path) -> None:
 
 
 if __name__ == "__main__":
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_connections()
     asyncio.run(serve(Path(sys.argv[1])))

@@ -32,11 +32,12 @@ CLEAR_PEAK = "5"  # proc(5), clear_refs: VmHWM begins anew
 class Victim:
     """The process of victim.py.  Use as a context manager."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, num_files: int | None = None) -> None:
+        """num_files: soft limit of open files that the process is started with; None: ours."""
         self.secrets = directory / "secrets"
         mint_run_keys(self.secrets, MEMBERS)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.hostile.victim", str(self.secrets)],
+            [*limited(num_files), sys.executable, "-m", "bench.hostile.victim", str(self.secrets)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
@@ -79,6 +80,11 @@ class Victim:
         assert self._process.stdout is not None
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
+
+
+def limited(num_files: int | None) -> list[str]:
+    """Words before a command that shall have this soft limit of open files."""
+    return [] if num_files is None else ["sh", "-c", 'ulimit -Sn "$0" && exec "$@"', str(num_files)]
 
 
 class Friend:

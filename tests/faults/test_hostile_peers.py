@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 
 import msgspec
@@ -11,8 +13,10 @@ from bench.hostile import frames
 from bench.hostile.__main__ import besiege
 from bench.hostile.mutants import Breeder
 from bench.hostile.specimens import all_codec, make_specimens
-from bench.hostile.victim_link import Victim
+from bench.hostile.victim_link import Friend, Victim
+from rlhpc.deadline import Deadline
 from rlhpc.transport.run_lengths import Allowance
+from tests.patience import PATIENCE_S
 
 NUM_FRAMES, NUM_CONNECTIONS = 3_000, 200
 NUM_SEEN = 3_000  # mutants among which there are some of every kind
@@ -39,6 +43,19 @@ def test_a_server_that_delivers_less_than_it_should_is_noticed(tmp_path: Path) -
         for _ in range(50):
             traitor.expect(breeder.honest(traitor.next_sequence), is_altered=False)
         assert "should have" in "".join(traitor.accounts(patience_s=0.1))
+
+
+@pytest.mark.starts
+def test_silent_strangers_beyond_the_usual_limit_of_open_files_keep_nobody_from_working(tmp_path: Path) -> None:
+    with Victim(tmp_path, num_files=100) as victim, Friend(victim) as friend, contextlib.ExitStack() as stack:
+        host, port = victim.addresses["control"].removeprefix("tcp://").split(":")
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+        report = victim.wait(lambda report: report["num_fds"] > 300, PATIENCE_S)  # which opens a file
+        assert report["num_fds"] > 300
+        num_answers = len(friend.latencies_s)
+        assert Deadline(PATIENCE_S).wait_for(lambda: len(friend.latencies_s) > num_answers, 0.01)
+    assert friend.trouble == ""
 
 
 class Whatever(int):
