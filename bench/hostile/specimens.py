@@ -52,7 +52,7 @@ def server_codec(spec: ChannelSpec) -> Codec:
 def make_specimens(codec: Codec) -> tuple[list[Specimen], list[Specimen]]:
     """Return (small ones: at least one of each type of `codec`, large ones: of several frames)."""
     small = [*_of_control(), *_of_leases(), *_of_batches(), *_of_rewards(), Greeting()]
-    large = [_delivery(SEVERAL_FRAMES_TOKENS), m.LeaseProgress(np.arange(CUT_FRAME_BYTES, dtype=np.uint8), 1)]
+    large = [_delivery(SEVERAL_FRAMES_TOKENS), m.LeaseProgress(np.arange(CUT_FRAME_BYTES, dtype=np.uint8), 1, 1)]
     wanted = {t for spec in TOPOLOGY.values() for t in (*spec.to_server, *spec.to_client)}
     if missing := wanted - {type(each) for each in small}:
         raise TypeError(f"no specimen of {', '.join(sorted(t.__name__ for t in missing))}")
@@ -71,7 +71,7 @@ def _of_control() -> list[object]:
         m.SaveReport(8, 1.5, ""),
         m.StopRole("the run is over", run_is_over=False),
         m.Reregister(),
-        m.JoinGroup(_group()),
+        m.JoinGroup(_group(), 1),
         m.ReceiveWeights(_manifest()),
     ]
 
@@ -82,8 +82,8 @@ def _of_leases() -> list[object]:
     return [
         _delivery(24),
         _delivery(1_500),  # its versions and its mask travel as runs
-        m.LeaseReturn(12, (0, 2), (None, prefix), "draining"),
-        m.LeaseProgress(np.arange(300, dtype=np.uint8), 900),
+        m.LeaseReturn(12, (0, 2), (None, prefix), "draining", 1),
+        m.LeaseProgress(np.arange(300, dtype=np.uint8), 900, 1),
         lease,
         m.CancelGroup(12),
         m.Delivered(31, "a1b2c3"),
@@ -123,7 +123,7 @@ def _delivery(num_tokens: int) -> m.Delivery:
     ids = np.arange(num_tokens, dtype=np.int32)
     logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
     rollout = Rollout(12, 2, _prompt(), ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
-    return m.Delivery(31, 29, "a1b2c3", ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42"))
+    return m.Delivery(31, 29, "a1b2c3", 1, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42"))
 
 
 def _group() -> WeightGroup:

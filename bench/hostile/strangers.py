@@ -193,7 +193,7 @@ def _command(body: bytes) -> bytes:
 def _valid_messages(channel: str) -> Iterable[bytes]:
     messages: dict[str, Any] = {
         "control": m.Heartbeat("running", "", 1),
-        "leases": m.LeaseReturn(1, (0,), (None,), ""),
+        "leases": m.LeaseReturn(1, (0,), (None,), "", 1),
         "batches": m.SnapshotTaken(1, 0.5),
         "rewards": m.RewardRequest(1, "math", "42", "42"),
     }

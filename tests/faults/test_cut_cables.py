@@ -133,7 +133,7 @@ async def test_every_rollout_arrives_and_is_acknowledged_whatever_the_network_do
                 controller = Controller(server)
                 tasks = [asyncio.create_task(each) for each in (controller.serve(), listen(), outbox.repeat(client))]
                 for number in range(1, NUM_ROLLOUTS + 1):
-                    await outbox.deliver(client, scored(number))
+                    await outbox.deliver(client, scored(number), timeline=0)
                     await asyncio.sleep(0.001)
                     if number % (NUM_ROLLOUTS // 3) == NUM_ROLLOUTS // 6:
                         loop.call_later(fault(cable), heal)
