@@ -5,7 +5,7 @@ Input: any frozen dataclass of types.py or messages.py.  Output: frames for a so
 A message is one *head*, then the large arrays.  Little-endian:
 
     head    crc32 u32 │ schema u16 │ flags u8 │ 0 u8 │ type tag u32 │ header bytes u32 │ sequence u64 │ head bytes u64
-            header: the dataclass as msgpack, each array in it replaced by [dtype, *shape] or by its runs (runs.py)
+            header: the dataclass as msgpack, each array in it replaced by [dtype, length] or by its runs
             small arrays but runs, in field order, each padded to 8 bytes
     arrays  those of 4 KiB and more, in field order, each in frames of its own
 
@@ -17,7 +17,6 @@ The checksum covers all that follows it, header and frames alike; lengths of all
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import struct
 import types
@@ -32,13 +31,12 @@ from numpy.typing import NDArray
 
 from rlhpc.crc import crc32
 from rlhpc.errors import ProtocolError
-from rlhpc.transport.run_lengths import expand_runs, find_runs, is_runs_form
+from rlhpc.transport.run_lengths import Allowance, expand_runs, find_runs, is_runs_form
 
 SCHEMA = 1
 SMALL_MESSAGE_BYTES = 64 << 10  # below this a message is one frame
 SMALL_ARRAY_BYTES = 4 << 10  # below this an array is always part of the head
 MAX_FRAME_BYTES = 4 << 20
-MAX_DIMENSIONS = 4
 MAX_MESSAGE_BYTES = 1 << 30  # far above the largest batch; what is longer is an error of ours or an attack
 
 Frame: TypeAlias = bytes | memoryview
@@ -70,6 +68,7 @@ class Codec:
         """Compile one plan per type.  Raises TypeError for a field that cannot be encoded."""
         self._max_message_bytes = max_message_bytes
         self._arrays: list[Array] = []  # of the message that is being encoded
+        self._allowance = Allowance(0)  # of the same message
         self._source = _NOTHING  # of the message that is being decoded
         self._dtypes: dict[Any, np.dtype[Any]] = {}  # annotation → dtype
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._detach)
@@ -95,7 +94,7 @@ class Codec:
         except _MALFORMED as error:
             raise _explain("", plan, error) from error
         finally:
-            self._arrays = []
+            self._arrays, self._allowance = [], Allowance(0)
         return self._lay_out(plan, header, arrays, sequence)
 
     def decode(self, frames: Sequence[Frame], peer: str) -> tuple[int, Any]:
@@ -141,15 +140,17 @@ class Codec:
         return [view, *own_frames] if len(head) <= MAX_FRAME_BYTES else [*_cut(view), *own_frames]
 
     def _detach(self, value: object) -> object:
-        """Take an array out of the header; what remains is [dtype, *shape]."""
+        """Take an array out of the header; what remains is [dtype, length], or runs."""
         if isinstance(value, np.ndarray):
             code = value.dtype.str
-            if code not in _DTYPES or not 1 <= value.ndim <= MAX_DIMENSIONS:
+            if code not in _DTYPES or value.ndim != 1:
                 raise ValueError(f"arrays of {value.dtype} with {value.ndim} dimensions do not travel")
-            if (runs := find_runs(value)) is not None:
+            if self._allowance.covers(value.nbytes) and (runs := find_runs(value)) is not None:
+                self._allowance.grew(value.nbytes)
                 return (code, len(value), *runs)
+            self._allowance.sent(value.nbytes)
             self._arrays.append(value if value.flags.c_contiguous else np.ascontiguousarray(value))
-            return (code, *value.shape)
+            return (code, len(value))
         if isinstance(value, np.generic):  # a numpy scalar where the annotation says int or float
             return value.item()
         raise TypeError(f"{type(value).__name__} does not travel")
@@ -179,10 +180,10 @@ class Codec:
         return head, frames[count:], tag, header_bytes, flags, sequence
 
     def _attach(self, annotation: Any, wire: object) -> Array:
-        """Put an array back in place of [dtype, *shape] or [dtype, length, values, lengths]."""
+        """Put an array back in place of [dtype, length] or [dtype, length, values, lengths]."""
         dtype = self._dtypes[annotation]
         if is_runs_form(wire):
-            return expand_runs(dtype, wire)
+            return expand_runs(dtype, wire, self._source.allowance)
         return self._source.take(dtype, _read_array_form(dtype, wire))
 
     def _check(self, annotation: Any, wire: Any) -> Array:
@@ -231,17 +232,18 @@ class _Source:
     def __init__(self, head: Frame, frames: Sequence[Frame], cursor: int, all_inline: bool) -> None:
         self._head, self._frames, self._cursor, self._all_inline = head, frames, cursor, all_inline
         self._next_frame = 0
+        self.allowance = Allowance(len(head) + sum(map(len, frames)))
 
-    def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    def take(self, dtype: np.dtype[Any], length: int) -> Array:
         """Return the next array.  Raises ValueError if the bytes are not there."""
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = length * dtype.itemsize
         if self._all_inline or nbytes < SMALL_ARRAY_BYTES:
             flat = self._from_head(dtype, nbytes)
         else:
             flat = self._from_frames(dtype, nbytes)
         if dtype.kind == "b" and nbytes and flat.view(np.uint8).max() > 1:
             raise ValueError("a boolean that is neither 0 nor 1")
-        return flat if len(shape) == 1 else flat.reshape(shape)
+        return flat
 
     def finish(self) -> None:
         """Raise ValueError if anything was not used."""
@@ -278,17 +280,16 @@ class _Source:
 _NOTHING = _Source(b"", (), 0, False)
 
 
-def _read_array_form(wanted: np.dtype[Any], wire: object) -> tuple[int, ...]:
-    """Return the shape in [dtype, *shape].  Raises ValueError unless it is exactly that."""
-    if type(wire) is not list or not 2 <= len(wire) <= 1 + MAX_DIMENSIONS:
-        raise ValueError("not [dtype, *shape]")
-    code, *shape = wire
+def _read_array_form(wanted: np.dtype[Any], wire: object) -> int:
+    """Return the length in [dtype, length].  Raises ValueError unless it is exactly that."""
+    if type(wire) is not list or len(wire) != 2:
+        raise ValueError("not [dtype, length]: arrays have one dimension")
+    code, length = wire
     if code != wanted.str:
         raise ValueError(f"dtype {code!r} where {wanted.str!r} is expected")
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise ValueError(f"impossible shape {shape}")
-    return tuple(shape)
+    if type(length) is not int or length < 0:
+        raise ValueError(f"impossible length {length!r}")
+    return length
 
 
 def _expect_lengths(frames: Sequence[Frame], nbytes: int, peer: str) -> None:

@@ -28,6 +28,7 @@ from rlhpc.transport.rendezvous import (
     withdraw,
 )
 from rlhpc.transport.sessions import peer_name
+from rlhpc.transport.sockets import allow_many_connections
 from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
 
@@ -72,8 +73,10 @@ def open_server(
     """Bind as ``{spec.server}-{replica}`` and publish the address.  Call it in the loop that will use the channel.
 
     interface: IPv4 address to listen at under tcp; None: the address of this host's name.
-    Raises RunDirectoryError for keys, ConfigError for an address that cannot be bound.
+    Raises the process's limit of open files.  Raises RunDirectoryError for keys, ConfigError for an address that cannot
+    be bound.
     """
+    allow_many_connections()
     endpoint = {
         "channel": spec.name,
         "role": spec.server,

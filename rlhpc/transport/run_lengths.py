@@ -15,7 +15,28 @@ Runs: TypeAlias = tuple[list[Any], list[int]]  # value of each run, length of ea
 
 MIN_BYTES = 1 << 10  # a shorter array is cheaper to copy than to look at
 MAX_RUNS = 16
-MAX_ELEMENTS = 1 << 28  # what a few bytes on the wire may grow to: no rollout is longer
+FREE_BYTES = 1 << 20  # what the runs of any message may grow to
+MAX_GROWTH = 4  # and for each byte of it besides: a rollout has 8 bytes a token that are no runs, and 5 that may be
+
+
+class Allowance:
+    """What the runs of one message may still grow to: few bytes on the wire must not fill a memory."""
+
+    def __init__(self, num_sent: int) -> None:
+        """num_sent: bytes of the message."""
+        self._left = FREE_BYTES + MAX_GROWTH * num_sent
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether runs of so many bytes are allowed."""
+        return nbytes <= self._left
+
+    def sent(self, nbytes: int) -> None:
+        """So many more bytes are part of the message."""
+        self._left += MAX_GROWTH * nbytes
+
+    def grew(self, nbytes: int) -> None:
+        """Runs of so many bytes are part of it."""
+        self._left -= nbytes
 
 
 def find_runs(array: NDArray[Any]) -> Runs | None:
@@ -43,8 +64,8 @@ def is_runs_form(wire: object) -> bool:
     return type(wire) is list and len(wire) == 4 and type(wire[2]) is list
 
 
-def expand_runs(dtype: np.dtype[Any], wire: Any) -> NDArray[Any]:
-    """Return the array of [dtype, length, values, lengths].  Raises ValueError unless it is exactly that."""
+def expand_runs(dtype: np.dtype[Any], wire: Any, allowance: Allowance) -> NDArray[Any]:
+    """Return the array of [dtype, length, values, lengths].  Raises ValueError unless it is that, and allowed."""
     code, num_elements, values, lengths = wire
     if code != dtype.str:
         raise ValueError(f"dtype {code!r} where {dtype.str!r} is due")
@@ -53,8 +74,10 @@ def expand_runs(dtype: np.dtype[Any], wire: Any) -> NDArray[Any]:
     kind = bool if dtype.kind == "b" else int
     if any(type(value) is not kind for value in values) or any(type(n) is not int or n < 1 for n in lengths):
         raise ValueError("runs of an impossible value or length")
-    if sum(lengths) != num_elements or not num_elements * dtype.itemsize >= MIN_BYTES or num_elements > MAX_ELEMENTS:
-        raise ValueError(f"runs of {sum(lengths)} elements where {num_elements!r} are due")
+    nbytes = sum(lengths) * dtype.itemsize
+    if sum(lengths) != num_elements or nbytes < MIN_BYTES or not allowance.covers(nbytes):
+        raise ValueError(f"runs of {sum(lengths)} elements where {num_elements!r} are due, or too many for the message")
+    allowance.grew(nbytes)
     if len(values) == 1:
-        return np.full(num_elements, values[0], dtype)  # OverflowError for a value the dtype has not
+        return np.full(sum(lengths), values[0], dtype)  # OverflowError for a value the dtype has not
     return np.repeat(np.array(values, dtype), lengths)

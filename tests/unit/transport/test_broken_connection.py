@@ -17,40 +17,11 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.zmq_client import ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
+from tests.cable import Cable
 from tests.patience import PATIENCE_S
 
 NUM_MESSAGES = 600
 NUM_CUTS = 3
-
-
-class Cable:
-    """A TCP forwarder that can be cut."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.target = host, port
-        self.writers: list[asyncio.StreamWriter] = []
-
-    async def plug_in(self) -> str:
-        self.server = await asyncio.start_server(self.forward, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def forward(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
-        far_in, far_out = await asyncio.open_connection(*self.target)
-        self.writers += (near_out, far_out)
-        with contextlib.suppress(OSError):
-            await asyncio.gather(self.copy(near_in, far_out), self.copy(far_in, near_out))
-
-    async def copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-
-    def cut(self) -> None:
-        for writer in self.writers:
-            writer.transport.abort()
-        self.writers.clear()
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "curve"])
@@ -65,23 +36,20 @@ async def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         clock=time.monotonic,
         interface="127.0.0.1",
     )
-    host, port = server.address.removeprefix("tcp://").split(":")
-    cable = Cable(host, int(port))
-    client = ZmqClient(
-        CONTROL,
-        await cable.plug_in(),
-        name="generator-0",
-        incarnation="one",
-        server_name="controller-0",
-        config=config,
-        secrets=tmp_path / "secrets",
-    )
-    assert await client.admission(5) == ""
-    yield server, client, cable
-    await client.close()
-    await server.close()
-    cable.cut()
-    cable.server.close()
+    with Cable(server.address) as cable:
+        client = ZmqClient(
+            CONTROL,
+            cable.address,
+            name="generator-0",
+            incarnation="one",
+            server_name="controller-0",
+            config=config,
+            secrets=tmp_path / "secrets",
+        )
+        assert await client.admission(PATIENCE_S) == ""
+        yield server, client, cable
+        await client.close()
+        await server.close()
 
 
 async def test_messages_to_the_server(ends: Any):

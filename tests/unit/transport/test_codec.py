@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass, field, make_dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from rlhpc import messages as m
 from rlhpc.errors import ProtocolError
 from rlhpc.topology import TOPOLOGY
 from rlhpc.transport.codec import MAX_FRAME_BYTES, SMALL_MESSAGE_BYTES, Codec
+from rlhpc.transport.run_lengths import FREE_BYTES
 from rlhpc.types import (
     Bool,
     FinishReason,
@@ -146,17 +149,42 @@ def test_arrays_that_are_not_contiguous_travel():
 
 
 @dataclass(frozen=True)
-class Matrices:
-    square: Float32
+class Arrays:
+    numbers: Float32
     flags: Bool
-    empty: Int32
+    ids: tuple[Int32, ...] = ()
 
 
-def test_matrices_and_empty_arrays_travel():
-    codec = Codec([Matrices])
-    for side in (2, 200):
-        message = Matrices(np.eye(side, dtype=np.float32), np.zeros((side, 0, 3), np.bool_), np.empty(0, np.int32))
-        assert same(codec.decode(over_the_wire(codec.encode(message, 0)), "peer")[1], message)
+def test_empty_arrays_travel():
+    message = Arrays(np.empty(0, np.float32), np.zeros(2_000, np.bool_), (np.empty(0, np.int32),))
+    assert same(Codec([Arrays]).decode(over_the_wire(Codec([Arrays]).encode(message, 0)), "peer")[1], message)
+
+
+def test_arrays_have_one_dimension_at_both_ends():
+    codec, square = Codec([Arrays]), np.eye(2, dtype=np.float32)
+    with pytest.raises(ProtocolError, match="2 dimensions do not travel"):
+        codec.encode(Arrays(square, np.zeros(3, np.bool_)), 0)
+    (frame,) = codec.encode(Arrays(square.reshape(-1), np.zeros(3, np.bool_)), 0)
+    one, two = b"\x92\xa3<f4\x04", b"\x93\xa3<f4\x02\x02"
+    assert one in bytes(frame)
+    forged = bytes(frame)[:12] + struct.pack("<I", struct.unpack_from("<I", frame, 12)[0] + 1) + bytes(frame)[16:]
+    num_header = struct.unpack_from("<I", forged, 12)[0]
+    header = forged[32 : 32 + num_header - 1].replace(one, two)
+    arrays = bytes(frame)[32 + (num_header - 1 + 7 & -8) :]
+    body = header + bytes(-len(header) % 8) + arrays
+    head = forged[4:24] + struct.pack("<Q", 32 + len(body)) + body
+    with pytest.raises(ProtocolError, match="one dimension"):
+        codec.decode([struct.pack("<I", zlib.crc32(head)) + head], "insider")
+
+
+def test_runs_that_grow_beyond_their_message_are_sent_in_full_instead():
+    """A member could else fill the memory of others with a few bytes; what a sender of ours sends is always taken."""
+    longest = FREE_BYTES // 4
+    rows = tuple(np.full(longest // 2, number, np.int32) for number in range(5))
+    message = Arrays(np.empty(0, np.float32), np.zeros(3, np.bool_), rows)
+    frames = Codec([Arrays]).encode(message, 0)
+    assert sum(map(len, frames)) > rows[0].nbytes  # at least one of them travels as it is
+    assert same(Codec([Arrays]).decode(over_the_wire(frames), "peer")[1], message)
 
 
 def test_numpy_scalars_in_metrics_travel_as_numbers():

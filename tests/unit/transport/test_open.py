@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -25,7 +26,7 @@ from rlhpc.topology import CONTROL
 from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.open import connect, connect_blocking, open_server
 from rlhpc.transport.rendezvous import Endpoint, find, publish
-from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, terminate
+from rlhpc.transport.sockets import MAX_IPC_PATH_BYTES, MAX_OPEN_FILES, terminate
 from tests.patience import PATIENCE_S
 
 CONFIG = TransportConfig()
@@ -52,6 +53,17 @@ async def join(layout: RunLayout, incarnation: str = "a", **changed: Any) -> Any
 
 def beat(number: int) -> Heartbeat:
     return Heartbeat("running", "", number)
+
+
+async def test_a_server_may_open_as_many_files_as_the_host_allows(layout: RunLayout):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        server = serve(layout)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, MAX_OPEN_FILES), hard)
+        await server.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])

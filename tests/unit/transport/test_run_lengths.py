@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.transport.run_lengths import MAX_RUNS, expand_runs, find_runs
+from rlhpc.transport.run_lengths import FREE_BYTES, MAX_GROWTH, MAX_RUNS, Allowance, expand_runs, find_runs
 
 
 @given(
@@ -23,7 +23,7 @@ def test_what_is_found_expands_to_the_same_array(runs: list[tuple[int, int]], co
         assert found is None
         return
     assert found is not None
-    again = expand_runs(array.dtype, [code, len(array), *found])
+    again = expand_runs(array.dtype, [code, len(array), *found], Allowance(0))
     assert again.dtype == array.dtype
     np.testing.assert_array_equal(again, array)
 
@@ -31,7 +31,7 @@ def test_what_is_found_expands_to_the_same_array(runs: list[tuple[int, int]], co
 def test_a_mask_is_one_run() -> None:
     mask = np.ones(4096, np.bool_)
     assert find_runs(mask) == ([True], [4096])
-    assert expand_runs(mask.dtype, ["|b1", 4096, [True], [4096]]).all()
+    assert expand_runs(mask.dtype, ["|b1", 4096, [True], [4096]], Allowance(0)).all()
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,20 @@ def test_other_arrays_have_none(array: np.ndarray) -> None:
 )
 def test_anything_else_is_refused(wire: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"dtype|run"):
-        expand_runs(np.dtype(np.int32), wire)
+        expand_runs(np.dtype(np.int32), wire, Allowance(0))
 
 
 def test_a_value_that_the_dtype_has_not_is_refused() -> None:
     with pytest.raises(OverflowError):
-        expand_runs(np.dtype(np.int32), ["<i4", 4096, [2**31], [4096]])
+        expand_runs(np.dtype(np.int32), ["<i4", 4096, [2**31], [4096]], Allowance(0))
+
+
+def test_the_runs_of_a_message_together_grow_to_no_more_than_its_bytes_allow() -> None:
+    quarter, num_sent = FREE_BYTES // 16, 1_000  # elements of a quarter of what any message may grow to
+    allowance = Allowance(num_sent)
+    for _ in range(4):
+        expand_runs(np.dtype(np.int32), ["<i4", quarter, [1], [quarter]], allowance)
+    left = MAX_GROWTH * num_sent // 4
+    with pytest.raises(ValueError, match="too many for the message"):
+        expand_runs(np.dtype(np.int32), ["<i4", left + 1, [1], [left + 1]], allowance)
+    expand_runs(np.dtype(np.int32), ["<i4", left, [1], [left]], allowance)

@@ -1,0 +1,135 @@
+"""One message of every type that travels, and some in other sizes: what mutants are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhpc import messages as m
+from rlhpc.topology import TOPOLOGY, ChannelSpec
+from rlhpc.transport.codec import Codec
+from rlhpc.transport.sessions import Greeting
+from rlhpc.types import (
+    FinishReason,
+    Lease,
+    PackedBatch,
+    PackedMicrobatch,
+    Prefix,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    ScoredRollout,
+    StepLimits,
+    TensorSpec,
+    Verdict,
+    WeightGroup,
+    WeightManifest,
+)
+
+SEVERAL_FRAMES_TOKENS = 6_000  # arrays of 24 KB, each in a frame of its own
+CUT_FRAME_BYTES = 4_500_000  # one array in two frames
+
+
+@dataclass(frozen=True, slots=True)
+class Specimen:
+    """An encoded message, its sequence number 0."""
+
+    name: str
+    frames: tuple[bytes, ...]
+
+
+def all_codec() -> Codec:
+    """A codec of every type of every channel, both ways."""
+    return Codec({*(t for spec in TOPOLOGY.values() for t in (*spec.to_server, *spec.to_client)), Greeting})
+
+
+def server_codec(spec: ChannelSpec) -> Codec:
+    """What the server of a channel decodes with."""
+    return Codec((*spec.to_server, Greeting))
+
+
+def make_specimens(codec: Codec) -> tuple[list[Specimen], list[Specimen]]:
+    """Return (small ones: at least one of each type of `codec`, large ones: of several frames)."""
+    small = [*_of_control(), *_of_leases(), *_of_batches(), *_of_rewards(), Greeting()]
+    large = [_delivery(SEVERAL_FRAMES_TOKENS), m.LeaseProgress(np.arange(CUT_FRAME_BYTES, dtype=np.uint8), 1, 1)]
+    wanted = {t for spec in TOPOLOGY.values() for t in (*spec.to_server, *spec.to_client)}
+    if missing := wanted - {type(each) for each in small}:
+        raise TypeError(f"no specimen of {', '.join(sorted(t.__name__ for t in missing))}")
+    return [_encoded(codec, each) for each in small], [_encoded(codec, each) for each in large]
+
+
+def _encoded(codec: Codec, message: object) -> Specimen:
+    return Specimen(type(message).__name__, tuple(bytes(frame) for frame in codec.encode(message, 0)))
+
+
+def _of_control() -> list[object]:
+    return [
+        m.Hello("generator", 1, "4711.0-1", "0123abcd", 4711, "host", 2, ("GPU-0", "")),
+        m.Heartbeat("running", "prompts", 7, 64, {"tokens_per_s": 1234.5, "kv_used": 0.25}),
+        m.WeightsLive(3, 7, 0.25, 0.125, "bucket 3 is torn"),
+        m.SaveReport(8, 1.5, ""),
+        m.StopRole("the run is over", run_is_over=False),
+        m.Reregister(),
+        m.JoinGroup(_group(), 1),
+        m.ReceiveWeights(_manifest()),
+    ]
+
+
+def _of_leases() -> list[object]:
+    prefix = Prefix(np.arange(9, dtype=np.int32), np.full(9, -0.5, np.float32), np.full(9, 2, np.int32))
+    lease = Lease(12, 0, _prompt(), 4, (0, 2), SamplingParams(64, 1.0, (2, 3)), 7, (None, prefix))
+    return [
+        _delivery(24),
+        _delivery(1_500),  # its versions and its mask travel as runs
+        m.LeaseReturn(12, (0, 2), (None, prefix), "draining", 1),
+        m.LeaseProgress(np.arange(300, dtype=np.uint8), 900, 1),
+        lease,
+        m.CancelGroup(12),
+        m.Delivered(31, "a1b2c3"),
+        m.ShowWhole(((12, 0), (12, 2))),
+    ]
+
+
+def _of_batches() -> list[object]:
+    ints = np.arange(64, dtype=np.int32)
+    floats = ints.astype(np.float32)
+    row = PackedMicrobatch(ints, ints, np.array([0, 30, 64], np.int32), ints > 3, floats, floats, ints)
+    return [
+        m.TrainerReady(7, _manifest(), "GPU-0"),
+        m.StepReport(7, 8, applied=True, metrics={"loss": 0.5, "grad_norm": 1.25}, refused="kl"),
+        m.GroupOpened(_group(), ""),
+        m.PublishReport(3, 7, 0.5, ""),
+        m.SnapshotTaken(8, 0.25),
+        PackedBatch(7, 7, ((row, row), (row,)), 120, 8, StepLimits({"ess": 0.5}, {"kl": 1.0})),
+        m.FormGroup(_group()),
+        m.PublishWeights(3, 7),
+        m.SaveCheckpoint(8, "checkpoints/step-8.part"),
+    ]
+
+
+def _of_rewards() -> list[object]:
+    return [
+        m.RewardRequest(5, "math", "the answer is 42", "42"),
+        m.RewardReply(5, 1.0, "correct", {"format": 0.5}, "42"),
+    ]
+
+
+def _prompt() -> Prompt:
+    return Prompt(3, "math", np.arange(20, dtype=np.int32), "42")
+
+
+def _delivery(num_tokens: int) -> m.Delivery:
+    ids = np.arange(num_tokens, dtype=np.int32)
+    logprobs, versions = -ids.astype(np.float32), np.full(num_tokens, 7, np.int32)
+    rollout = Rollout(12, 2, _prompt(), ids, logprobs, versions, np.ones(num_tokens, np.bool_), FinishReason.STOP)
+    return m.Delivery(31, 29, "a1b2c3", 1, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"format": 0.5}, "42"))
+
+
+def _group() -> WeightGroup:
+    return WeightGroup(3, "gloo", "tcp://host:1234", ("generator-0", "generator-1"), (1, 2))
+
+
+def _manifest() -> WeightManifest:
+    tensors = (TensorSpec("lm_head.weight", "bfloat16", (64, 32)), TensorSpec("norm.weight", "float32", (32,)))
+    return WeightManifest(7, 3, tensors, (1, 2))
