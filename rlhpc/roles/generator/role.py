@@ -19,26 +19,29 @@ from functools import partial
 
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import ChannelTimeout, GroupFailed, TornWeights
+from rlhpc.errors import ChannelTimeout, GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
-from rlhpc.generation.finished_request import prefix_of
+from rlhpc.generation.finished_request import prefix_of, prefix_up_to
 from rlhpc.messages import (
     CancelGroup,
     Delivered,
     Heartbeat,
     JoinGroup,
     LeaseReturn,
+    Quarantine,
     ReceiveWeights,
     Reregister,
     RewardRequest,
     ShowWhole,
     StopRole,
+    TakeCanary,
     WeightsLive,
 )
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.generator.canary_taker import CanaryTaker
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.roles.generator.outbox import Outbox
@@ -91,6 +94,7 @@ async def _serve(engine: GenerationEngine, outbox: Outbox, session: ControllerSe
             generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
+            generator.canary.run(control),
             outbox.repeat(leases),
             follow_services(session, REWARDS, services, judges.replace),
         ]
@@ -134,6 +138,8 @@ class Generator:
         self._progress = ProgressReporter(engine, context.config.admission, context.config.buffer, self._now)
         self._rate = Rate(10.0, self._now())
         self._is_draining = False
+        self.canary = CanaryTaker(engine)
+        self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
 
     # ------------------------------------------------------------------------------------------------- leases in
 
@@ -165,6 +171,7 @@ class Generator:
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._sampling.pop(request_id, None)
         self._requests.pop(request_id, None)
+        self._recalled.pop(request_id, None)
 
     async def report_progress(self) -> None:
         """Report what is sampled of running rollouts, endlessly."""
@@ -182,14 +189,28 @@ class Generator:
         rollout = await self._engine.generate(request)
         self._rate.add(self._now(), len(rollout.token_ids))
         if rollout.finish_reason is FinishReason.ABORT:
-            if self._is_draining:
+            if self._is_draining or request.request_id in self._recalled:
                 await self._return(request, rollout)
             return
         await self._outbox.deliver(self._leases, await self._judge(rollout))
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
-        prefix = prefix_of(rollout) if len(rollout.token_ids) else None
-        await self._leases.send(LeaseReturn(request.group_id, (request.sample_index,), (prefix,), "leaving"))
+        newest = self._recalled.get(request.request_id)
+        tokens = prefix_of(rollout) if newest is None else prefix_up_to(rollout, newest)
+        prefix = tokens if len(tokens.token_ids) else None
+        reason = "leaving" if newest is None else "quarantined"
+        await self._leases.send(LeaseReturn(request.group_id, (request.sample_index,), (prefix,), reason))
+
+    async def _recall(self, message: Quarantine) -> None:
+        """Hand back what is being sampled.  Raises RoleFailed if this process has to be started again."""
+        log.error("quarantined: %s", message.reason)
+        for request_id in list(self._sampling):
+            self._recalled[request_id] = message.newest_good
+            await self._engine.abort(request_id)
+        if message.must_restart:
+            if self._sampling:
+                await asyncio.wait(self._sampling.values(), timeout=DRAIN_S)
+            raise RoleFailed(f"this engine has to be started again: {message.reason}")
 
     # ---------------------------------------------------------------------------------------------- rewards between
 
@@ -229,6 +250,10 @@ class Generator:
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
+            elif isinstance(message, TakeCanary):
+                self.canary.take(message)
+            elif isinstance(message, Quarantine):
+                await self._recall(message)
             elif isinstance(message, Reregister):
                 await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
@@ -248,7 +273,7 @@ class Generator:
         except (TornWeights, GroupFailed) as error:
             log.warning("version %d not received: %s", manifest.policy_version, error)
             return WeightsLive(manifest.epoch, manifest.policy_version, 0.0, 0.0, error=str(error))
-        return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s)
+        return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s, held=timing.held)
 
     def heartbeat(self) -> Heartbeat:
         """How much is being sampled, and how much more could be."""
