@@ -113,9 +113,10 @@ class Canary:
         self._answers, self._failed, self._num_passed, self._differing = {}, {}, 0, set()
         if self._newest_round == NEVER or (self._every and version - self._newest_round >= self._every):
             self._newest_round = version
-            for name in members:
-                self._members[name].has_to = True
-        self._waiting = {name for name in members if name in self._members and self._members[name].has_to}
+            for member in self._members.values():
+                member.has_to = True
+        here = self._members.keys() & set(members)  # one that was lost while its epoch was formed is not
+        self._waiting = {name for name in here if self._members[name].has_to}
         return self._row if self._waiting or len(members) > 1 else None  # several: rule 3 may need it
 
     def hopeless(self) -> str:

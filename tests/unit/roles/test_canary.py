@@ -88,6 +88,16 @@ async def test_an_answer_under_other_weights_says_nothing_and_another_is_due(tmp
     assert canary.answered("generator-0", late) == []
 
 
+def test_a_member_that_was_lost_while_its_epoch_was_formed_is_not_waited_for() -> None:
+    canary = Canary(np.arange(4, dtype=np.int32), every=1, tolerance=0.1)
+    for name in ("generator-0", "generator-1"):
+        canary.joined(name, "first")
+    canary.lost("generator-1")
+    canary.begins(0, ["generator-0", "generator-1"])
+    assert [canary.is_waiting_for(name) for name in ("generator-0", "generator-1")] == [True, False]
+    assert canary.acknowledged("generator-1", 0) is None
+
+
 # ---------------------------------------------------------------------------------------------------- what follows
 
 
