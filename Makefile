@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 # For example TORCH_ARGS="--index-url URL-of-the-CPU-wheels"; by default pip's own configuration decides.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-# Processes share two cores; they find each other's compiled modules, whatever the user's environment says.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# pip would compile all 19,000 modules, which takes as long as installing them: those that are used are, at their first
+# import, and found by the processes after it, whatever the user's environment says.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
 .PHONY: help setup demo demo-slurm soak test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
@@ -23,19 +26,19 @@ $(VENV)/.complete: requirements/cpu.txt pyproject.toml
 	@echo "setup       everything pinned goes into $(VENV); some minutes, most of them without a word from pip"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup 1/3   torch"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) torch==2.13.0
+	@$(PIP) $(TORCH_ARGS) torch==2.13.0
 	@echo "setup 2/3   the $$(grep -c '^[a-zA-Z]' requirements/cpu.txt) packages of requirements/cpu.txt"
-	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	@DS_BUILD_OPS=0 $(PIP) --no-deps -r requirements/cpu.txt
 	@echo "setup 3/3   rlhpc itself"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 	@echo "setup       done: source $(BIN)/activate"
 
 demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
-	$(BIN)/rlhpc demo
+	$(KEEPS_COMPILED) $(BIN)/rlhpc demo
 
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
-	$(BIN)/rlhpc demo --slurm
+	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --slurm
 
 soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100

@@ -133,7 +133,7 @@ async def throughput(num_rollouts: int, num_tokens: int, *, has_reports: bool) -
         nonlocal num_reports, num_bytes
         while True:
             await asyncio.sleep(reporter.look_s)
-            if (message := reporter.report(requests)) is not None:
+            if (message := reporter.report(requests, 0)) is not None:
                 num_reports, num_bytes = num_reports + 1, num_bytes + len(message.pieces)
 
     reporting = asyncio.create_task(report()) if has_reports else None

@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress ends, too
     root = Path(tempfile.mkdtemp(prefix="rlhpc-trials-"))
     trials: dict[str, Callable[[Trial], int]] = {"orphans": orphans, "zombies": zombies, "kills": kills}
     try:

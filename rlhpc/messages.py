@@ -54,6 +54,7 @@ class Delivery:
     number: int  # of this generator's deliveries, from 1; a delivery that is sent again keeps its number
     oldest: int  # all below it need no answer any more
     outbox: str  # which counts them: another one after each start of the process
+    timeline: int  # of the weights that sampled it (JoinGroup)
     scored: ScoredRollout
 
 
@@ -73,6 +74,7 @@ class LeaseReturn:
     sample_indices: tuple[int, ...]
     prefixes: tuple[Prefix | None, ...]
     reason: str
+    timeline: int  # of the weights that sampled them (JoinGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class LeaseProgress:
 
     pieces: UInt8  # buffer/partial_codec.py
     num_bytes: int  # of these, before they were deflated
+    timeline: int  # of the weights that sample them (JoinGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class JoinGroup:
     """Controller → generator: take part in this membership epoch."""
 
     group: WeightGroup
+    timeline: int  # of the weights to come: if it is not that of those before, what these have sampled does not count
 
 
 @dataclass(frozen=True, slots=True)

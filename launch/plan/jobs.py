@@ -93,6 +93,7 @@ class JobPlan:
     cluster: ClusterConfig
     prologue: PrologueConfig
     jobs: tuple[Job, ...]
+    dead_after_s: float  # transport.dead_after_s
     is_elastic: bool = False  # added to a run whose plan is another
 
     @property
@@ -122,7 +123,8 @@ def plan_jobs(config: Config, site: Site, layout: RunLayout) -> JobPlan:
         jobs: tuple[Job, ...] = (Job("hetjob", components),)
     else:
         jobs = tuple(_single_job(component, site) for component in _components(config, site))
-    return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs)
+    dead_after_s = config.transport.dead_after_s
+    return JobPlan(config.run.name, layout, cluster.placement, cluster, site.prologue, jobs, dead_after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def plan_elastic(config: Config, site: Site, layout: RunLayout, wanted: Elastic)
         allocation, partition=wanted.partition or allocation.partition, time_s=wanted.time_s or allocation.time_s
     )
     job = Job(wanted.name, (replace(component, allocation=allocation),), array_size=wanted.num_generators)
-    return JobPlan(config.run.name, layout, wanted.placement, cluster, site.prologue, (job,), is_elastic=True)
+    dead_after_s, placement = config.transport.dead_after_s, wanted.placement
+    return JobPlan(config.run.name, layout, placement, cluster, site.prologue, (job,), dead_after_s, is_elastic=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- components

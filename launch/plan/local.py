@@ -22,7 +22,8 @@ from rlhpc.run_layout import RunLayout
 def local_plan_document(config: Config, layout: RunLayout, gpus: GpuMap, max_retries: int) -> str:
     """The plan as JSON text.  max_retries: of attempts, without a new checkpoint in between."""
     defaults = ClusterConfig.model_fields
-    limits = Limits(defaults["meet_s"].default, defaults["stall_s"].default, max_retries, is_attended=True)
+    meet_s, stall_s = defaults["meet_s"].default, defaults["stall_s"].default
+    limits = Limits(meet_s, stall_s, max_retries, config.transport.dead_after_s, is_attended=True)
     controller, rewards, trainer, generation = shares_of(config)
     components = [
         _component("controller", [controller, rewards], gpus),

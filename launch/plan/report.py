@@ -81,6 +81,8 @@ def _row(job: Job, component: Component) -> tuple[str, ...]:
 
 def plan_document(plan: JobPlan) -> str:
     """The plan as JSON text."""
+    cluster = plan.cluster
+    limits = Limits(cluster.meet_s, cluster.stall_s, cluster.max_retries, plan.dead_after_s)
     document = {
         "schema": SCHEMA,
         "run_directory": str(plan.layout.root),
@@ -94,7 +96,7 @@ def plan_document(plan: JobPlan) -> str:
             for job in plan.jobs
         ],
         "continuation": plan.cluster.continuation,
-        "limits": asdict(Limits(plan.cluster.meet_s, plan.cluster.stall_s, plan.cluster.max_retries)),
+        "limits": asdict(limits),
     }
     return json.dumps(document, indent=1) + "\n"
 

@@ -60,6 +60,7 @@ class Limits:
     meet_s: float  # for another role
     stall_s: float  # without an optimiser step
     max_retries: int  # consecutive failed attempts without a new checkpoint
+    dead_after_s: float = 60.0  # what a signal has stopped for so long is killed and started again
     is_attended: bool = False  # somebody waits for the message of what fails at its start: it is not tried again
 
 

@@ -38,7 +38,6 @@ NO_RETRY = {0, EXIT_CONFIG, EXIT_ALONE}
 STARTS_OF_A_STEP = 100_000  # an upper bound, so that incarnations of a later step compare greater
 MAX_STARTS = 4  # of an expendable role without progress in between
 PAUSE_S = 5.0  # before the second start; longer before each further one
-STANDSTILL_S = 60.0  # of a role that a signal has stopped: longer than a short look at it, and then it is started again
 LOG_TAIL_BYTES = 20_000
 _SIGNALS: list[int] = []  # that this process has received
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -151,7 +150,7 @@ class _Task:
                     preexec_fn=partial(_before_the_role, os.getpid()),  # this process has one thread
                 )
                 self._starts += 1
-                status = wait_for_child(role.pid, STANDSTILL_S, self._say_it_stands_still)
+                status = wait_for_child(role.pid, self._plan.limits.dead_after_s, self._say_it_stands_still)
                 role.returncode = status  # for Popen, which has not seen it end
             end_children()
         except OSError as error:
@@ -162,9 +161,10 @@ class _Task:
         return status if status >= 0 else 128 - status
 
     def _say_it_stands_still(self) -> None:
+        limit_s = self._plan.limits.dead_after_s
         with self._log.open("a", encoding="utf-8") as log:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
-            log.write(f"{when} {self._name} rlhpc.task ERROR stopped by a signal for {STANDSTILL_S:.0f} s: killed\n")
+            log.write(f"{when} {self._name} rlhpc.task ERROR stopped by a signal for {limit_s:g} s: killed\n")
 
     def _leave(self, base: Path) -> None:
         """Delete the job's temporary directory on this node, after the last of its processes."""

@@ -37,6 +37,7 @@ class Began:
     step: int  # the step that its trainer begins with
     num_rollouts: int  # rollouts of earlier attempts that count: those with higher numbers in their files do not
     goes_on: bool  # False: it starts over, and nothing that was written before counts
+    timeline: int = -1  # the first attempt whose published versions are all made again up to here; -1: this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class History:
     undone: dict[int, int] = field(default_factory=dict)  # attempt → version above which its rollouts do not count
     lacks_beginning: bool = False  # whether the rollouts just after the position are missing
     problems: list[str] = field(default_factory=list)  # what is damaged or missing, in words
+    timeline: int = -1  # of the last attempt; -1: there was none, or it was rolled back
 
 
 def read_history(directory: Path, position: Position) -> History:
@@ -76,10 +77,12 @@ def read_history(directory: Path, position: Position) -> History:
         known = position.num_events if file.attempt == position.attempt else 0
         for line, event in file.events.items():
             if isinstance(event, Began):
+                history.timeline = file.attempt if event.timeline < 0 else event.timeline
                 limits[file.attempt] = event.num_rollouts
                 if not event.goes_on:
                     position = _start_over(history, event, file.attempt, position, line > known)
             elif isinstance(event, RolledBack):
+                history.timeline = -1
                 if line > known:
                     _undo(history, event, file.attempt)
                 break  # what follows happened while the attempt ended
@@ -132,7 +135,8 @@ class Replay:
 
     steps: tuple[RecordedStep, ...] = ()
     restored: Sequence[ResolvedGroup] = ()  # finished or dropped since the checkpoint, in order of admission
-    after_rollback: bool = False  # generators may have samples of weights that were undone
+    timeline: int = 0  # what generators have sampled counts if its weights were of this one (timeline_of)
+    version: int = 0  # that these steps lead to
 
 
 def recorded_steps(history: History, first: int, is_finished: Callable[[int], bool]) -> tuple[RecordedStep, ...]:
@@ -145,6 +149,17 @@ def recorded_steps(history: History, first: int, is_finished: Callable[[int], bo
         seen.update(taken.groups)
         steps.append(RecordedStep(taken.step, tuple(taken.groups), history.trained.get(taken.step)))
     return tuple(steps)
+
+
+def timeline_of(history: History, attempt: int, first: int, steps: Sequence[RecordedStep]) -> int:
+    """Which attempt began the timeline of this one: the versions of one timeline are the same weights everywhere.
+
+    It is that of the attempt before if each of its versions is made again: weights are published once their step is on
+    disk.  first: the step to begin with; steps: those that are repeated.
+    """
+    repeated = {step.step for step in steps}
+    makes_all_again = all(step < first or step in repeated for step in history.trained)
+    return history.timeline if history.timeline >= 0 and makes_all_again and not history.problems else attempt
 
 
 def reaches_start(directory: Path) -> bool:

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,6 @@ from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 _ROLLOUT = struct.Struct("<5qd6i16s16s")
 _PROMPT = struct.Struct("<4q3i")
 _CRC = struct.Struct("<I")
-_AS_JSON = json.JSONEncoder(check_circular=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,17 @@ def encode_prompt(prompt: Prompt, group_id: int, used: Sizes) -> Encoded:
     return Encoded(row, text, (prompt.token_ids.data,), after)
 
 
+@lru_cache(maxsize=1024)  # there are few, and each takes as long to spell as the rest of a row
+def _as_json(parts: tuple[tuple[str, float], ...]) -> bytes:
+    return json.dumps(dict(parts)).encode()
+
+
 def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encoded:
     """A rollout behind what the file holds already; prompt_row: of its prompt, in the same file."""
     scored, rollout = record.scored, record.scored.rollout
     text = detail = encode_text(scored.detail)
     if scored.reward_parts:
-        text += _AS_JSON(scored.reward_parts).encode()
+        text += _as_json(tuple(scored.reward_parts.items()))
     num_tokens = len(rollout.token_ids)
     row = _ROLLOUT.pack(
         record.sequence,

@@ -163,15 +163,19 @@ class LeaseBook:
                 self._look_after(min(renewed), holder, group, lease)
         return expired
 
-    def forget_holder(self, holder: str) -> list[int]:
-        """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
+    def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
+        """Free everything a generator held; return the ids of the groups concerned, ascending.
+
+        is_dead: its leases are lost, which counts against the prompts; else it lives, and says what it goes on with.
+        """
         held = list(self._held.get(holder, {}).items())
         groups = {group_id: group for (group_id, _), group in held}
         for (_, index), group in held:
-            self._give_back(group, index, is_lost=True)
-        struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
-        for group, suspicion in zip(groups.values(), struck, strict=True):
-            self._quarantine.set_company(group, suspicion.company(self.max_attempts))
+            self._give_back(group, index, is_lost=is_dead)
+        if is_dead:
+            struck = self._lost_leases.record_death([(group.prompt, group.attempts - 1) for group in groups.values()])
+            for group, suspicion in zip(groups.values(), struck, strict=True):
+                self._quarantine.set_company(group, suspicion.company(self.max_attempts))
         self._quarantine.holders.discard(holder)
         return sorted(groups)
 

@@ -112,6 +112,10 @@ class AdmissionLedger:
             prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
         )
 
+    def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
+        """Count a free member as leased to this generator, which has gone on sampling it though its lease was over."""
+        self._leases.hold(self.group(group_id), (sample_index,), holder)
+
     @property
     def is_quarantining(self) -> bool:
         """Whether `grant` may return None for one holder and a lease for another."""
@@ -129,11 +133,7 @@ class AdmissionLedger:
         return True
 
     def hand_back(
-        self,
-        holder: str,
-        group_id: int,
-        sample_indices: Sequence[int],
-        prefixes: Sequence[Prefix | None] = (),
+        self, holder: str, group_id: int, sample_indices: Sequence[int], prefixes: Sequence[Prefix | None] = ()
     ) -> None:
         """Make members grantable again, each with what was sampled of it; that is no lost lease.
 
@@ -160,9 +160,9 @@ class AdmissionLedger:
         """Free the members of leases whose deadline has passed; return (group_id, holder) of each such lease."""
         return self._leases.expire()
 
-    def forget_holder(self, holder: str) -> list[int]:
-        """Free everything a dead generator held; return the ids of the groups concerned, ascending."""
-        return self._leases.forget_holder(holder)
+    def forget_holder(self, holder: str, *, is_dead: bool = True) -> list[int]:
+        """Free everything a generator held that is dead, or has connected again; return the groups' ids, ascending."""
+        return self._leases.forget_holder(holder, is_dead=is_dead)
 
     def poisoned(self) -> list[int]:
         """Groups of which some member has lost max_attempts leases; they are granted no more, the caller drops them."""

@@ -3,7 +3,8 @@
     PartialRollout ─▶ prefix of a member, in the ledger ─▶ the lease that is granted after a death
 
 Guarantees: a prefix is a whole beginning of one draft: a piece that does not follow what is known changes nothing, and
-its sender is asked for the whole.  Only the holder of a member changes its prefix.
+its sender is asked for the whole.  Only the holder of a member changes its prefix; who reports one that is free is its
+holder from then on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Receipt:
     kept: list[PartialRollout] = field(default_factory=list)  # those that changed a prefix
     wanted: list[Member] = field(default_factory=list)  # whose beginning is not known here
     refused: list[str] = field(default_factory=list)  # what cannot be, in words
+    unwanted: list[int] = field(default_factory=list)  # groups that are finished or dropped
+    num_adopted: int = 0  # members that were free
 
 
 class PartialIntake:
@@ -37,17 +40,23 @@ class PartialIntake:
     def receive(self, holder: str, partials: Sequence[PartialRollout], newest_version: int) -> Receipt:
         """Extend the prefixes of members that this generator holds, and renew its leases of them.
 
-        newest_version: that any generator can have sampled with.  Others' members and unknown groups are ignored.
+        newest_version: that any generator can have sampled with.  Others' members are ignored, and groups that are
+        still to be admitted: a controller that lost an admission will admit the same prompt again.
         """
         receipt = Receipt()
         for partial in partials:
             group = self._buffer.open_record(partial.group_id)
             if group is None:
+                if partial.group_id < self._buffer.num_admitted and partial.group_id not in receipt.unwanted:
+                    receipt.unwanted.append(partial.group_id)
                 continue
             if odd := self._oddity(partial, group, newest_version):
                 receipt.refused.append(f"sample {partial.sample_index} of group {partial.group_id}: {odd}")
                 continue
             member = group.members[partial.sample_index]
+            if member.is_free:
+                self._buffer.adopt(holder, partial.group_id, partial.sample_index)
+                receipt.num_adopted += 1
             if member.holder != holder:
                 continue
             prefix = None

@@ -62,6 +62,10 @@ class RolloutBuffer:
         """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
         return self._ledger.grant(holder, credit_samples)
 
+    def adopt(self, holder: str, group_id: int, sample_index: int) -> None:
+        """Count a free member as leased to the generator that is sampling it (AdmissionLedger.adopt)."""
+        self._ledger.adopt(holder, group_id, sample_index)
+
     @property
     def is_quarantining(self) -> bool:
         """Whether `grant` may return None for one generator and a lease for another."""
@@ -87,9 +91,12 @@ class RolloutBuffer:
         """Make members of overdue leases grantable again; return the number of these leases."""
         return len(self._ledger.expire())
 
-    def forget_holder(self, holder: str) -> int:
-        """Make everything that a dead generator held grantable again; return the number of groups concerned."""
-        return len(self._ledger.forget_holder(holder))
+    def forget_holder(self, holder: str, *, is_dead: bool = True) -> int:
+        """Make everything that a generator held grantable again; return the number of groups concerned.
+
+        is_dead: False if it has only connected again (AdmissionLedger.forget_holder).
+        """
+        return len(self._ledger.forget_holder(holder, is_dead=is_dead))
 
     def poisoned(self) -> list[int]:
         """Groups of which some member has lost too many leases: they are granted no more, and the caller drops them."""
@@ -97,10 +104,9 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------------------------------- rollouts and groups
 
-    def is_wanted(self, group_id: int, sample_index: int, holder: str | None = None) -> bool:
-        """True if `deliver` would keep this member; holder: and this generator holds it."""
-        is_wanted = self._ledger.is_wanted(group_id, sample_index)
-        return is_wanted and holder in (None, self._ledger.group(group_id).members[sample_index].holder)
+    def is_wanted(self, group_id: int, sample_index: int) -> bool:
+        """True if `deliver` would keep this member."""
+        return self._ledger.is_wanted(group_id, sample_index)
 
     def admitted_version(self, group_id: int) -> int:
         """The policy version under which a group was admitted.  Raises LedgerError for one that is gone or unknown."""
@@ -128,6 +134,11 @@ class RolloutBuffer:
         if self.journal is not None:
             self.journal.add(scored, record.admitted_version)
         return self._add(scored)
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups that were admitted so far; their ids are those below."""
+        return self._ledger.next_group_id
 
     def is_open(self, group_id: int) -> bool:
         """True while a group is in flight or finished: neither taken nor dropped."""

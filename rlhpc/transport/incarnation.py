@@ -29,6 +29,11 @@ def is_earlier(incarnation: str, other: str) -> bool:
     return order is not None and other_order is not None and order < other_order
 
 
+def is_same_start(incarnation: str, other: str) -> bool:
+    """True if both are of one process, which has started over without being restarted (another_of)."""
+    return order_of(incarnation) is not None and order_of(incarnation) == order_of(other)
+
+
 def another_of(incarnation: str) -> str:
     """Return a new incarnation of the same order, for a process that starts over without being restarted."""
     return f"{incarnation.split('-', 1)[0]}-{uuid.uuid4().hex[:12]}"

@@ -227,7 +227,7 @@ async def test_what_was_reported_of_a_lost_rollout_is_continued_under_the_same_p
     while known is None or len(known.token_ids) < MAX_TOKENS // 4:
         await asyncio.sleep(0.002)
         assert not dying.done()
-        if (report := reporter.report([request])) is not None:
+        if (report := reporter.report([request], 0)) is not None:
             for piece in decode_partials(report.pieces.tobytes(), report.num_bytes):
                 assert piece.follows(known)
                 known = joined(known, piece)

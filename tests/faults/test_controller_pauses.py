@@ -1,4 +1,4 @@
-"""The controller stands still for a while, as under a debugger, a suspended machine or a hanging filesystem."""
+"""A role stands still: with its task for a while, as on a suspended machine, or alone for good, stopped by a signal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import time
 import pytest
 
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once
-from tests.ring.run_kit import Lab, Run, make_lab
+from tests.ring.run_kit import Lab, Run, make_lab, within
 
-pytestmark = [pytest.mark.long, pytest.mark.ring]
+pytestmark = pytest.mark.ring
 NUM_STEPS = 12
+FOUND_S = 5.0
 DEAD_AFTER_S = 6.0  # on a busy machine a role that loads its libraries is silent for some seconds
 
 
@@ -19,6 +20,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("pauses"))
 
 
+@pytest.mark.long
 def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_loses_none_of_them(lab: Lab) -> None:
     layout = lab.layout("paused")
     run_file = lab.run_file(
@@ -31,11 +33,37 @@ def test_a_controller_that_stands_still_for_longer_than_peers_may_be_silent_lose
     with Run(run_file, layout) as run:
         run.wait_for_step(2)
         controller = run.role("controller")
+        task = controller.parent()
+        assert task is not None
+        task.suspend()  # it would kill what stands still alone
         controller.suspend()
         time.sleep(2 * DEAD_AFTER_S)
         controller.resume()
+        task.resume()
         assert run.finish() == 0, run.story()
     _, _, afterwards = layout.log("controller", 0, 0).read_text().partition("this process was paused for")
     assert afterwards
     assert "is silent" not in afterwards
+    assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "role", ["controller", *(pytest.param(role, marks=pytest.mark.long) for role in ("trainer", "generator", "reward"))]
+)
+def test_a_role_that_a_signal_has_stopped_is_started_again(lab: Lab, role: str) -> None:
+    """Found within dead_after_s and some seconds, by its task or by others' silence."""
+    layout = lab.layout(f"stopped-{role}")
+    run_file = lab.run_file(
+        f"stopped-{role}",
+        run={"num_steps": NUM_STEPS},
+        data={"task": "tests.ring.ring_rewards:slow_parity"},
+        transport={"dead_after_s": DEAD_AFTER_S},
+    )
+    with Run(run_file, layout) as run:
+        run.wait_for_step(3)
+        stopped = run.role(role)
+        stopped.suspend()
+        with within(DEAD_AFTER_S + FOUND_S, f"the end of the {role} that was stopped"):
+            stopped.wait()
+        assert run.finish() == 0, run.story()
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhpc.buffer.partial_files import partial_paths, read_partials
 from rlhpc.run_layout import RunLayout
+from tests.faults.attempts_kit import Attempts
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, rollouts_on_disk
 from tests.ring.run_kit import Lab, Run, make_lab
 
@@ -31,17 +33,20 @@ def lab(tmp_path: Path) -> Lab:
     return lab
 
 
+def settings() -> dict[str, dict[str, Any]]:
+    return {
+        "run": {"num_steps": NUM_STEPS},
+        "generation": {"max_completion_tokens": MAX_TOKENS, "max_num_seqs": 64},
+        "admission": {"groups_per_step": GROUPS, "group_size": GROUP_SIZE},
+        "trainer": {"token_budget": 1024},
+        "buffer": {"partial_interval_tokens": INTERVAL_TOKENS},
+        "checkpoint": {"every_steps": 1000},
+        "transport": {"dead_after_s": 6.0},
+    }
+
+
 def run_file(lab: Lab, name: str) -> Path:
-    return lab.run_file(
-        name,
-        run={"num_steps": NUM_STEPS},
-        generation={"max_completion_tokens": MAX_TOKENS, "max_num_seqs": 64},
-        admission={"groups_per_step": GROUPS, "group_size": GROUP_SIZE},
-        trainer={"token_budget": 1024},
-        buffer={"partial_interval_tokens": INTERVAL_TOKENS},
-        checkpoint={"every_steps": 1000},
-        transport={"dead_after_s": 6.0},
-    )
+    return lab.run_file(name, **settings())
 
 
 def drawn(lab: Lab) -> Counter[tuple[int, int, int]]:
@@ -80,6 +85,30 @@ def test_the_death_of_everything_at_once_costs_at_most_an_interval_of_each_rollo
         run.assert_nothing_is_left()
         assert "rollouts go on from" in run.story()
     assert_little_was_sampled_again(lab, layout, running)
+
+
+def test_a_generator_goes_on_while_the_controller_is_replaced_and_draws_no_token_twice(lab: Lab) -> None:
+    """The next controller finds its reports on disk, and what it has sampled since in its first report."""
+    with Attempts(lab, "orphans", **settings()) as run:
+        run.begin()
+        run.start("controller-0", "trainer-0")
+        run.start("generator-0", "reward-0")
+        run.wait_until(lambda: total(lab) >= IN_FLIGHT * INTERVAL_TOKENS, "tokens")
+        run.kill("controller-0", "trainer-0")
+        killed_at = total(lab)
+        run.wait_until(lambda: total(lab) >= killed_at + IN_FLIGHT * INTERVAL_TOKENS, "tokens that no controller sees")
+        run.begin()
+        run.start("controller-0", "trainer-0")
+        assert run.status_of("controller-0") == 0, run.story()
+        assert run.status_of("generator-0") == 0, run.story()
+        assert "generator-0 goes on with" in run.log("controller-0"), run.story()
+        assert max(drawn(lab).values()) == 1, run.story()
+        assert_full_batches_trained_once(run.layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
+
+
+def total(lab: Lab) -> int:
+    """Tokens that were drawn."""
+    return drawn(lab).total() if (lab.root / "tally").exists() else 0
 
 
 def members(tally: Counter[tuple[int, int, int]]) -> set[tuple[int, int]]:

@@ -51,7 +51,7 @@ def test_a_dead_node_under_the_trainer_restarts_that_job_alone(slurm: DevCluster
     run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("attempt", 0) >= 1, "another attempt")
     run.wait_more_steps()
     print(f"from the trainer's dead node to the next step: {time.monotonic() - began:.1f} s")
-    assert role_pids(run, "generator") == generators
+    assert role_pids(run, "generator") == generators, run.story()
     start_node(slurm, victim)
     run.stop()
 
@@ -81,7 +81,7 @@ def test_a_controller_that_is_requeued_finds_its_trainer_and_generators_again(sl
     slurm.run("scontrol", "requeue", str(run.jobs["controller"]))
     run.wait(lambda: len(run.attempts()) >= 2 and run.status().get("attempt", 0) >= 1, "a second attempt")
     run.wait_more_steps()
-    assert role_pids(run, "generator") == generators != []
+    assert role_pids(run, "generator") == generators != [], run.story()
     run.stop()
 
 

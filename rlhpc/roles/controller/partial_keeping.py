@@ -19,7 +19,7 @@ from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, JournalError, OwnershipLost
-from rlhpc.messages import LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
 
 log = logging.getLogger("rlhpc.partials")
 SEND_S = 1.0  # for a generator to take a message; its next report asks for another
@@ -36,14 +36,16 @@ class PartialKeeping:
         files: PartialLog,
         leases: ServerChannel,
         *,
+        timeline: int,
         newest_version: Callable[[], int],
         commit_groups: Callable[[], None],
     ) -> None:
-        """newest_version: that any generator can have sampled with.
+        """timeline: of this controller; reports of others are ignored, as their weights do not count.
 
+        newest_version: that any generator can have sampled with.
         commit_groups: called when something was received: without its admission a rollout is not continued.
         """
-        self._commit_groups = commit_groups
+        self._timeline, self._commit_groups = timeline, commit_groups
         self._intake, self._files, self._leases, self._newest_version = intake, files, leases, newest_version
         self._news: list[PartialRollout] = []
         self._work = asyncio.Event()
@@ -52,12 +54,19 @@ class PartialKeeping:
 
     async def receive(self, name: str, message: LeaseProgress) -> None:
         """Take a generator's report."""
+        if message.timeline != self._timeline:
+            return
         try:
             pieces = decode_partials(message.pieces.data, message.num_bytes)
         except ValueError as error:
             self._complain(name, str(error))
             return
         receipt = self._intake.receive(name, pieces, self._newest_version())
+        if receipt.num_adopted:
+            log.info("%s goes on with %d rollouts that it has begun", name, receipt.num_adopted)
+        for group_id in receipt.unwanted:
+            with suppress(ChannelError):
+                await self._leases.send(name, CancelGroup(group_id), timeout_s=SEND_S)
         if receipt.refused:
             self._complain(name, "; ".join(receipt.refused))
         self._keep(receipt.kept)

@@ -114,6 +114,7 @@ class Controller:
             self._trainer,
             self._state.membership,
             transport=config.weights.transport,
+            timeline=self._state.replay.timeline,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
             canary=open_canary(config, self._state.prompts),
             clock=self._awake,
@@ -122,7 +123,6 @@ class Controller:
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
-        self._sink.only_held = self._state.replay.after_rollback
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
         )
@@ -132,7 +132,8 @@ class Controller:
             PartialIntake(self._state.buffer, config.generation.max_completion_tokens),
             PartialLog(context.layout.rollouts, context.attempt, context.fence),
             leases,
-            newest_version=lambda: self._loop.version,
+            timeline=self._state.replay.timeline,
+            newest_version=lambda: max(self._loop.version, self._state.replay.version),
             commit_groups=self._journaling.commit_soon,
         )
         self._checkpoints = CheckpointWriter(
@@ -267,12 +268,12 @@ class Controller:
         while True:
             name, message = await self._leases.receive()
             if isinstance(message, Delivery):
-                has_changed = self._sink.receive(name, message.scored)
+                has_changed = self._counts(message) and self._sink.receive(name, message.scored)
                 self._journaling.received(name, message)
                 if not has_changed:
                     continue
                 await self._cancel_dropped()
-            elif isinstance(message, LeaseReturn):
+            elif isinstance(message, LeaseReturn) and self._counts(message):
                 self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
                 self._partials.handed_back(message)
             elif isinstance(message, LeaseProgress):
@@ -280,6 +281,10 @@ class Controller:
                 continue
             self._loop.groups_changed()
             self._dispatcher.wake()
+
+    def _counts(self, message: Delivery | LeaseReturn) -> bool:
+        """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
+        return message.timeline == self._state.replay.timeline
 
     async def _cancel_dropped(self) -> None:
         """Cancel sampling of groups that were dropped."""

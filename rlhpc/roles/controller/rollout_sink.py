@@ -43,7 +43,6 @@ class RolloutSink:
         """of_one_version: take no rollout but those that the weights of their admission have sampled, whole."""
         self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
         self.lost_leases = LostLeases()
-        self.only_held = False  # True: take only what this controller has granted, not what was sampled before
         self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
         self.stats = IntakeStats()
@@ -55,7 +54,7 @@ class RolloutSink:
         Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
         """
         rollout = scored.rollout
-        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index, holder if self.only_held else None):
+        if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
         if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
             log.warning("rollout %d:%d is of other weights: ignored", rollout.group_id, rollout.sample_index)

@@ -20,6 +20,7 @@ from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.weight_sync import WeightSync
+from rlhpc.transport.incarnation import is_same_start
 
 log = logging.getLogger("rlhpc.processes")
 ANSWER_S = 1.0  # for a generator to receive a message
@@ -49,7 +50,12 @@ class RunProcesses:
             return False
         known, has_lost = self._registry.member(name), False
         if known is not None and known.hello.incarnation != message.incarnation:
-            has_lost = await self._lose(name, "was started again")  # its leases are lost
+            if message.role == "generator" and is_same_start(known.hello.incarnation, message.incarnation):
+                log.warning("%s has connected again", name)  # a channel failed; it says what it goes on with
+                self._state.buffer.forget_holder(name, is_dead=False)
+                has_lost = True
+            else:
+                has_lost = await self._lose(name, "was started again")  # its leases are lost
         if not self._registry.register(name, message):
             await self._tell(name, StopRole("other settings than the run's"))
             return has_lost

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
-from rlhpc.buffer.history import START, Replay, read_history, recorded_steps, version_after
+from rlhpc.buffer.history import START, Replay, read_history, recorded_steps, timeline_of, version_after
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.partial_files import read_partials
@@ -108,18 +108,19 @@ def _restore(
         log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
     steps = recorded_steps(history, step, buffer.is_finished) if goes_on else ()
     name, attempt = context.config.run.name, context.attempt
+    version = version_after(steps, saved.policy_version if saved is not None else 0)
     if goes_on:
-        version = version_after(steps, saved.policy_version if saved is not None else 0)
         # What an attempt had sampled that was rolled back is told by no version: the next steps have the same numbers.
         first_attempt = max([history.first_attempt, *(undone + 1 for undone in history.undone)])
         _restore_partials(context, first_attempt, version, buffer)
     journal = open_journal(context.layout, name, attempt, history.num_rollouts, context.fence)
-    journal.note(Began(step, history.num_rollouts, goes_on))
+    timeline = timeline_of(history, attempt, step, steps) if goes_on else attempt
+    journal.note(Began(step, history.num_rollouts, goes_on, timeline))
     for group_id in sorted(history.implied if goes_on else ()):
         if group_id >= first_group:  # else the checkpoint knows it
             journal.note(history.implied[group_id])
     buffer.journal = journal
-    return Replay(steps, restored, bool(history.undone)), journal
+    return Replay(steps, restored, timeline, version), journal
 
 
 def _restore_partials(context: RoleContext, first_attempt: int, version: int, buffer: RolloutBuffer) -> None:

@@ -65,15 +65,19 @@ class WeightSync:
         membership: Membership,
         *,
         transport: str,
+        timeline: int = 0,
         limits: WeightSyncLimits,
         canary: Canary,
         clock: Clock = time.monotonic,
     ) -> None:
-        """transport: weights.transport, "auto" not yet resolved.  `clock` measures time-outs of others."""
+        """transport: weights.transport, "auto" not yet resolved.  timeline: of the run (buffer/history.py).
+
+        `clock` measures time-outs of others.
+        """
         self._control, self._trainer, self._membership = control, trainer, membership
         self._canary = canary
         self._limits, self._clock = limits, clock
-        self._wish, self._trainer_device = transport, ""
+        self._wish, self._trainer_device, self._timeline = transport, "", timeline
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
         self._manifest: WeightManifest | None = None
         self._group: WeightGroup | None = None  # of the current epoch, while it is intact
@@ -272,7 +276,7 @@ class WeightSync:
         if opened.error:
             raise RoleFailed(f"the trainer cannot open membership epoch {group.epoch}: {opened.error}")
         log.info("epoch %d, by %s: %s", group.epoch, group.transport, ", ".join(group.members))
-        await asyncio.gather(*(self._tell(name, JoinGroup(opened.group)) for name in group.members))
+        await asyncio.gather(*(self._tell(name, JoinGroup(opened.group, self._timeline)) for name in group.members))
         return opened.group
 
     def _choose(self, engines: dict[str, tuple[str, ...]]) -> str:

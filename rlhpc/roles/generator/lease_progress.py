@@ -25,7 +25,7 @@ from rlhpc.types import Prefix, RolloutRequest
 LOOKS_PER_INTERVAL = 8
 LONGEST_LOOK_S = 0.25
 MOST_TOKENS = 1 << 20  # of one report
-AT_ONCE = float("-inf")  # when a rollout was reported that is wanted whole
+AT_ONCE = float("-inf")  # when a rollout was reported that has to be reported now
 _NO_TOKENS = Prefix(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
@@ -68,8 +68,13 @@ class ProgressReporter:
             if reported is not None:
                 reported.num_shown, reported.checksum, reported.at_s = 0, 0, AT_ONCE
 
-    def report(self, in_flight: Iterable[RolloutRequest]) -> LeaseProgress | None:
-        """The news of all rollouts, if one of them has to be reported now."""
+    def begin_anew(self) -> None:
+        """Report every rollout the next time: a controller comes that does not know who is sampling it."""
+        for reported in self._reported.values():
+            reported.at_s = AT_ONCE
+
+    def report(self, in_flight: Iterable[RolloutRequest], timeline: int) -> LeaseProgress | None:
+        """The news of all rollouts, if one of them has to be reported now.  timeline: of the weights they are of."""
         grown = self._look({request.request_id: request for request in in_flight})
         now = self._clock()
         if not any(self._urgency(reported, growth, now) >= 1.0 for _, reported, growth in grown):
@@ -84,7 +89,7 @@ class ProgressReporter:
         if not pieces:
             return None
         data, num_bytes = encode_partials(pieces)
-        return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes)
+        return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes, timeline)
 
     def _look(self, requests: dict[str, RolloutRequest]) -> list[tuple[RolloutRequest, _Reported, int]]:
         """Rollouts that have tokens to report, with their growth since the last look."""

@@ -23,17 +23,20 @@ class Outbox:
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex[:12]
         self._num_delivered = 0
-        self._kept: dict[int, ScoredRollout] = {}  # in the order of delivery
+        self._kept: dict[int, tuple[ScoredRollout, int]] = {}  # in the order of delivery, each with its timeline
 
     @property
     def num_kept(self) -> int:
         """Rollouts that wait for an acknowledgement."""
         return len(self._kept)
 
-    async def deliver(self, channel: ClientChannel, scored: ScoredRollout) -> None:
-        """Send a rollout, and keep it.  Raises ChannelError; then it is kept, too."""
+    async def deliver(self, channel: ClientChannel, scored: ScoredRollout, timeline: int) -> None:
+        """Send a rollout, and keep it.  timeline: of the weights that sampled it.
+
+        Raises ChannelError; then it is kept, too.
+        """
         self._num_delivered += 1
-        self._kept[self._num_delivered] = scored
+        self._kept[self._num_delivered] = scored, timeline
         await self._send(channel, self._num_delivered)
 
     def acknowledged(self, message: Delivered) -> None:
@@ -59,4 +62,5 @@ class Outbox:
                 silence_s = SILENCE_S
 
     async def _send(self, channel: ClientChannel, number: int) -> None:
-        await channel.send(Delivery(number, min(self._kept), self._name, self._kept[number]))
+        scored, timeline = self._kept[number]
+        await channel.send(Delivery(number, min(self._kept), self._name, timeline, scored))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rollout_samples import ManualClock, assert_same_group, make_group, make_led
 from test_ledger import settings
 from test_rollout_buffer import make_writer
 
-from rlhpc.buffer.event_log import Admitted, Began, RolledBack, Taken, Trained, event_paths
+from rlhpc.buffer.event_log import Admitted, Began, Event, RolledBack, Taken, Trained, event_paths
 from rlhpc.buffer.history import (
     START,
     History,
@@ -23,6 +24,7 @@ from rlhpc.buffer.history import (
     read_history,
     recorded_steps,
     rollback_due,
+    timeline_of,
     version_after,
 )
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
@@ -253,6 +255,38 @@ def test_steps_are_repeated_up_to_the_first_that_lacks_a_rollout_and_never_use_a
     assert recorded_steps(history, 2, lambda _: True) == ()
     history.batches[4] = Taken(4, [7, 8])
     assert [step.step for step in recorded_steps(history, 3, lambda _: True)] == [3]
+
+
+def test_attempts_of_one_timeline_make_every_version_again(layout: RunLayout) -> None:
+    """Else what a generator has sampled meanwhile is of weights that this attempt never has."""
+
+    def timeline(attempt: int, *steps: int, **changes: Any) -> int:
+        trained = {step: Trained(step, step, True) for step in (3, 4, 5)}
+        history = History(**({"trained": trained, "timeline": 1} | changes))
+        return timeline_of(history, attempt, 3, [RecordedStep(step, (), None) for step in steps])
+
+    assert timeline(4, 3, 4, 5) == 1
+    assert timeline(4, 3, 4, 5, 6) == 1  # the batch of step 6 was chosen: its weights were never published
+    assert timeline(4, 3, 4) == 4
+    assert timeline(4) == 4  # not repeated
+    assert timeline(4, trained={2: Trained(2, 2, True)}) == 1  # the checkpoint has it
+    assert timeline(4, 3, 4, 5, problems=["a line is damaged"]) == 4
+    assert timeline(4, 3, 4, 5, timeline=-1) == 4
+
+
+def test_the_timeline_is_that_of_the_last_attempt_unless_it_was_rolled_back(layout: RunLayout) -> None:
+    def begin_next(attempt: int, *events: Event) -> int:
+        journal = open_journal(layout, "test", attempt, 0, None)
+        for event in events:
+            journal.note(event)
+        journal.commit()
+        return read_history(layout.rollouts, START).timeline
+
+    assert read_history(layout.rollouts, START).timeline == -1
+    assert begin_next(0, Began(0, 0, goes_on=True)) == 0  # of a version that wrote no timelines
+    assert begin_next(1, Began(0, 0, True, 0)) == 0
+    assert begin_next(2, Began(0, 0, True, 2)) == 2
+    assert begin_next(3, Began(0, 0, True, 2), RolledBack(0, 0, [])) == -1
 
 
 def test_repeated_steps_lead_to_the_version_that_they_led_to_at_least() -> None:

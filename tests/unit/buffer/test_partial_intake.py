@@ -11,7 +11,8 @@ from rollout_samples import ManualClock, make_ledger, make_prompt, make_scored
 from test_rollout_buffer import make_writer
 
 from rlhpc.buffer.partial_codec import PartialRollout
-from rlhpc.buffer.partial_intake import PartialIntake
+from rlhpc.buffer.partial_intake import PartialIntake, Receipt
+from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.types import Prefix, SamplingParams
 
@@ -60,6 +61,29 @@ def test_the_next_holder_gets_what_the_dead_one_had_reported(door: Door) -> None
     assert first is not None
     assert len(first.token_ids) == 80
     assert is_beginning_of(first, DRAFT)
+
+
+def test_who_goes_on_with_a_rollout_whose_lease_is_over_has_it_again(door: Door) -> None:
+    """The lease expired, or the controller that had granted it is gone."""
+    door.report(piece_of(DRAFT, 0, 50))
+    door.buffer.forget_holder("g-0")
+    assert door.report(piece_of(DRAFT, 50, 80)) == (1, 0, 0)
+    assert door.buffer.outstanding("g-0") == 1
+    assert door.report(piece_of(DRAFT, 0, 90), "g-2") == (0, 0, 0)  # too late: it has a holder
+    lease = door.buffer.grant("g-2", 2)
+    assert lease is not None
+    assert lease.sample_indices == (1,)
+    assert door.buffer.grant("g-2", 2) is None
+
+
+def test_nobody_has_what_cannot_be_or_is_not_wanted(door: Door) -> None:
+    door.buffer.forget_holder("g-0")
+    odd = PartialRollout(0, 0, 7, 0, 0, part_of(DRAFT, 0, 50))  # of another prompt
+    assert door.report(odd) == (0, 0, 1)
+    assert door.buffer.outstanding("g-0") == 0
+    door.buffer.drop(1, DropReason.POISON)
+    pieces = [piece_of(DRAFT, 0, 10, member=member) for member in ((1, 0), (1, 1), (2, 0))]
+    assert door.intake.receive("g-1", pieces, NEWEST) == Receipt(unwanted=[1])  # 2 is still to be admitted
 
 
 def test_a_piece_that_was_lost_leaves_no_hole_and_the_whole_is_asked_for(door: Door) -> None:

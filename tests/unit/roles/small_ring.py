@@ -247,7 +247,7 @@ class FakeGenerator:
     async def obey(self) -> None:
         while True:
             match await self.client.receive():
-                case JoinGroup(group):
+                case JoinGroup(group, _):
                     self.epochs.append(group.epoch)
                 case ReceiveWeights(manifest):
                     await self._receive(manifest)

@@ -27,7 +27,7 @@ async def channels() -> AsyncIterator[tuple[ServerChannel, ClientChannel]]:
 
 
 def join(epoch: int) -> JoinGroup:
-    return JoinGroup(WeightGroup(epoch, "gloo", "", ("generator-0",), (1,)))
+    return JoinGroup(WeightGroup(epoch, "gloo", "", ("generator-0",), (1,)), 0)
 
 
 def receive(epoch: int, version: int = 0) -> ReceiveWeights:

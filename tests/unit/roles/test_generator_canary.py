@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from rlhpc.errors import RoleFailed
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.messages import CanaryTaken, LeaseReturn, Quarantine, TakeCanary
 from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.roles.generator.role import Generator
+from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.memory import MemoryServer
@@ -36,21 +36,19 @@ ENDLESS = SamplingParams(max_tokens=100_000)
 class Here:
     """A generator with an engine that never ends by itself, and the controller's ends of its channels."""
 
-    def __init__(self, root: Path, judges: RpcClient) -> None:
+    def __init__(self, root: Path, judges: RpcClient, tasks: asyncio.TaskGroup) -> None:
         config = small_config()
         model = config.model.model_copy(update={"path": make_tokenizer_files(root / "model")})
         config = config.model_copy(update={"model": model})
         context = RoleContext("generator", 0, 1, 0, None, "first", RunLayout(root), config, config_hash(config))
         self.control, self.leases = MemoryServer(CONTROL), MemoryServer(LEASES)
         self.engine = ScriptedEngine(Script(stop_probability=0.0, token_s=0.001))
-        self._client = self.control.connect(NAME)
-        self.generator = Generator(context, self.engine, self.leases.connect(NAME), judges, Outbox())
-        self.session: Any = SimpleNamespace(asked_to_stop=lambda message: None)
-
-    def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
-        self.obeying = asyncio.ensure_future(self.generator.obey(self._client, self.session))
-        loops = self.generator.take_leases(tasks), self.generator.canary.run(self._client)
-        return [self.obeying, *(tasks.create_task(loop) for loop in loops)]
+        self.link = Link(self.leases.connect(NAME), judges, lambda error: pytest.fail(str(error)))
+        self.sampling = Sampling(config, self.engine, tasks)
+        generator = Generator(context, self.engine, self.sampling, self.link.leases, judges)
+        client, session = self.control.connect(NAME), cast("Any", SimpleNamespace(asked_to_stop=lambda message: None))
+        self.obeying = asyncio.ensure_future(generator.obey(client, session))
+        self.loops = [tasks.create_task(loop) for loop in (generator.take_leases(), generator.canary.run(client))]
 
     async def weights(self, version: int) -> None:
         await self.engine.receive_weights(make_manifest(version, 1, (), 1))
@@ -74,16 +72,17 @@ class Here:
 
 @asynccontextmanager
 async def generating(root: Path) -> AsyncIterator[Here]:
-    async with RpcClient([MemoryServer(REWARDS).connect(NAME)], max_attempts=1) as judges:
-        here = Here(root, judges)
+    judges = RpcClient([MemoryServer(REWARDS).connect(NAME)], max_attempts=1)
+    async with judges, asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        here = Here(root, judges, tasks)
+        await here.sampling.attach(here.link)
         await here.weights(0)
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-            loops = here.start(tasks)
-            try:
-                yield here
-            finally:
-                for task in (*loops, *here.generator._sampling.values()):
-                    task.cancel()
+        try:
+            yield here
+        finally:
+            for task in (here.obeying, *here.loops):
+                task.cancel()
+            await here.sampling.give_up()
 
 
 async def test_a_canary_is_scored_while_it_samples_and_says_by_which_version(tmp_path: Path) -> None:

@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.config_file import config_hash
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.messages import Delivery, RewardReply, RewardRequest
-from rlhpc.roles.common.lifecycle import RoleContext
-from rlhpc.roles.generator.outbox import Outbox
-from rlhpc.roles.generator.role import Generator
-from rlhpc.run_layout import RunLayout
+from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.topology import LEASES, REWARDS
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.rpc import RpcClient
@@ -50,8 +46,8 @@ class Verifier:
 
 
 @asynccontextmanager
-async def sampling(root: Path, verifier: Verifier, stop_probability: float) -> AsyncIterator[MemoryServer]:
-    """A generator that takes leases of the channel that this yields."""
+async def generator(root: Path, verifier: Verifier, stop_probability: float) -> AsyncIterator[MemoryServer]:
+    """What a generator samples of the leases that come over the channel that this yields."""
     leases = MemoryServer(LEASES)
     config = small_config()
     config = config.model_copy(
@@ -60,25 +56,31 @@ async def sampling(root: Path, verifier: Verifier, stop_probability: float) -> A
             "rewards": config.rewards.model_copy(update={"max_attempts": MAX_ATTEMPTS}),
         }
     )
-    context = RoleContext("generator", 0, 1, 0, None, "first", RunLayout(root), config, config_hash(config))
     engine = ScriptedEngine(Script(vocab_size=VOCABULARY, stop_token_id=EOS, stop_probability=stop_probability))
     await engine.receive_weights(make_manifest(0, 1, (), 1))
-    async with RpcClient([verifier.server.connect(context.name)], max_attempts=MAX_ATTEMPTS) as judges:
-        generator = Generator(context, engine, leases.connect(context.name), judges, Outbox())
-        async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(verifier.run()), tasks.create_task(generator.take_leases(tasks))]
-            try:
-                yield leases
-            finally:
-                for loop in loops:
-                    loop.cancel()
+    client = leases.connect("generator-0")
+    judges = RpcClient([verifier.server.connect("generator-0")], max_attempts=MAX_ATTEMPTS)
+    async with judges, asyncio.TaskGroup() as tasks:
+        sampling = Sampling(config, engine, tasks)
+
+        async def start() -> None:
+            while True:
+                sampling.start(await client.receive())
+
+        loops = [tasks.create_task(verifier.run()), tasks.create_task(start())]
+        await sampling.attach(Link(client, judges, lambda error: pytest.fail(str(error))))
+        try:
+            yield leases
+        finally:
+            for loop in loops:
+                loop.cancel()
 
 
 async def scored(root: Path, verifier: Verifier, *, max_tokens: int, stop_probability: float) -> ScoredRollout:
     """What the generator delivers of one sample."""
     prompt = Prompt(0, "any", np.array([9, 9], np.int32), "42")
     lease = Lease(0, 0, prompt, 2, (0,), SamplingParams(max_tokens=max_tokens), 0)
-    async with sampling(root, verifier, stop_probability) as leases:
+    async with generator(root, verifier, stop_probability) as leases:
         await leases.send("generator-0", lease)
         _, delivered = await leases.receive(PATIENCE_S)
     assert isinstance(delivered, Delivery)

@@ -72,7 +72,7 @@ async def test_a_rollout_is_on_disk_before_its_generator_may_forget_it(tmp_path:
     pair = Pair(tmp_path)
     async with running(pair):
         for index in range(3):
-            await pair.outbox.deliver(pair.client, scored(index, 0))
+            await pair.outbox.deliver(pair.client, scored(index, 0), 0)
         assert pair.outbox.num_kept == 3
         for _ in range(3):
             await pair.hear()
@@ -86,7 +86,7 @@ async def test_a_rollout_is_on_disk_before_its_generator_may_forget_it(tmp_path:
 async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     for index in range(3):
-        await pair.outbox.deliver(pair.client, scored(index, 0))
+        await pair.outbox.deliver(pair.client, scored(index, 0), 0)
     await pair.hear()
     await pair.leases.receive()  # lost
     await pair.hear()
@@ -106,7 +106,7 @@ async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp
 async def test_a_silence_makes_the_generator_send_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "SILENCE_S", 0.05)
     pair = Pair(tmp_path)
-    await pair.outbox.deliver(pair.client, scored(0, 0))
+    await pair.outbox.deliver(pair.client, scored(0, 0), 0)
     await pair.leases.receive()  # lost
     repeating = asyncio.create_task(pair.outbox.repeat(pair.client))
     for _ in range(3):
@@ -117,11 +117,11 @@ async def test_a_silence_makes_the_generator_send_again(tmp_path: Path, monkeypa
 async def test_the_next_controller_gets_what_the_last_one_did_not_acknowledge(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0))
+        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
         await pair.hear()
         assert await pair.acknowledged() == 1
     for index in (1, 2):
-        await pair.outbox.deliver(pair.client, scored(index, 0))  # and the controller is killed
+        await pair.outbox.deliver(pair.client, scored(index, 0), 0)  # and the controller is killed
     successor = MemoryServer(LEASES)
     pair.leases, pair.client = successor, successor.connect("generator-0")
     pair.journaling = Journaling(pair.journal, successor, asyncio.get_running_loop().time)
@@ -140,17 +140,17 @@ async def test_a_generator_that_was_started_again_is_not_told_to_forget_what_its
     pair = Pair(tmp_path)
     async with running(pair):
         for index in range(5):
-            await pair.outbox.deliver(pair.client, scored(index, 0))
+            await pair.outbox.deliver(pair.client, scored(index, 0), 0)
             await pair.hear()
         while await pair.acknowledged() < 5:
             pass
         old, pair.outbox = pair.outbox, Outbox()
-        await pair.outbox.deliver(pair.client, scored(5, 0))
+        await pair.outbox.deliver(pair.client, scored(5, 0), 0)
         await pair.leases.receive()  # lost
-        await pair.outbox.deliver(pair.client, scored(6, 0))
+        await pair.outbox.deliver(pair.client, scored(6, 0), 0)
         await pair.hear()
         await pair.journaling.durable()
-        await old.deliver(pair.client, scored(7, 0))
+        await old.deliver(pair.client, scored(7, 0), 0)
         old.acknowledged(Delivered(9, "another"))
         assert (pair.outbox.num_kept, old.num_kept) == (2, 1)
 
@@ -168,7 +168,7 @@ async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_acknowledged_me
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0))
+        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
         await pair.hear()
         await pair.journaling.durable()
         assert await pair.acknowledged() == 1
@@ -182,7 +182,7 @@ async def test_a_disk_that_refuses_for_too_long_ends_the_run(tmp_path: Path, mon
     pair.journaling._patience._limit_s = 0.05
     pair.layout.rollouts.rmdir()
     async with running(pair) as task:
-        await pair.outbox.deliver(pair.client, scored(0, 0))
+        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
         await pair.hear()
         with pytest.raises(JournalError, match="cannot be written"):
             await asyncio.wait_for(task, PATIENCE_S)

@@ -57,7 +57,7 @@ async def test_every_token_is_reported_once_and_before_more_than_an_interval_has
     pieces: list[PartialRollout] = []
     while not sampling.done():
         await asyncio.sleep(0)
-        pieces += pieces_of(reporter.report([request]))
+        pieces += pieces_of(reporter.report([request], 0))
         assert reporter.num_unreported <= INTERVAL_TOKENS
     rollout = await sampling
     assert {(piece.group_id, piece.sample_index, piece.prompt_id) for piece in pieces} == {(3, 1, 103)}
@@ -83,16 +83,16 @@ async def test_a_slow_rollout_is_reported_after_the_time_of_an_interval_and_one_
 ) -> None:
     it, request = engine(), request_of(0, 0)
     reporter, sampling = reporter_of(it, clock), asyncio.create_task(it.generate(request))
-    assert reporter.report([request]) is None  # it has no token yet
+    assert reporter.report([request], 0) is None  # it has no token yet
     while it.num_sampled(request.request_id) < 3:  # noqa: ASYNC110 - each turn of the loop draws a token
         await asyncio.sleep(0)
     await it.pause()
-    assert reporter.report([request]) is None
+    assert reporter.report([request], 0) is None
     clock.advance(INTERVAL_S - reporter.look_s)
-    (piece,) = pieces_of(reporter.report([request]))
+    (piece,) = pieces_of(reporter.report([request], 0))
     assert len(piece.tokens.token_ids) in (3, 4)
     clock.advance(5 * INTERVAL_S)
-    assert reporter.report([request]) is None
+    assert reporter.report([request], 0) is None
     sampling.cancel()
 
 
@@ -101,11 +101,11 @@ async def test_what_came_with_the_lease_is_not_reported_again_until_somebody_ask
     whole = await it.generate(request_of(0, 0))
     request = request_of(0, 0, beginning(whole, 200))
     reporter, sampling = reporter_of(it, clock), asyncio.create_task(it.generate(request))
-    while not (pieces := pieces_of(reporter.report([request]))):  # noqa: ASYNC110 - each turn draws a token
+    while not (pieces := pieces_of(reporter.report([request], 0))):  # noqa: ASYNC110 - each turn draws a token
         await asyncio.sleep(0)
     assert (pieces[0].start, pieces[0].before) == (200, id_checksum(whole.token_ids[:200]))
     reporter.show_whole([(0, 0), (7, 7)])
-    (piece,) = pieces_of(reporter.report([request]))
+    (piece,) = pieces_of(reporter.report([request], 0))
     assert (piece.start, piece.before) == (0, 0)
     assert piece.end >= pieces[0].end
     np.testing.assert_array_equal(piece.tokens.token_ids, whole.token_ids[: piece.end])
@@ -118,7 +118,7 @@ async def test_all_rollouts_share_a_message_and_those_that_are_almost_due_come_a
     for _ in range(INTERVAL_TOKENS // 4):
         await asyncio.sleep(0)
     sampling += [asyncio.create_task(it.generate(request)) for request in requests[1:-1]]
-    while not (pieces := pieces_of(reporter.report(requests))):  # noqa: ASYNC110 - each turn draws a token
+    while not (pieces := pieces_of(reporter.report(requests, 0))):  # noqa: ASYNC110 - each turn draws a token
         await asyncio.sleep(0)
     assert [(piece.group_id, piece.sample_index) for piece in pieces] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     for task in sampling:
@@ -138,13 +138,13 @@ async def test_an_engine_that_cannot_tell_the_tokens_renews_its_leases_all_the_s
     while it.num_sampled(request.request_id) < NUM_TOKENS // 2:
         await asyncio.sleep(0)
         clock.advance(INTERVAL_S / 20)
-        found += pieces_of(reporter.report([request]))
+        found += pieces_of(reporter.report([request], 0))
     assert NUM_TOKENS // 2 // 21 <= len(found) <= NUM_TOKENS // 2 // 18
     assert {(piece.start, len(piece.tokens.token_ids)) for piece in found} == {(0, 0)}
     it.is_blind = False  # at the next look all is told, and not only what came since the last report
     while it.num_sampled(request.request_id) == reporter._reported[request.request_id].num_seen:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    (piece,) = pieces_of(reporter.report([request]))
+    (piece,) = pieces_of(reporter.report([request], 0))
     assert (piece.start, piece.end) == (0, it.num_sampled(request.request_id))
     assert reporter.num_unreported == 0
     sampling.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from rlhpc.buffer.partial_codec import PartialRollout, encode_partials
 from rlhpc.buffer.partial_files import PartialLog, partial_paths, read_partials
 from rlhpc.buffer.partial_intake import PartialIntake
-from rlhpc.messages import LeaseProgress, LeaseReturn, ShowWhole
+from rlhpc.buffer.resolved import DropReason
+from rlhpc.messages import CancelGroup, LeaseProgress, LeaseReturn, ShowWhole
 from rlhpc.roles.controller import partial_keeping
 from rlhpc.roles.controller.partial_keeping import PartialKeeping
 from rlhpc.topology import LEASES
@@ -31,7 +33,7 @@ NEWEST = 6
 
 def report_of(*pieces: PartialRollout) -> LeaseProgress:
     data, num_bytes = encode_partials(pieces)
-    return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes)
+    return LeaseProgress(np.frombuffer(data, np.uint8), num_bytes, 0)
 
 
 class Controller:
@@ -51,6 +53,7 @@ class Controller:
             PartialIntake(self.buffer, 200),
             PartialLog(self.directory, 1),
             self.leases,
+            timeline=0,
             newest_version=lambda: NEWEST,
             commit_groups=self.commit_groups,
         )
@@ -111,9 +114,9 @@ async def test_a_generator_whose_beginning_is_not_known_is_asked_for_the_whole(i
 @pytest.mark.parametrize(
     "message",
     [
-        LeaseProgress(np.frombuffer(b"nothing of ours", np.uint8), 100),
-        LeaseProgress(np.empty(0, np.uint8), 0),
-        LeaseProgress(report_of(piece_of(DRAFT, 0, 50)).pieces, 1 << 40),
+        LeaseProgress(np.frombuffer(b"nothing of ours", np.uint8), 100, 0),
+        LeaseProgress(np.empty(0, np.uint8), 0, 0),
+        LeaseProgress(report_of(piece_of(DRAFT, 0, 50)).pieces, 1 << 40, 0),
         report_of(PartialRollout(0, 0, 7, 0, 0, part_of(DRAFT, 0, 50))),
         report_of(
             PartialRollout(0, 0, 0, 0, 0, Prefix(DRAFT.token_ids, DRAFT.behaviour_logprobs * np.nan, DRAFT.versions))
@@ -131,9 +134,25 @@ async def test_an_odd_report_is_refused_and_told_once(
     assert it.on_disk() == 0
 
 
+async def test_a_report_of_weights_that_do_not_count_changes_nothing(
+    it: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    it.buffer.forget_holder("generator-0")
+    await it.keeping.receive("generator-0", replace(report_of(piece_of(DRAFT, 0, 50)), timeline=3))
+    assert it.buffer.outstanding("generator-0") == 0
+    assert it.num_commits == 0
+    assert not caplog.records
+
+
+async def test_a_generator_that_goes_on_with_what_nobody_wants_is_told(it: Controller) -> None:
+    it.buffer.drop(0, DropReason.POISON)
+    await it.takes(piece_of(DRAFT, 0, 50))
+    assert await it.generator.receive(PATIENCE_S) == CancelGroup(0)
+
+
 async def test_what_a_leaving_generator_hands_back_is_on_disk_too(it: Controller) -> None:
     await it.takes(piece_of(DRAFT, 0, 50))
-    message = LeaseReturn(0, (0, 1), (part_of(DRAFT, 0, 70), None), "leaving")
+    message = LeaseReturn(0, (0, 1), (part_of(DRAFT, 0, 70), None), "leaving", 0)
     it.buffer.hand_back("generator-0", message.group_id, message.sample_indices, message.prefixes)
     it.keeping.handed_back(message)
     await it.until_on_disk(70)

@@ -157,13 +157,6 @@ def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path
     assert not door.buffer.is_wanted(0, 0)
 
 
-def test_after_a_rollback_only_what_this_controller_granted_is_taken(tmp_path: Path) -> None:
-    door = Door(tmp_path)
-    door.sink.only_held = True
-    assert not door.sink.receive("generator-1", scored(0, 0))  # it holds a sample of weights that were undone
-    assert door.bring(0, 0.0, 1.0) == [False, True]
-
-
 def test_a_prompt_of_which_no_completion_can_be_judged_is_quarantined_after_so_many_tries(tmp_path: Path) -> None:
     """Each try may have killed reward workers; other epochs draw the prompt again."""
     config, book = small_config(max_attempts=3), LostLeases()

@@ -17,7 +17,7 @@ from rlhpc.roles.controller.state import ControllerState
 from rlhpc.run_layout import RunLayout
 from rlhpc.weights.membership import Membership
 from tests.unit.buffer.rollout_samples import ManualClock
-from tests.unit.roles.small_ring import small_config, small_ring
+from tests.unit.roles.small_ring import prompt, small_config, small_ring
 
 
 def hello(incarnation: str) -> Hello:
@@ -43,3 +43,25 @@ async def test_what_a_generator_had_not_reported_when_it_was_lost_is_counted(tmp
         else:
             await processes.greet("generator-0", hello("0.0.1-second"))
         assert totals.tokens_lost == 70
+
+
+async def test_a_generator_that_connects_again_has_lost_nothing(tmp_path: Path) -> None:
+    """One of its channels had failed; its process goes on with what it samples."""
+    config, totals = small_config(), Totals()
+    async with small_ring(config, tmp_path) as ring:
+        context = RoleContext("controller", 0, 1, 0, None, "first", RunLayout(tmp_path), config, config_hash(config))
+        registry = ProcessRegistry(config_hash(config), 15.0, ManualClock())
+        buffer: Any = ring.buffer
+        state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), totals, 0, 0)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        buffer.admit(prompt(0), 0)
+        await processes.greet("generator-0", hello("0.0.0-first"))
+        lease = buffer.grant("generator-0", 2)
+        await processes.beat("generator-0", Heartbeat("running", "", 3, 8, {"tokens_unreported": 70.0}))
+        assert await processes.greet("generator-0", hello("0.0.0-second"))
+        assert (totals.tokens_lost, totals.leases_regranted, buffer.outstanding("generator-0")) == (0, 0, 0)
+        assert lease is not None
+        record = buffer.open_record(lease.group_id)
+        assert record is not None
+        assert record.attempts == 1
+        assert all(member.is_free for member in record.members)

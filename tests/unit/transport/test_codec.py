@@ -65,9 +65,9 @@ def batch(num_tokens: int) -> PackedBatch:
 
 
 MESSAGES = [
-    m.Delivery(7, 3, "outbox", scored(1)),
-    m.Delivery(7, 3, "outbox", scored(4096)),
-    m.Delivery(7, 3, "outbox", scored(40_000)),
+    m.Delivery(7, 3, "outbox", 0, scored(1)),
+    m.Delivery(7, 3, "outbox", 0, scored(4096)),
+    m.Delivery(7, 3, "outbox", 2, scored(40_000)),
     lease(),
     batch(64),
     batch(30_000),
@@ -75,7 +75,7 @@ MESSAGES = [
     m.Hello("generator", 0, "abc", "hash", 123, "node-1", 2),
     m.Heartbeat("running", "", 3, 64, {"tokens_per_s": 1e4, "nan": float("inf")}),
     m.StepReport(1, 2, True, {}),
-    m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining"),
+    m.LeaseReturn(1, (0, 1), (None, lease().prefixes[1]), "draining", 0),
     m.RewardRequest(1 << 40, "math", "x" * 5_000_000, ""),  # a head of more than one frame
     m.ReceiveWeights(WeightManifest(1, 2, (TensorSpec("w", "bfloat16", (2, 3)),), (1,))),
     m.SaveReport(step=2, seconds=0.5),
@@ -177,7 +177,7 @@ def test_the_sender_learns_which_field_is_wrong():
     bad = Rollout(1, 1, wrong, *(getattr(rollout, n) for n in ("token_ids", "behaviour_logprobs", "versions")),
                   rollout.loss_mask, FinishReason.STOP)  # fmt: skip
     with pytest.raises(ProtocolError) as error:
-        codec.encode(m.Delivery(1, 1, "", ScoredRollout(bad, 1.0, Verdict.WRONG)), 0)
+        codec.encode(m.Delivery(1, 1, "", 0, ScoredRollout(bad, 1.0, Verdict.WRONG)), 0)
     assert error.value.field == "Delivery.scored.rollout.prompt.token_ids"
     assert "<i8" in error.value.why
     assert "<i4" in error.value.why

@@ -26,7 +26,7 @@ def originals() -> list[list[bytes]]:
         floats = ints.astype(np.float32)
         prompt = Prompt(1, "math", ints[:5], "42")
         rollout = Rollout(1, 2, prompt, ints, floats, ints, ints > 3, FinishReason.STOP)
-        return m.Delivery(3, 2, "outbox", ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"a": 1.0}, "x"))
+        return m.Delivery(3, 2, "outbox", 1, ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"a": 1.0}, "x"))
 
     prefix = Prefix(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.ones(3, np.int32))
     lease = Lease(1, 0, delivery(8).scored.rollout.prompt, 2, (0, 1), SamplingParams(5), 1, (None, prefix))

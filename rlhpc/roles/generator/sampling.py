@@ -1,0 +1,223 @@
+"""What a generator samples, from lease to delivery; it outlives the sessions with controllers.
+
+    Lease ─▶ engine ─▶ verdict ─▶ outbox
+
+While there is no controller, sampling goes on, and what is finished waits for the reward services of the next session.
+The next controller learns from a report what is being sampled, and counts it as leased (buffer/partial_intake.py).
+
+What is sampled counts as long as the weights that sample it do: in one *timeline* every controller repeats the steps of
+the one before.  A controller that cannot begins another, whose number comes with its first weights; what was sampled
+before is given up then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from rlhpc.config import Config
+from rlhpc.contracts import ClientChannel, GenerationEngine
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ChannelError, ChannelTimeout
+from rlhpc.generation.finished_request import prefix_of, prefix_up_to
+from rlhpc.messages import LeaseProgress, LeaseReturn, RewardRequest
+from rlhpc.metrics.meters import Rate
+from rlhpc.roles.generator.lease_progress import ProgressReporter
+from rlhpc.roles.generator.outbox import Outbox
+from rlhpc.transport.rpc import RpcClient
+from rlhpc.types import FinishReason, Lease, Prefix, Rollout, RolloutRequest, ScoredRollout, Verdict
+
+log = logging.getLogger("rlhpc.generator")
+JUDGE_TIMEOUT_S = 60.0  # of one replica, its queue included: a long queue does not justify a second request
+DRAIN_S = 5.0  # for verdicts in flight when asked to stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """What a session lends."""
+
+    leases: ClientChannel
+    judges: RpcClient
+    failed: Callable[[BaseException], None]  # to be called when one of these does not work
+
+
+class Sampling:
+    """Rollouts that are being sampled or judged, each a task."""
+
+    def __init__(self, config: Config, engine: GenerationEngine, tasks: asyncio.TaskGroup) -> None:
+        """tasks: they run in this group, which fails with the engine."""
+        self._config, self._engine, self._group = config, engine, tasks
+        self._tokenizer = PromptTokenizer(config.model.path)
+        self._now = asyncio.get_running_loop().time
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._requests: dict[str, RolloutRequest] = {}  # the same
+        self._link: Link | None = None
+        self._linked = asyncio.Condition()
+        self._rate = Rate(10.0, self._now())
+        self._is_leaving = False
+        self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
+        self.outbox = Outbox()
+        self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
+        self.timeline = -1  # -1: no weights have come yet
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of finished rollouts, in the last seconds."""
+        return self._rate.per_second(self._now())
+
+    # ----------------------------------------------------------------------------------------------------- sessions
+
+    async def attach(self, link: Link) -> None:
+        """A session begins; its controller will hear of everything that is being sampled."""
+        self.progress.begin_anew()
+        async with self._linked:
+            self._link = link
+            self._linked.notify_all()
+
+    def detach(self) -> None:
+        """The session is over, and its channels will be closed."""
+        self._link = None
+
+    async def enter(self, timeline: int) -> None:
+        """Weights of this timeline are coming."""
+        if timeline != self.timeline:
+            if self._tasks:
+                log.info("%d rollouts are given up: the run goes on from before their weights", len(self._tasks))
+            await self.give_up()
+        self.timeline = timeline
+
+    async def give_up(self) -> None:
+        """Stop sampling; nothing is handed back."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def hand_back(self) -> None:
+        """Stop sampling; every unfinished rollout goes back to the controller as a prefix for another generator."""
+        self._is_leaving = True
+        for request_id in list(self._tasks):
+            await self._engine.abort(request_id)
+        await self.settle()
+        await self.give_up()
+
+    async def settle(self) -> None:
+        """Wait a little for those that were aborted, and for verdicts in flight."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
+
+    async def recall(self, newest: int) -> None:
+        """What is being sampled goes back to the controller without the tokens of versions later than `newest`."""
+        for request_id in list(self._tasks):
+            self._recalled[request_id] = newest
+            await self._engine.abort(request_id)
+
+    # -------------------------------------------------------------------------------------------------------- leases
+
+    def start(self, lease: Lease) -> None:
+        """Sample every member of a lease that is not being sampled already."""
+        prefixes: Sequence[Prefix | None] = lease.prefixes or (None,) * len(lease.sample_indices)
+        if self._config.run.deterministic:  # the rest of a prefix would be drawn otherwise than the whole
+            prefixes = (None,) * len(lease.sample_indices)
+        for sample_index, prefix in zip(lease.sample_indices, prefixes, strict=True):
+            request = RolloutRequest(lease.group_id, sample_index, lease.prompt, lease.sampling, prefix)
+            known = self._requests.get(request.request_id)
+            if known is not None and known.prompt.prompt_id == lease.prompt.prompt_id:
+                continue  # the lease had expired, or its controller was replaced
+            if known is not None:  # a controller that lost the admission has numbered another prompt so
+                self._tasks[request.request_id].cancel()
+            task = self._group.create_task(self._sample(request))
+            self._tasks[request.request_id], self._requests[request.request_id] = task, request
+            task.add_done_callback(partial(self._forget, request.request_id))
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id], self._requests[request_id]
+            self._recalled.pop(request_id, None)
+
+    async def cancel(self, group_id: int) -> None:
+        """Nobody wants this group any more."""
+        for request_id in [request_id for request_id in self._tasks if request_id.startswith(f"{group_id}:")]:
+            await self._engine.abort(request_id)
+
+    def report(self) -> LeaseProgress | None:
+        """What was sampled since the last report, if one is due."""
+        return self.progress.report(self._requests.values(), self.timeline)
+
+    # ------------------------------------------------------------------------------------------------------ one rollout
+
+    async def _sample(self, request: RolloutRequest) -> None:
+        rollout = await self._engine.generate(request)
+        self._rate.add(self._now(), len(rollout.token_ids))
+        if rollout.finish_reason is FinishReason.ABORT:
+            if self._is_leaving or request.request_id in self._recalled:
+                await self._return(request, rollout)
+            return
+        scored = await self._judge(rollout)
+        link = await self._next_link()
+        try:
+            await self.outbox.deliver(link.leases, scored, self.timeline)
+        except ChannelError as error:  # it is kept, and sent to the next controller
+            self._complain(link, error)
+
+    async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
+        newest = self._recalled.get(request.request_id)
+        tokens = prefix_of(rollout) if newest is None else prefix_up_to(rollout, newest)
+        prefix, why = tokens if len(tokens.token_ids) else None, "leaving" if newest is None else "quarantined"
+        if self._link is not None:
+            with suppress(ChannelError):  # it has what was reported
+                returned = LeaseReturn(request.group_id, (request.sample_index,), (prefix,), why, self.timeline)
+                await self._link.leases.send(returned)
+
+    async def _judge(self, rollout: Rollout) -> ScoredRollout:
+        """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
+        request = RewardRequest(
+            request_id=0,  # the RPC client numbers calls
+            task=rollout.prompt.task,
+            completion=self._completion_text(rollout),
+            reference=rollout.prompt.reference,
+        )
+        link = await self._next_link()
+        while True:
+            try:
+                return await self._ask(link.judges, request, rollout)
+            except ChannelError as error:
+                self._complain(link, error)
+                link = await self._next_link(link)
+
+    async def _ask(self, judges: RpcClient, request: RewardRequest, rollout: Rollout) -> ScoredRollout:
+        rewards = self._config.rewards
+        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.timeout_s)
+        try:
+            reply = await judges.call(request, timeout_s)
+            for _ in range(1, rewards.max_attempts):
+                if reply.verdict != Verdict.VERIFIER_ERROR.value:
+                    break
+                reply = await judges.call(request, timeout_s)
+        except ChannelTimeout as error:  # every replica was asked
+            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error))
+        return ScoredRollout(rollout, reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
+
+    def _completion_text(self, rollout: Rollout) -> str:
+        """The completion without the token that ended it."""
+        ends = rollout.finish_reason is FinishReason.STOP
+        return self._tokenizer.decode(rollout.token_ids[:-1] if ends else rollout.token_ids)
+
+    async def _next_link(self, other_than: Link | None = None) -> Link:
+        """Wait for a session, where there is none."""
+        async with self._linked:
+            await self._linked.wait_for(lambda: self._link is not None and self._link is not other_than)
+            assert self._link is not None
+            return self._link
+
+    def _complain(self, link: Link, error: BaseException) -> None:
+        if link is self._link:  # else its session is over, which closes its channels
+            link.failed(error)
