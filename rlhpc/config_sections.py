@@ -255,6 +255,12 @@ class WeightsConfig(Section):
     room, else paused."""
     timeout_s: PositiveFloat = 120.0
     """A broadcast that takes longer is aborted and the epoch dissolved."""
+    canary_every: NonNegative = 20
+    """Versions after which every generator has to give a fixed row of tokens the log-probabilities that the trainer
+    gives it; always at the start and after it has joined or failed.  0: only then."""
+    max_canary_logratio: PositiveFloat | Literal["off"] | None = None
+    """Mean absolute log-ratio of engine and trainer over that row, nats, above which a generator is quarantined and
+    gets the weights again.  Unset: 0.01 in float32, 0.25 in bfloat16; "off": no generator is asked."""
 
 
 class CheckpointConfig(Section):

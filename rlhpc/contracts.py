@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhpc.types import (
     Float32,
+    HeldChecksum,
+    Int32,
     PackedMicrobatch,
     Prefix,
     Prompt,
@@ -135,6 +137,10 @@ class PromptSource(ABC):
         """Return the next prompt and advance.  Never ends: a new epoch is a new order."""
 
     @abstractmethod
+    def peek(self, prompt_id: int) -> Prompt:
+        """Return prompt number prompt_id of the order, without effect."""
+
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return JSON that load_state takes; holds the position of the next draw."""
 
@@ -156,6 +162,14 @@ class EngineStatistics:
     busy_s: float  # seconds since start with at least one request in hand, pauses excluded
     kv_usage: float = 0.0  # share of KV cache blocks in use, 0–1; 0 where unknown
     num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowScore:
+    """Log-probabilities of a given row of tokens."""
+
+    policy_version: int  # that computed all of them; -1: the weights changed meanwhile
+    logprobs: Float32  # [T] natural log, at temperature 1; 0 on the first token
 
 
 class GenerationEngine(ABC):
@@ -182,6 +196,13 @@ class GenerationEngine(ABC):
 
         An aborted request returns normally with FinishReason.ABORT and what there is (perhaps no token).
         Raises EngineError if the engine died; cancelling the call aborts the request.
+        """
+
+    @abstractmethod
+    async def score(self, token_ids: Int32) -> RowScore:
+        """Log-probabilities of int32 [T], T ≥ 2, by the kernels that sample; it waits for no request that waits.
+
+        Raises EngineError if the engine died; cancelling the call aborts it.
         """
 
     def num_sampled(self, request_id: str) -> int:
@@ -232,10 +253,11 @@ class GenerationEngine(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WeightTiming:
-    """How long one weight update took on a generator."""
+    """How long one weight update took on a generator, and what the engine holds after it."""
 
     receive_s: float  # from the call until the pause; decoding goes on meanwhile
     pause_s: float  # in which no token could be sampled
+    held: HeldChecksum | None = None  # None: this engine cannot tell
 
 
 # Index of a bucket and the device it arrives on → contiguous uint8 of the bucket's size.  Raises GroupFailed: no room.
@@ -382,9 +404,10 @@ class TrainerBackend(ABC):
         """True on the one rank that weights() yields on and that speaks to the controller."""
 
     @abstractmethod
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
         """Log-probability of every token under the current parameters, without gradient.
 
+        temperature: None for that of the run.
         float32 [T] per micro-batch, 0 on the first token of a segment; on the device of the model.
         """
 

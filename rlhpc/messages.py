@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.types import Prefix, ScoredRollout, UInt8, WeightGroup, WeightManifest
+from rlhpc.types import Float32, HeldChecksum, Int32, Prefix, ScoredRollout, UInt8, WeightGroup, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,7 @@ class PublishWeights:
 
     epoch: int
     policy_version: int
+    canary: Int32 | None = None  # int32 [T]: report the log-probabilities of this row under these weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class PublishReport:
     policy_version: int
     seconds: float
     error: str = ""
+    canary: Float32 | None = None  # float32 [T] natural log, at temperature 1; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,36 @@ class WeightsLive:
     receive_s: float
     pause_s: float  # time in which no token could be generated
     error: str = ""
+    held: HeldChecksum | None = None  # of what the engine holds now; None: it cannot tell
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCanary:
+    """Controller → generator: score this row with the weights that sample now."""
+
+    number: int  # of the publication that it is about
+    token_ids: Int32  # [T]
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryTaken:
+    """Generator → controller: the answer to TakeCanary."""
+
+    number: int
+    policy_version: int  # that scored the row; -1: the weights changed meanwhile
+    logprobs: Float32  # [T] natural log, at temperature 1; 0 on the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Controller → generator: its weights are wrong.  Hand back every running rollout without what they have sampled.
+
+    Leases come again when a later canary agrees with the trainer.
+    """
+
+    newest_good: int  # version of its last canary that agreed: tokens up to this version are kept; -1: none
+    must_restart: bool  # new weights have not helped: end, so that the process is started again
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ class ChannelSpec:
 
 CONTROL = ChannelSpec(
     "control", "controller", ("generator", "reward", "trainer"),
-    (m.Hello, m.Heartbeat, m.WeightsLive, m.SaveReport),
-    (m.StopRole, m.Reregister, m.JoinGroup, m.ReceiveWeights),
+    (m.Hello, m.Heartbeat, m.WeightsLive, m.CanaryTaken, m.SaveReport),
+    (m.StopRole, m.Reregister, m.JoinGroup, m.ReceiveWeights, m.TakeCanary, m.Quarantine),
     1_000,
 )  # fmt: skip
 LEASES = ChannelSpec(

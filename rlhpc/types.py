@@ -211,6 +211,14 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldChecksum:
+    """Checksum of the parameters that an engine holds, all its workers together.  Made by weights/held_checksum.py."""
+
+    value: int  # 64 bits
+    layout: str  # device, workers, numbers of each dtype: checksums of other layouts are not comparable
+
+
+@dataclass(frozen=True, slots=True)
 class WeightGroup:
     """The members of one membership epoch, and their rendezvous."""
 

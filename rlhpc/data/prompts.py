@@ -65,11 +65,15 @@ class SeededPrompts(PromptSource):
 
     def draw(self) -> Prompt:
         """Return the next prompt and advance.  Raises DataError, without advancing, for a record that makes none."""
-        record = self._records[self._record_index(self._cursor)]
-        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
-        prompt = Prompt(prompt_id=self._cursor, task=self._task, token_ids=token_ids, reference=reference)
+        prompt = self.peek(self._cursor)
         self._cursor += 1
         return prompt
+
+    def peek(self, prompt_id: int) -> Prompt:
+        """Return a prompt of the order.  Raises DataError for a record that makes none."""
+        record = self._records[self._record_index(prompt_id)]
+        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
+        return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
 
     def prompt_tokens(self, record: Record) -> Int32:
         """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""

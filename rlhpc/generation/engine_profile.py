@@ -88,6 +88,9 @@ def _common_args(config: Config, seed: int) -> dict[str, Any]:
         "max_model_len": generation.max_prompt_tokens + generation.max_completion_tokens,
         "max_num_seqs": generation.max_num_seqs,
         "tensor_parallel_size": generation.tensor_parallel,
+        # A row that is scored to compare trainer and engine must not wait behind rollouts that wait (vllm_engine.py);
+        # among themselves these go in the order of their arrival, as by vLLM's default.
+        "scheduling_policy": "priority",
         "enable_prefix_caching": generation.prefix_caching,
         # Tokens in, tokens out: the role handles text.
         "skip_tokenizer_init": True,

@@ -69,6 +69,12 @@ def prefix_of(rollout: Rollout) -> Prefix:
     return Prefix(rollout.token_ids, rollout.behaviour_logprobs, rollout.versions)
 
 
+def prefix_up_to(rollout: Rollout, version: int) -> Prefix:
+    """The tokens before the first that a later version has sampled; versions never decrease."""
+    end = int(np.searchsorted(rollout.versions, version, side="right"))
+    return Prefix(rollout.token_ids[:end], rollout.behaviour_logprobs[:end], rollout.versions[:end])
+
+
 def piece_of(request: RolloutRequest, sampled: FinishedRequest, start: int) -> Prefix:
     """The completion so far, from token `start` on; sampled: what lies behind the prefix, and not before `start`."""
     own, prefix = Prefix(sampled.token_ids, sampled.logprobs, sampled.versions), request.prefix

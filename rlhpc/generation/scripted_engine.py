@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlhpc.config import Config
-from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightReceiver, WeightTiming
+from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
 from rlhpc.errors import EngineError, GroupFailed, TornWeights
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.finished_request import FinishedRequest, piece_of, rollout_of
-from rlhpc.types import Float32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
+from rlhpc.types import Float32, Int32, Prefix, Rollout, RolloutRequest, WeightGroup, WeightManifest
 
 FIRST_ORDINARY_TOKEN = 4  # below are the special tokens of a character vocabulary
 
@@ -157,6 +157,13 @@ class ScriptedEngine(GenerationEngine):
             del self._in_flight[key]
             if self._newest.get(request.request_id) == key:
                 del self._newest[request.request_id]
+
+    async def score(self, token_ids: Int32) -> RowScore:
+        """By the table: what stands before a token does not count; see GenerationEngine."""
+        self._require_life()
+        logprobs = self.logprob_table(self._policy_version)[token_ids]
+        logprobs[0] = 0
+        return RowScore(self._policy_version, logprobs)
 
     def num_sampled(self, request_id: str) -> int:
         """See GenerationEngine."""

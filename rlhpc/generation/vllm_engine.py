@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config import Config
-from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, WeightTiming
+from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightTiming
 from rlhpc.errors import EngineError
 from rlhpc.generation.busy_clock import BusyClock
 from rlhpc.generation.engine_profile import engine_profile
@@ -30,6 +30,8 @@ from rlhpc.generation.vllm_request import (
     end_of_sequence_ids,
     num_tokens,
     partial_completion,
+    row_logprobs,
+    scoring_params,
     spans_so_far,
     vllm_sampling_params,
 )
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 CALLER = "caller"  # holder name of pause()
 NO_VERSION = -1  # of the weights an engine starts with, whose version is unknown
+SCORE_PRIORITY = -1  # vLLM's smallest goes first; rollouts have 0 and go in the order of their arrival
 ABORT_ALL_S = 5.0  # at close; requests that have not ended by then fail
 ABORT_AGAIN_S = 0.05  # an abort may overtake its request
 
@@ -129,6 +132,18 @@ class VllmEngine(GenerationEngine):
             if self._newest.get(request.request_id) == request_id:
                 del self._newest[request.request_id]
             flight.ended.set()
+
+    async def score(self, token_ids: Int32) -> RowScore:
+        """By vLLM's log-probabilities of a prompt, which stands before all others in the queue; see GenerationEngine.
+
+        Raises ValueError for a row that leaves no room for the one token that vLLM samples after it.
+        """
+        self._require_life()
+        request_id, version, num_updates = f"score/{next(self._serial)}", self._policy_version, self._num_updates
+        output = await self._output_of(request_id, token_ids.tolist(), scoring_params(), priority=SCORE_PRIORITY)
+        await self._weights.adopted.wait()  # what was scored after a load may overtake the load's reply
+        version = version if self._num_updates == num_updates else NO_VERSION
+        return RowScore(version, row_logprobs(output.prompt_logprobs, token_ids))
 
     def num_sampled(self, request_id: str) -> int:
         """Counts the tokens received so far; see GenerationEngine."""
@@ -237,12 +252,15 @@ class VllmEngine(GenerationEngine):
         tokens = request.prompt.token_ids.tolist()
         if request.prefix is not None:
             tokens += request.prefix.token_ids.tolist()
+        return await self._output_of(request_id, tokens, self._sampling_params(request))
+
+    async def _output_of(self, request_id: str, tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         # A new request must not combine new weights with the KV cache of older ones.  The count, not the version: after
         # a trainer's restart the same number means other weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"{self._policy_version}.{self._num_updates}"}
         try:
             async with contextlib.aclosing(
-                self._llm.generate(prompt, self._sampling_params(request), request_id)
+                self._llm.generate(prompt, params, request_id, priority=priority)
             ) as outputs:
                 async for output in outputs:
                     return output

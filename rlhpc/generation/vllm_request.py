@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.types import RolloutRequest
+from rlhpc.errors import EngineError
+from rlhpc.types import Float32, Int32, RolloutRequest
 
 
 def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int], run_seed: int | None = None) -> Any:
@@ -44,6 +45,31 @@ def vllm_sampling_params(request: RolloutRequest, model_stop_token_ids: Set[int]
         # Cheaper than a stream, and vLLM keeps everything until the end.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_params() -> Any:
+    """For a row whose own tokens are to be scored: the one token that vLLM samples after them is not used."""
+    # As above.
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,  # of the row's own tokens only
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def row_logprobs(prompt_logprobs: Any, token_ids: Int32) -> Float32:
+    """vLLM's log-probabilities of a prompt as float32 [T], 0 on the first token.  Raises EngineError if some lack."""
+    found = np.zeros(len(token_ids), np.float32)
+    if prompt_logprobs is None or len(prompt_logprobs) != len(token_ids):
+        raise EngineError(f"vLLM gave no log-probabilities for a row of {len(token_ids)} tokens")
+    for place, token in enumerate(token_ids.tolist()[1:], start=1):
+        found[place] = prompt_logprobs[place][token].logprob
+    return found
 
 
 def sample_seed(run_seed: int, request: RolloutRequest) -> int:

@@ -28,6 +28,7 @@ from rlhpc.generation.vllm_process import device_here, num_gpus_here
 from rlhpc.generation.weight_link import BUSY, DONE, READY, TORN
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.buckets import manifest_bytes
+from rlhpc.weights.held_checksum import joined
 
 POLL_S = (0.002, 0.05)  # polling intervals of workers: first, and longest
 POLL_PAUSED_S = (0.001, 0.005)  # while nothing is sampled
@@ -87,7 +88,8 @@ class WeightUpdates:
             received = self._clock()
             load = self._load_shadow(version) if staging == "shadow" else self._load_arriving(version, name)
             pause_s = await _undisturbed(load)
-            return WeightTiming(receive_s=received - began, pause_s=pause_s)
+            held = joined(await self._rpc("rlhpc_held_checksum"), device_here())
+            return WeightTiming(receive_s=received - began, pause_s=pause_s, held=held)
 
     async def leave(self) -> None:
         """Leave the group; a version that is arriving is abandoned."""

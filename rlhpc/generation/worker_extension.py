@@ -24,6 +24,7 @@ from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.device_scope import DeviceScope, indexed
 from rlhpc.weights.factory import make_receiver
+from rlhpc.weights.held_checksum import checksum_of
 from rlhpc.weights.shadow import HostShadow
 
 if TYPE_CHECKING:
@@ -144,6 +145,10 @@ class WeightUpdateExtension:
         """Decoding and loading are on different streams: neither may begin before the other has ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def rlhpc_held_checksum(self) -> tuple[int, dict[str, int]]:
+        """Checksum of this worker's parameters, and numbers of each dtype (weights/held_checksum.py)."""
+        return checksum_of(parameter.detach() for parameter in self.model_runner.get_model().parameters())
 
     def rlhpc_leave(self) -> None:
         """Leave the membership epoch, if any."""

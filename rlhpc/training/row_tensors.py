@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.contracts import PolicyLoss
-from rlhpc.types import PackedMicrobatch
+from rlhpc.types import Int32, PackedMicrobatch
 
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -30,6 +30,20 @@ def all_but_first(microbatch: PackedMicrobatch) -> NDArray[np.bool_]:
     wanted = np.ones(len(microbatch.token_ids), dtype=bool)
     wanted[microbatch.cu_seqlens[:-1]] = False
     return wanted
+
+
+def plain_row(token_ids: Int32) -> PackedMicrobatch:
+    """One sequence of which no token counts in a loss."""
+    length = len(token_ids)
+    return PackedMicrobatch(
+        token_ids=token_ids,
+        position_ids=np.arange(length, dtype=np.int32),
+        cu_seqlens=np.array([0, length], np.int32),
+        loss_mask=np.zeros(length, np.bool_),
+        behaviour_logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+    )
 
 
 def loss_of_row(

@@ -23,6 +23,7 @@ from rlhpc.contracts import GenerationEngine, WeightPublisher, WeightTiming
 from rlhpc.generation.scripted_engine import Script, ScriptedEngine
 from rlhpc.generation.vllm_engine import VllmEngine
 from rlhpc.types import (
+    FinishReason,
     Float32,
     Int32,
     Prefix,
@@ -101,6 +102,15 @@ class Subject(ABC):
 
     @abstractmethod
     def expected_logprobs(self, version: int, rollout: Rollout) -> Float32: ...
+
+    def expected_score(self, version: int, row: Int32) -> Float32:
+        """Log-probabilities of all tokens of a row but the first."""
+        ones = np.ones(len(row) - 1)
+        rollout = Rollout(
+            0, 0, request_of(0, prompt=row[:1]).prompt, row[1:], ones.astype(np.float32), ones.astype(np.int32),
+            ones.astype(np.bool_), FinishReason.LENGTH,
+        )  # fmt: skip
+        return self.expected_logprobs(version, rollout)
 
     async def join(self) -> None:
         self.epoch += 1

@@ -419,6 +419,56 @@ async def test_an_engine_with_torn_weights_hands_back_what_it_has(
     await subject.update(old + 1)
 
 
+async def test_a_row_is_scored_as_the_policy_scores_it(subject: Subject) -> None:
+    for version in (11, 12):
+        await subject.update(version)
+        for row in (LONG_PROMPT[:64], LONG_PROMPT[5:7], LONG_PROMPT[:64]):  # the last has been seen before
+            score = await subject.engine.score(row)
+            assert score.policy_version == version
+            assert score.logprobs.dtype == np.float32
+            assert score.logprobs[0] == 0
+            np.testing.assert_allclose(score.logprobs[1:], subject.expected_score(version, row), atol=TOLERANCE)
+
+
+async def test_a_row_is_scored_before_requests_that_wait(subject: Subject) -> None:
+    running = [asyncio.create_task(subject.engine.generate(_long(index, 60 + 10 * index))) for index in range(48)]
+    await until_sampling()
+    score = await asyncio.wait_for(subject.engine.score(LONG_PROMPT[:64]), PATIENCE_S)
+    num_done = sum(task.done() for task in running)
+    await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
+    assert num_done < 16  # of 16 that were sampled at first, 32 waited
+    np.testing.assert_allclose(
+        score.logprobs[1:], subject.expected_score(score.policy_version, LONG_PROMPT[:64]), atol=TOLERANCE
+    )
+
+
+async def test_a_row_that_was_scored_while_weights_changed_is_of_no_version(subject: Subject) -> None:
+    await subject.update(13)
+    running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(32)]
+    await until_sampling()
+    scoring = asyncio.create_task(subject.engine.score(LONG_PROMPT[:64]))
+    await asyncio.sleep(0)
+    await subject.update(14)
+    score = await asyncio.wait_for(scoring, PATIENCE_S)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    if score.policy_version != -1:  # an engine that scores at once, or had a seat for it
+        expected = subject.expected_score(score.policy_version, LONG_PROMPT[:64])
+        np.testing.assert_allclose(score.logprobs[1:], expected, atol=TOLERANCE)
+
+
+async def test_what_an_engine_holds_is_told_by_a_checksum_that_follows_the_weights(subject: Subject) -> None:
+    held = [(await subject.update(version)).held for version in (15, 15, 16)]
+    if isinstance(subject, VllmSubject):
+        first, again, other = (each for each in held if each is not None)
+        assert first == again
+        assert first.value != other.value
+        assert first.layout == other.layout
+    else:
+        assert held == [None, None, None]
+
+
 async def test_an_engine_outside_a_group_receives_nothing(subject: Subject) -> None:
     await subject.engine.leave_weights()
     await subject.engine.leave_weights()

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.training.row_tensors import plain_row
 from rlhpc.types import PackedMicrobatch, TrainingSample
 from tests.contracts.trainer_layouts import EVERYDAY, LENGTHS, MODELS, PAIRS, has_experts, marks_of, packed, usual_model
 from tests.contracts.trainer_scenarios import (
     decay_only,
     look,
     refuse_a_step,
+    score,
     skip_poisoned_steps,
     take_steps,
     threads_after_a_step,
@@ -85,6 +87,17 @@ def test_bfloat16_weights_and_temperature_one_are_those_of_hf_too(cluster, model
     assert_logprobs_of_hf(answers, load_hf(model), samples, temperature=1.0)
     answers = cluster.run(look, tmp_path / "b", model=model, rows=packed(samples), dtype="bfloat16")
     assert_checkpoint_of_hf(answers, load_hf(model, torch.bfloat16))
+
+
+def test_a_row_that_is_scored_at_temperature_one_is_scored_so_on_every_rank(cluster, model, tmp_path):
+    sample = draw(usual_model(cluster.name))[0]
+    row = [plain_row(sample.token_ids)]
+    hf = load_hf(model)
+    with torch.no_grad():
+        expected = [hf_logprobs(hf, sample, t) for t in (1.0, 0.7)]
+    for found in cluster.run(score, tmp_path, model=model, row=row, temperature=0.7):
+        for logprobs, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=0)
 
 
 def assert_logprobs_of_hf(answers: list[Any], hf: Any, samples: list[TrainingSample], temperature: float) -> None:

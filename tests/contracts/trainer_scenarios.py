@@ -54,6 +54,14 @@ def look(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> Any:
     return dp_rank, [tensor.cpu() for tensor in results], specs, weights
 
 
+def score(rank: Rank, *, model: Path, row: Rows, **settings: Any) -> Any:
+    """One row on every rank alike, at temperature 1 and then at the run's."""
+    backend = rank.open(model, **settings)
+    found = [backend.logprobs(row, temperature=1.0)[0].cpu(), backend.logprobs(row)[0].cpu()]
+    backend.close()
+    return found
+
+
 def take_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -> Any:
     backend = rank.open(model, **settings)
     results = [train(rank, backend, rows) for rows in steps]

@@ -12,7 +12,7 @@ their channel, the last one for the clock.  The others wait for each other (a te
     who waits                   for               which is called by
     LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
-    WeightSync._until           notify_all()      WeightSync.joined lost acknowledge stop_waiting
+    WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
 
 The train loop waits for the trainer's answers besides (trainer_link.py), and for weights to be live before it saves.
@@ -32,6 +32,7 @@ from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, CheckpointError, JournalError, OwnershipLost, SegmentError
 from rlhpc.messages import (
+    CanaryTaken,
     CancelGroup,
     Delivery,
     Heartbeat,
@@ -47,6 +48,7 @@ from rlhpc.packing.planner import warm_up
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
+from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing
 from rlhpc.roles.controller.guard_file import GuardFile
@@ -114,6 +116,7 @@ class Controller:
             transport=config.weights.transport,
             timeline=self._state.replay.timeline,
             limits=WeightSyncLimits.of(context.meet_timeout_s, config.weights.timeout_s),
+            canary=open_canary(config, self._state.prompts),
             clock=self._awake,
         )
         self._journaling = Journaling(self._state.journal, leases, self._awake)
@@ -253,6 +256,10 @@ class Controller:
                 self._dispatcher.wake()  # its credit may have grown
             elif isinstance(message, WeightsLive):
                 await self._weight_sync.acknowledge(name, message)
+            elif isinstance(message, CanaryTaken):
+                await self._weight_sync.scored(name, message)
+                self._loop.groups_changed()  # nobody may be trusted any more
+                self._dispatcher.wake()  # or one more
             elif isinstance(message, SaveReport):
                 self._checkpoints.reported(message)
 

@@ -45,6 +45,7 @@ class Totals:
     training_s: float = 0.0  # from the first live version to the last step
     wall_s: float = 0.0  # of the controllers, start-up included
     checkpoints_failed: int = 0  # skipped because they could not be written
+    canaries_failed: int = 0  # generators whose weights were found wrong
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""

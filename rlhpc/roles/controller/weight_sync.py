@@ -18,15 +18,19 @@ from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.deadline import Deadline
 from rlhpc.errors import ConfigError, PeerUnreachable, RoleFailed
 from rlhpc.messages import (
+    CanaryTaken,
     FormGroup,
     GroupOpened,
     JoinGroup,
     PublishReport,
     PublishWeights,
+    Quarantine,
     ReceiveWeights,
     Reregister,
+    TakeCanary,
     WeightsLive,
 )
+from rlhpc.roles.controller.canary import Canary, CanaryVerdict, differing
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.types import WeightGroup, WeightManifest
 from rlhpc.weights.choice import choose_transport
@@ -63,6 +67,7 @@ class WeightSync:
         transport: str,
         timeline: int = 0,
         limits: WeightSyncLimits,
+        canary: Canary,
         clock: Clock = time.monotonic,
     ) -> None:
         """transport: weights.transport, "auto" not yet resolved.  timeline: of the run (buffer/history.py).
@@ -70,6 +75,7 @@ class WeightSync:
         `clock` measures time-outs of others.
         """
         self._control, self._trainer, self._membership = control, trainer, membership
+        self._canary = canary
         self._limits, self._clock = limits, clock
         self._wish, self._trainer_device, self._timeline = transport, "", timeline
         self._devices: dict[str, tuple[str, ...]] = {}  # of every generator's workers
@@ -80,6 +86,8 @@ class WeightSync:
         self.live_version = -1  # newest version that every remaining member samples with
         self.publish_s = 0.0  # of the last broadcast, on the trainer
         self.last_acks: dict[str, WeightsLive] = {}
+        self._num_canaries_failed = 0  # since take_failed_canaries()
+        self.num_checksums_differed = 0  # times that a generator's was not that of the others
 
     def describe(self, manifest: WeightManifest, device: str) -> None:
         """Record what the trainer will broadcast, and from which device."""
@@ -105,33 +113,82 @@ class WeightSync:
         async with self._changed:
             self._devices[name] = devices
             self._membership.hello(name, len(devices), incarnation)
+            self._canary.joined(name, incarnation)
             self._changed.notify_all()
 
     async def lost(self, name: str) -> None:
         """A generator is dead; it is left out from now on."""
         async with self._changed:
             self._membership.lost(name)
+            self._canary.lost(name)
             self._changed.notify_all()
 
     async def acknowledge(self, name: str, ack: WeightsLive) -> None:
         """A generator samples with this version, or reports why not; then it tries again in the next epoch."""
+        canaries: dict[str, TakeCanary] = {}
         async with self._changed:
             self.last_acks[name] = ack
             if ack.error:
                 log.warning("%s: epoch %d, version %d: %s", name, ack.epoch, ack.policy_version, ack.error)
                 self._membership.failed(name, ack.epoch)
-            else:
-                self._membership.acknowledged(name, ack.epoch, ack.policy_version)
+                self._canary.not_received(name)
+            elif self._membership.acknowledged(name, ack.epoch, ack.policy_version):
+                canaries = self._canaries_after(name, ack)
             self._changed.notify_all()
+        for each, canary in canaries.items():
+            await self._tell(each, canary)
+
+    def _canaries_after(self, name: str, ack: WeightsLive) -> dict[str, TakeCanary]:
+        """What is due because of this acknowledgement."""
+        suspects = self._canary.differ(differing(self.last_acks, ack.epoch, ack.policy_version))
+        for suspect in suspects:
+            held = self.last_acks[suspect].held
+            log.warning("%s holds other weights than others under version %d: %s", suspect, ack.policy_version, held)
+        self.num_checksums_differed += len(suspects)
+        asked = ((each, self._canary.acknowledged(each, ack.policy_version)) for each in {name, *suspects})
+        return {each: canary for each, canary in asked if canary is not None}
+
+    async def scored(self, name: str, answer: CanaryTaken) -> None:
+        """A generator has scored the canary."""
+        await self._follow(self._canary.answered(name, answer))
+
+    async def _follow(self, verdicts: list[CanaryVerdict]) -> None:
+        """Say what canaries have shown, and quarantine whoever has failed."""
+        async with self._changed:
+            self._changed.notify_all()
+        for verdict in verdicts:
+            if verdict.has_passed:
+                log.info("%s: canary of version %d: %.3g nats", verdict.name, verdict.version, verdict.logratio)
+                continue
+            self._num_canaries_failed += 1
+            reason = (
+                f"its canary of version {verdict.version} differs from the trainer's by {verdict.logratio:.3g} nats a "
+                f"token on average, the failure is number {verdict.num_failures} in a row"
+            )
+            log.error("%s is quarantined: %s", verdict.name, reason)
+            await self._tell(verdict.name, Quarantine(verdict.newest_good, verdict.must_restart, reason))
 
     @property
     def ready_members(self) -> frozenset[str]:
-        """Generators that sample with the live version and may be given leases."""
-        return self._membership.live_members(self.live_version) if self.live_version >= 0 else frozenset()
+        """Generators that sample with the live version, and are trusted to: they may be given leases."""
+        return self._trusted_members(self.live_version) if self.live_version >= 0 else frozenset()
+
+    def _trusted_members(self, version: int) -> frozenset[str]:
+        return frozenset(filter(self._canary.trusts, self._membership.live_members(version)))
+
+    def take_failed_canaries(self) -> int:
+        """Number of canaries that failed since the last call."""
+        number, self._num_canaries_failed = self._num_canaries_failed, 0
+        return number
+
+    @property
+    def canary_logratio(self) -> float:
+        """Largest mean |log-ratio| of the last canaries, nats."""
+        return self._canary.logratio
 
     @property
     def is_deserted(self) -> bool:
-        """True if all generators with the live version are gone and one without it is registered."""
+        """True if no generator may be given leases, and one is registered that a publication may help."""
         return self.live_version >= 0 and not self.ready_members and bool(self._membership.candidates)
 
     @property
@@ -159,11 +216,15 @@ class WeightSync:
             group = await self._current_group()
             if group is None:
                 return False
+            if why := self._canary.hopeless():
+                raise RoleFailed(f"trainer and engines do not compute the same model: {why}")
+            row = self._canary.begins(version, group.members)
             manifest = replace(self._manifest, policy_version=version, epoch=group.epoch)
             await asyncio.gather(*(self._tell(name, ReceiveWeights(manifest)) for name in group.members))
-            report = await self._trainer.ask(PublishWeights(group.epoch, version), PublishReport)
+            report = await self._trainer.ask(PublishWeights(group.epoch, version, row), PublishReport)
             self.publish_s = report.seconds
             if not report.error:
+                await self._follow(self._canary.by_trainer(report.canary))
                 return True
             log.warning("epoch %d dissolved: %s", group.epoch, report.error)
             self._group = None
@@ -178,14 +239,24 @@ class WeightSync:
         Members that failed, died or stayed silent too long are left out of the next epoch; False: no member is left,
         and the caller publishes again.
         """
-        if not await self._until(lambda: not self._membership.waiting_for(version), self._limits.ack_timeout_s):
+        if not await self._until(lambda: self._is_settled(version), self._limits.ack_timeout_s):
             for name in self._membership.waiting_for(version):
                 log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
-        if not self._membership.live_members(version):
+        if not self._trusted_members(version):
             return False
         self.live_version = version
         return True
+
+    def _is_settled(self, version: int) -> bool:
+        """All have acknowledged; and if nobody is trusted with the version yet, nobody's canary is under way.
+
+        A version does not wait for canaries while somebody is trusted: who has to pass gets its leases later.
+        """
+        if self._membership.waiting_for(version):
+            return False
+        live = self._membership.live_members(version)
+        return bool(self._trusted_members(version)) or not any(map(self._canary.is_waiting_for, live))
 
     async def _current_group(self) -> WeightGroup | None:
         if self._group is None or self._membership.needs_new_epoch:

@@ -18,22 +18,25 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from rlhpc.contracts import ClientChannel, GenerationEngine
-from rlhpc.errors import GroupFailed, TornWeights
+from rlhpc.errors import GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.messages import (
     CancelGroup,
     Delivered,
     Heartbeat,
     JoinGroup,
+    Quarantine,
     ReceiveWeights,
     Reregister,
     ShowWhole,
     StopRole,
+    TakeCanary,
     WeightsLive,
 )
 from rlhpc.roles.common.controller_session import ControllerSession, follow_services, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
+from rlhpc.roles.generator.canary_taker import CanaryTaker
 from rlhpc.roles.generator.command_queue import CommandQueue
 from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.topology import CONTROL, LEASES, REWARDS
@@ -90,6 +93,7 @@ async def _serve(engine: GenerationEngine, sampling: Sampling, session: Controll
             generator.obey(control, session),
             beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
             generator.report_progress(),
+            generator.canary.run(control),
             sampling.outbox.repeat(leases),
             follow_services(session, REWARDS, services, judges.replace),
         )
@@ -126,6 +130,7 @@ class Generator:
         self._context, self._engine, self._sampling = context, engine, sampling
         self._leases, self._judges = leases, judges
         self._is_draining = False
+        self.canary = CanaryTaker(engine)
 
     # ----------------------------------------------------------------------------------------------------------- leases
 
@@ -162,6 +167,10 @@ class Generator:
                 await self._join(control, message)
             elif isinstance(message, ReceiveWeights):
                 await control.send(await self._receive(message))
+            elif isinstance(message, TakeCanary):
+                self.canary.take(message)
+            elif isinstance(message, Quarantine):
+                await self._hand_back_all(message)
             elif isinstance(message, Reregister):
                 await control.send(hello(self._context, self._engine.weight_devices))
             elif isinstance(message, StopRole):
@@ -181,7 +190,15 @@ class Generator:
         except (TornWeights, GroupFailed) as error:
             log.warning("version %d not received: %s", manifest.policy_version, error)
             return WeightsLive(manifest.epoch, manifest.policy_version, 0.0, 0.0, error=str(error))
-        return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s)
+        return WeightsLive(manifest.epoch, manifest.policy_version, timing.receive_s, timing.pause_s, held=timing.held)
+
+    async def _hand_back_all(self, message: Quarantine) -> None:
+        """Wrong weights have sampled it.  Raises RoleFailed if this process has to be started again."""
+        log.error("quarantined: %s", message.reason)
+        await self._sampling.recall(message.newest_good)
+        if message.must_restart:
+            await self._sampling.settle()
+            raise RoleFailed(f"this engine has to be started again: {message.reason}")
 
     def heartbeat(self) -> Heartbeat:
         """How much is being sampled, and how much more could be."""

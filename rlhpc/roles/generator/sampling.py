@@ -23,7 +23,7 @@ from rlhpc.config import Config
 from rlhpc.contracts import ClientChannel, GenerationEngine
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
-from rlhpc.generation.finished_request import prefix_of
+from rlhpc.generation.finished_request import prefix_of, prefix_up_to
 from rlhpc.messages import LeaseProgress, LeaseReturn, RewardRequest
 from rlhpc.metrics.meters import Rate
 from rlhpc.roles.generator.lease_progress import ProgressReporter
@@ -59,6 +59,7 @@ class Sampling:
         self._linked = asyncio.Condition()
         self._rate = Rate(10.0, self._now())
         self._is_leaving = False
+        self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
         self.timeline = -1  # -1: no weights have come yet
@@ -105,9 +106,19 @@ class Sampling:
         self._is_leaving = True
         for request_id in list(self._tasks):
             await self._engine.abort(request_id)
+        await self.settle()
+        await self.give_up()
+
+    async def settle(self) -> None:
+        """Wait a little for those that were aborted, and for verdicts in flight."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
-        await self.give_up()
+
+    async def recall(self, newest: int) -> None:
+        """What is being sampled goes back to the controller without the tokens of versions later than `newest`."""
+        for request_id in list(self._tasks):
+            self._recalled[request_id] = newest
+            await self._engine.abort(request_id)
 
     # -------------------------------------------------------------------------------------------------------- leases
 
@@ -130,6 +141,7 @@ class Sampling:
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id], self._requests[request_id]
+            self._recalled.pop(request_id, None)
 
     async def cancel(self, group_id: int) -> None:
         """Nobody wants this group any more."""
@@ -146,7 +158,7 @@ class Sampling:
         rollout = await self._engine.generate(request)
         self._rate.add(self._now(), len(rollout.token_ids))
         if rollout.finish_reason is FinishReason.ABORT:
-            if self._is_leaving:
+            if self._is_leaving or request.request_id in self._recalled:
                 await self._return(request, rollout)
             return
         scored = await self._judge(rollout)
@@ -157,10 +169,12 @@ class Sampling:
             self._complain(link, error)
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
-        prefix = prefix_of(rollout) if len(rollout.token_ids) else None
+        newest = self._recalled.get(request.request_id)
+        tokens = prefix_of(rollout) if newest is None else prefix_up_to(rollout, newest)
+        prefix, why = tokens if len(tokens.token_ids) else None, "leaving" if newest is None else "quarantined"
         if self._link is not None:
             with suppress(ChannelError):  # it has what was reported
-                returned = LeaseReturn(request.group_id, (request.sample_index,), (prefix,), "leaving", self.timeline)
+                returned = LeaseReturn(request.group_id, (request.sample_index,), (prefix,), why, self.timeline)
                 await self._link.leases.send(returned)
 
     async def _judge(self, rollout: Rollout) -> ScoredRollout:

@@ -46,9 +46,9 @@ from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
-from rlhpc.training.row_tensors import on_device
+from rlhpc.training.row_tensors import on_device, plain_row
 from rlhpc.transport.open import connect_blocking
-from rlhpc.types import PackedBatch, PackedMicrobatch, WeightManifest
+from rlhpc.types import Float32, Int32, PackedBatch, PackedMicrobatch, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.factory import make_publisher
@@ -215,27 +215,36 @@ class Trainer:
         return self._publisher
 
     def _publish(self, command: PublishWeights) -> None:
-        """Broadcast; on failure the epoch is dissolved and the controller forms another."""
-        began, error = time.monotonic(), ""
+        """Broadcast, and score the canary while generators load."""
+        began = time.monotonic()
         self._heartbeat.now("publishing", "generators", self._version)
+        error = self._broadcast(command)
+        canary = None if command.canary is None else self._score(command.canary)
+        if self._channel is not None:
+            seconds = time.monotonic() - began
+            self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error, canary))
+            self._heartbeat.now("running", "batch", self._version)
+
+    def _broadcast(self, command: PublishWeights) -> str:
+        """Returns why it failed: then the epoch is dissolved, and the controller forms another."""
         weights = self._backend.weights()
-        if self._publisher is None or self._channel is None or self._manifest is None:
+        if self._publisher is None or self._manifest is None:
             for _ in weights:
                 pass  # all other ranks take part in the export, and every rank does if there is no receiver
-            if self._channel is not None:
-                error = f"epoch {command.epoch} is not formed"
-                self._channel.send(PublishReport(command.epoch, command.policy_version, 0.0, error))
-            return
+            return f"epoch {command.epoch} is not formed"
         manifest = replace(self._manifest, policy_version=command.policy_version, epoch=command.epoch)
         try:
             self._publisher.publish(manifest, weights)
         except WeightsError as failure:
             log.warning("version %d not published: %s", command.policy_version, failure)
-            error = str(failure)
             self._publisher.dissolve()
-        seconds = time.monotonic() - began
-        self._channel.send(PublishReport(command.epoch, command.policy_version, seconds, error))
-        self._heartbeat.now("running", "batch", self._version)
+            return str(failure)
+        return ""
+
+    def _score(self, token_ids: Int32) -> Float32:
+        """Log-probabilities of a row by the weights that are being published, at temperature 1.  Every rank does it."""
+        (logprobs,) = self._backend.logprobs([plain_row(token_ids)], temperature=1.0)
+        return logprobs.float().cpu().numpy()
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

@@ -153,10 +153,10 @@ class DeepSpeedBackend(TrainerBackend):
     # --------------------------------------------------------------------------------------------- forward and step
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
         return [
-            self._token_logprobs(microbatch, all_but_first(microbatch), want_entropy=False)[0]
+            self._token_logprobs(microbatch, all_but_first(microbatch), want_entropy=False, temperature=temperature)[0]
             for microbatch in microbatches
         ]
 
@@ -208,7 +208,12 @@ class DeepSpeedBackend(TrainerBackend):
         return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
 
     def _token_logprobs(
-        self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], *, want_entropy: bool
+        self,
+        microbatch: PackedMicrobatch,
+        wanted: NDArray[np.bool_],
+        *,
+        want_entropy: bool,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
 
@@ -221,6 +226,7 @@ class DeepSpeedBackend(TrainerBackend):
             segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
             tokens=tokens,
             want_entropy=want_entropy,
+            temperature=temperature,
         )
         result = torch.zeros(len(microbatch.token_ids), device=self._device)
         return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()

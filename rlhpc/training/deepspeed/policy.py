@@ -26,9 +26,17 @@ class ZeroPolicy(nn.Module):
         self.head = _LogprobHead(model.head_weight, temperature, chunk_tokens)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan, tokens: Tensor, want_entropy: bool
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        segments: SegmentPlan,
+        tokens: Tensor,
+        want_entropy: bool,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at the places `tokens` [N], and their entropies if wanted, float32 [N].
+
+        temperature: None for that of the run.
 
         token_ids, position_ids and tokens int64; tokens may be empty, but never holds the first place of a row.
         """
@@ -38,7 +46,7 @@ class ZeroPolicy(nn.Module):
         )
         # The state before a token predicts it; only wanted tokens pass through the head.
         before = output.last_hidden_state[0].index_select(0, tokens - 1)
-        logprobs, entropy = self.head(before, token_ids.index_select(0, tokens), want_entropy)
+        logprobs, entropy = self.head(before, token_ids.index_select(0, tokens), want_entropy, temperature)
         return logprobs, entropy
 
 
@@ -48,12 +56,14 @@ class _LogprobHead(nn.Module):
         self.weight = weight
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
-    def forward(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float | None
+    ) -> tuple[Tensor, Tensor | None]:
         return chunked_logprobs(
             hidden,
             self.weight,
             targets,
-            temperature=self._temperature,
+            temperature=self._temperature if temperature is None else temperature,
             chunk_tokens=self._chunk_tokens,
             want_entropy=want_entropy,
         )

@@ -164,7 +164,7 @@ class MegatronBackend(TrainerBackend):
 
     # --------------------------------------------------------------------------------------------- forward and step
 
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, whole rows on every rank of the replica."""
         rows = [torch.zeros(len(microbatch.token_ids), device=self._device) for microbatch in microbatches]
 
@@ -173,7 +173,7 @@ class MegatronBackend(TrainerBackend):
             return entropy
 
         work = [Work(microbatch, all_but_first(microbatch)) for microbatch in microbatches]
-        self._schedule.forward(work, self._request(want_entropy=False), keep)
+        self._schedule.forward(work, self._request(want_entropy=False, temperature=temperature), keep)
         if self._layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -216,8 +216,9 @@ class MegatronBackend(TrainerBackend):
         is_known = applied or (is_finite and not is_allowed)
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
-    def _request(self, *, want_entropy: bool) -> HeadRequest:
-        return HeadRequest(self._settings.temperature, self._settings.chunk_tokens, want_entropy)
+    def _request(self, *, want_entropy: bool, temperature: float | None = None) -> HeadRequest:
+        temperature = self._settings.temperature if temperature is None else temperature
+        return HeadRequest(temperature, self._settings.chunk_tokens, want_entropy)
 
     def _summed(self, sums: MetricSums) -> dict[str, float]:
         """Over micro-batches and replicas, on the last stage; nothing on other stages."""

@@ -126,9 +126,12 @@ class ReferenceBackend(TrainerBackend):
         return self._rank == 0
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch]) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        return [self._token_logprobs(microbatch, all_but_first(microbatch))[0] for microbatch in microbatches]
+        return [
+            self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
+            for microbatch in microbatches
+        ]
 
     def step(
         self,
@@ -171,7 +174,12 @@ class ReferenceBackend(TrainerBackend):
         return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
 
     def _token_logprobs(
-        self, microbatch: PackedMicrobatch, wanted: NDArray[np.bool_], *, want_entropy: bool = False
+        self,
+        microbatch: PackedMicrobatch,
+        wanted: NDArray[np.bool_],
+        *,
+        want_entropy: bool = False,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
 
@@ -192,7 +200,7 @@ class ReferenceBackend(TrainerBackend):
             hidden.index_select(0, tokens - 1),  # the state before a token predicts it
             self._model.head_weight,
             token_ids.index_select(0, tokens),
-            temperature=self._settings.temperature,
+            temperature=self._settings.temperature if temperature is None else temperature,
             chunk_tokens=self._settings.chunk_tokens,
             want_entropy=want_entropy,
         )

@@ -24,17 +24,21 @@ from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config import Config
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import (
+    CanaryTaken,
     FormGroup,
     GroupOpened,
     JoinGroup,
     PublishReport,
     PublishWeights,
+    Quarantine,
     ReceiveWeights,
     Reregister,
     StepReport,
+    TakeCanary,
     WeightsLive,
 )
 from rlhpc.packing.cost import FlopCost
+from rlhpc.roles.controller.canary import Canary
 from rlhpc.roles.controller.guard_file import GuardFile
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.train_loop import StepRecord, TrainLoop
@@ -44,6 +48,9 @@ from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import (
     FinishReason,
+    Float32,
+    HeldChecksum,
+    Int32,
     PackedBatch,
     Prompt,
     Rollout,
@@ -56,6 +63,7 @@ from rlhpc.types import (
 from rlhpc.weights.membership import Membership
 
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
+CANARY = np.arange(9, dtype=np.int32)
 LIMITS = WeightSyncLimits(first_member_s=5.0, ack_timeout_s=5.0)
 
 
@@ -121,6 +129,11 @@ def make_buffer(config: Config, directory: Path, ledger: AdmissionLedger | None 
     return RolloutBuffer(ledger or make_ledger(config), segments)
 
 
+def logprobs_of(row: Int32, version: int) -> Float32:
+    """What the policy of this version gives to a row."""
+    return (-(row % 7) - 0.01 * version).astype(np.float32)
+
+
 class FakeTrainer:
     """Applies every batch and publishes at once, unless told otherwise."""
 
@@ -130,6 +143,7 @@ class FakeTrainer:
         self.formed: list[tuple[str, ...]] = []  # members of each epoch
         self.transports: list[str] = []  # of each epoch
         self.published: list[int] = []
+        self.scored: list[bool] = []  # whether the canary was, in each publication
         self.is_finite = True
         self.metrics: Callable[[int], dict[str, float]] = lambda step: {"loss": 0.5}  # of a step
         self.failing_broadcasts = 0
@@ -155,7 +169,9 @@ class FakeTrainer:
                 self.published.append(command.policy_version)
                 self.failing_broadcasts -= 1
                 error = "" if self.failing_broadcasts < 0 else "a member is gone"
-                return PublishReport(command.epoch, command.policy_version, 0.001, error)
+                logprobs = None if command.canary is None else logprobs_of(command.canary, command.policy_version)
+                self.scored.append(logprobs is not None)
+                return PublishReport(command.epoch, command.policy_version, 0.001, error, logprobs)
         raise AssertionError(f"the trainer is told {command}")
 
 
@@ -209,6 +225,14 @@ class FakeGenerator:
         self.received: list[tuple[int, int]] = []  # (epoch, version)
         self.epochs: list[int] = []
         self.refuses: set[int] = set()
+        self.canaries: list[int] = []  # versions of the canaries that it took
+        self.quarantines: list[Quarantine] = []
+        self.damage: Callable[[int], float] = lambda version: 0.0  # nats by which its canary of a version is wrong
+        self.held: Callable[[int], HeldChecksum | None] = lambda version: None  # under a version
+        self.may_score = asyncio.Event()
+        self.may_score.set()
+        self.version = -1
+        self._scoring: asyncio.Future[None] | None = None
         self._gates: dict[int, asyncio.Event] = {}
         self._arrivals: dict[int, asyncio.Event] = {}
 
@@ -227,8 +251,18 @@ class FakeGenerator:
                     self.epochs.append(group.epoch)
                 case ReceiveWeights(manifest):
                     await self._receive(manifest)
+                case TakeCanary(number, token_ids):
+                    self._scoring = asyncio.ensure_future(self._score(number, token_ids))  # beside all else
+                case Quarantine() as quarantine:
+                    self.quarantines.append(quarantine)
                 case Reregister():
                     pass
+
+    async def _score(self, number: int, token_ids: Int32) -> None:
+        await self.may_score.wait()
+        self.canaries.append(self.version)
+        logprobs = logprobs_of(token_ids, self.version) + np.float32(self.damage(self.version))
+        await self.client.send(CanaryTaken(number, self.version, logprobs))
 
     async def _receive(self, manifest: WeightManifest) -> None:
         version = manifest.policy_version
@@ -238,22 +272,30 @@ class FakeGenerator:
             await self._gates[version].wait()
         error = "torn" if version in self.refuses else ""
         self.refuses.discard(version)
-        await self.client.send(WeightsLive(manifest.epoch, version, 0.0, 0.0, error))
+        self.version = self.version if error else version
+        await self.client.send(WeightsLive(manifest.epoch, version, 0.0, 0.0, error, self.held(version)))
 
 
 class SmallRing:
     """All parts, wired as the controller wires them; use small_ring()."""
 
     def __init__(
-        self, config: Config, directory: Path, limits: WeightSyncLimits, guard_file: GuardFile | None = None
+        self,
+        config: Config,
+        directory: Path,
+        limits: WeightSyncLimits,
+        guard_file: GuardFile | None = None,
+        canary_every: int | None = None,
     ) -> None:
         self.config = config
         self.control, batches = MemoryServer(CONTROL), MemoryServer(BATCHES)
         self.trainer, self.membership = FakeTrainer(), Membership()
         link = TrainerLink(batches)
+        row = None if canary_every is None else CANARY
         self.weight_sync = WeightSync(
-            self.control, link, self.membership, transport=config.weights.transport, limits=limits
-        )
+            self.control, link, self.membership, transport=config.weights.transport, limits=limits,
+            canary=Canary(row, every=canary_every or 0, tolerance=0.1),
+        )  # fmt: skip
         self.weight_sync.describe(MANIFEST, "")
         self.ledger = make_ledger(config)
         self.buffer = make_buffer(config, directory, self.ledger)
@@ -308,7 +350,12 @@ class SmallRing:
     async def _hear(self) -> None:
         while True:
             name, message = await self.control.receive()
-            await self.weight_sync.acknowledge(name, message)
+            if isinstance(message, CanaryTaken):
+                await self.weight_sync.scored(name, message)
+                self.loop.groups_changed()
+                self.generate()
+            else:
+                await self.weight_sync.acknowledge(name, message)
 
     def open(self) -> None:
         self._start(self.trainer.obey(self._trainer_client))
@@ -326,10 +373,14 @@ class SmallRing:
 
 @asynccontextmanager
 async def small_ring(
-    config: Config, directory: Path, limits: WeightSyncLimits = LIMITS, guard_file: GuardFile | None = None
+    config: Config,
+    directory: Path,
+    limits: WeightSyncLimits = LIMITS,
+    guard_file: GuardFile | None = None,
+    canary_every: int | None = None,
 ) -> AsyncIterator[SmallRing]:
-    """The parts without a generator yet; everything is ended on the way out."""
-    ring = SmallRing(config, directory, limits, guard_file)
+    """The parts without a generator yet; everything is ended on the way out.  canary_every: None for no canary."""
+    ring = SmallRing(config, directory, limits, guard_file, canary_every)
     ring.open()
     try:
         yield ring

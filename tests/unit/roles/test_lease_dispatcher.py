@@ -29,7 +29,10 @@ class CountedPrompts(PromptSource):
 
     def draw(self) -> Prompt:
         self.num_drawn += 1
-        return prompt(self.num_drawn - 1)
+        return self.peek(self.num_drawn - 1)
+
+    def peek(self, prompt_id: int) -> Prompt:
+        return prompt(prompt_id)
 
     def state(self) -> dict[str, int]:
         return {}

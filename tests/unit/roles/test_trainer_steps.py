@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.messages import StepReport
+from rlhpc.messages import PublishReport, PublishWeights, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMicrobatch, StepLimits
+from tests.contracts.trainer_textbook import load_hf
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
 
@@ -87,3 +88,23 @@ def test_a_step_that_is_not_finite_is_reported_as_skipped_and_raises_no_version(
     assert (ear.answers[1].step, ear.answers[1].policy_version, ear.answers[1].applied) == (1, 1, True)
     assert not all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
     assert ear.versions[-1] == 1
+
+
+def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any, tmp_path: Path) -> None:
+    ear, config = Ear(), tiny_config(tmp_path / "model")
+    context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash")
+    trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+    row = np.arange(5, 14, dtype=np.int32)
+    for command in (PublishWeights(1, 0, row), batch_of(pack_row(draw_samples((5, 9))), 0), PublishWeights(1, 1, row)):
+        trainer.obey(command)
+    trainer.obey(PublishWeights(1, 1))
+    before, after, without = (answer for answer in ear.answers if isinstance(answer, PublishReport))
+    assert before.error == "epoch 1 is not formed"  # so that a version that goes nowhere costs the ranks the same
+    hf = load_hf(tmp_path / "model")
+    with torch.no_grad():
+        logits = hf(input_ids=torch.from_numpy(row.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.from_numpy(row[1:].astype(np.int64))[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(before.canary[1:], expected, atol=1e-5)
+    assert before.canary[0] == 0
+    assert np.abs(after.canary - before.canary).max() > 1e-5
+    assert without.canary is None

@@ -126,6 +126,7 @@ class RunRecorder:
         totals.generator_idle_s += generator_idle_s
         totals.generator_s += generator_s
         totals.training_s += step_s
+        totals.canaries_failed += self._weight_sync.take_failed_canaries()
         self.close_totals()
         return {
             "trainer/idle_ratio": min(1.0, idle_s / step_s) if step_s else 0.0,
@@ -141,6 +142,7 @@ class RunRecorder:
             "group/regranted_total": float(totals.leases_regranted),
             "generator/tokens_lost_total": float(totals.tokens_lost),
             "checkpoint/failed_total": float(totals.checkpoints_failed),
+            "weights/canary_failed_total": float(totals.canaries_failed),
             "wall_s": totals.wall_s,
         }
 
@@ -159,6 +161,8 @@ class RunRecorder:
             "weights/publish_s": self._weight_sync.publish_s,
             "weights/receive_s": max((ack.receive_s for ack in acks), default=0.0),
             "weights/pause_s": max((ack.pause_s for ack in acks), default=0.0),
+            "weights/canary_logratio": self._weight_sync.canary_logratio,
+            "weights/checksums_differed": float(self._weight_sync.num_checksums_differed),
             "weights/version": float(self._weight_sync.live_version),
             "weights/epoch": float(self._weight_sync.epoch),
             "weights/members": float(len(self._weight_sync.ready_members)),

@@ -1,0 +1,56 @@
+"""Damage what a vLLM worker of one generator has just loaded, once for each time that a test asks for it.
+
+A test names the folder of this file's copy, called sitecustomize.py, in PYTHONPATH: python imports it before anything
+else, in every process of the run; only the engine of that one generator ever loads weights and finds the file there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ORDER = "RLHPC_TEST_DAMAGE"  # names a file with a replica: what it loads next is damaged, and the file is deleted
+RELOADING = "rlhpc.generation.weight_reload"
+
+
+class DamagedReload(MetaPathFinder):
+    """Wraps the one function through which weights get into vLLM."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != RELOADING:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: ModuleType) -> None:
+            execute(module)
+            module.reload_weights = _damaged(module.reload_weights)
+
+        spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def _damaged(reload_weights: Any) -> Any:
+    def reload(model: Any, *rest: Any) -> None:
+        reload_weights(model, *rest)
+        order = Path(os.environ[ORDER])
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        if order.exists() and words[words.index("--replica") + 1] == order.read_text():
+            model.model.norm.weight.data.mul_(3)
+            order.unlink()
+
+    return reload
+
+
+if ORDER in os.environ:
+    sys.meta_path.insert(0, DamagedReload())
