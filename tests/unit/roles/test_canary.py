@@ -270,3 +270,11 @@ def test_an_engine_without_a_model_takes_none(tmp_path: Path) -> None:
     config = scripted.model_copy(update={"generation": generation})
     assert open_canary(config, None).begins(0, ["generator-0"]) is None  # type: ignore[arg-type]
     assert MAX_TOKENS <= 64
+
+
+def test_a_run_can_do_without(tmp_path: Path) -> None:
+    config = small_config()
+    weights = config.weights.model_copy(update={"max_canary_logratio": "off"})
+    config = config.model_copy(update={"weights": weights})
+    assert config.generation.engine == "vllm"
+    assert open_canary(config, None).trusts("generator-0")  # type: ignore[arg-type]
