@@ -1,0 +1,370 @@
+"""One run: a controller with everything that it needs, faults that a schedule brings, and what must hold.
+
+Input: a seed and a list of faults.  Output: Outcome: whether the run came to its end with every invariant, and its trace.
+The controller is the product's (roles/controller/role.py), with its ledger, buffer, journal, checkpoints and channels;
+what begins an attempt are the launcher's functions.  Whatever else is in here a supervisor does: starting again what
+died.  TensorBoard alone is left out: nothing is decided by it, and it starts threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from launch.checks.audit.evidence import Depth
+from launch.checks.audit.history import audit_run
+from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
+from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
+from rlhpc.config import Config
+from rlhpc.config_file import config_hash, write_resolved
+from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, RoleFailed, SegmentError
+from rlhpc.generation.scripted_engine import Script
+from rlhpc.ownership import take_over
+from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
+from rlhpc.roles.controller.role import Controller
+from rlhpc.run_layout import RunLayout
+from rlhpc.topology import BATCHES, CONTROL, LEASES
+from rlhpc.types import PackedBatch, ScoredRollout
+from tests.simulator.disk import SimulatedDisk
+from tests.simulator.faults import CONTROLLER, GENERATORS, TRAINER, Fault
+from tests.simulator.invariants import Invariants, Known, Violation, check_step, made
+from tests.simulator.loop import Process, SimulatedLoop, start
+from tests.simulator.network import SimulatedClient, SimulatedServer
+from tests.simulator.roles import Broadcasts, ScriptedTrainer, SimulatedGenerator, Weights
+from tests.simulator.settings import EOS, VOCABULARY, settings_of
+
+FAULTS_OF_THE_WORLD = (RoleFailed, ChannelTimeout, CheckpointError, JournalError, SegmentError)  # end an attempt
+LIMIT_S = 3000.0  # virtual, of a run; faults begin in the first minute
+NUM_LAST_EVENTS = 40
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    problem: str  # "": none
+    trace: tuple[str, ...]
+    num_events: int
+    num_attempts: int
+    seconds: float  # virtual
+
+    def story(self) -> str:
+        """For people: what was done, and the last that was heard."""
+        return "\n".join(
+            [f"seed {self.seed}: {self.problem or 'no violation'}", *(f"  {fault}" for fault in self.faults), "  …"]
+            + [f"  {line}" for line in self.trace[-NUM_LAST_EVENTS:]]
+        )
+
+
+class World:
+    """Everything in one simulated run."""
+
+    def __init__(self, seed: int, faults: Sequence[Fault], root: Path) -> None:
+        self.seed, self.faults = seed, tuple(faults)
+        self.rng = random.Random(f"{seed} world")
+        self.loop = SimulatedLoop(str(seed))
+        self.began_s = self.loop.time()
+        self.layout, self.config = RunLayout(root), settings_of(seed, root)
+        self.hash = config_hash(self.config)
+        self.disk = SimulatedDisk(root, self.loop.time)
+        self.trace: deque[tuple[float, tuple[object, ...]]] = deque()
+        self.broadcasts = Broadcasts(self.rng)
+        self.known = Known()
+        self.processes: dict[str, Process] = {}
+        self.generators: dict[str, SimulatedGenerator] = {}
+        self.servers: dict[str, SimulatedServer] = {}
+        self.controller_incarnation = ""
+        self.invariants: Invariants | None = None
+        self.violation: BaseException | None = None
+        self._latency_s = self.rng.choice((0.01, 0.1, 1.0))
+        self._step_s = self.rng.choice((0.1, 1.0, 3.0))
+        self._token_s = self.rng.choice((0.02, 0.1, 0.4))
+        self._num_starts = dict.fromkeys(GENERATORS, 0)
+        self.loop.after_event = self._after_event
+
+    # ----------------------------------------------------------------------------------------------------------- running
+
+    def run(self) -> Outcome:
+        """Let it happen."""
+        problem = ""
+        with self.disk.installed(), _in_silence():
+            try:
+                self._found()
+                self.loop.run(self._live(), LIMIT_S)
+            except Violation as violation:
+                problem = str(violation)
+            except TimeoutError:
+                problem = f"liveness: no end within {LIMIT_S:g} s"
+            self.disk.is_over = True
+            self.loop.close()
+            self.disk.crash(self.rng, is_power_cut=False)
+        lines = tuple(f"{at_s - self.began_s:8.3f} {' '.join(map(str, words))}" for at_s, words in self.trace)
+        attempts = num_attempts(self.layout)
+        seconds = self.loop.time() - self.began_s
+        return Outcome(self.seed, self.faults, problem, lines, self.loop.num_events, attempts, seconds)
+
+    def _found(self) -> None:
+        for directory in (self.layout.root, self.layout.rollouts, self.layout.checkpoints):
+            directory.mkdir(exist_ok=True)
+        write_resolved(self.config, self.layout, "")
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            around = [group.create_task(self._bring(fault)) for fault in self.faults]
+            around += [group.create_task(self._keep_alive(name)) for name in GENERATORS]
+            await self._supervise()
+            for task in around:
+                task.cancel()
+
+    def _after_event(self, process: Process) -> None:
+        if self.violation is not None:
+            raise self.violation
+        if process.name == CONTROLLER and self.invariants is not None and not process.is_dead:
+            self.invariants.check()
+
+    def tell(self, *words: object) -> None:
+        """A line of the trace."""
+        self.trace.append((self.loop.time(), words))
+
+    def _violated(self, text: str) -> None:
+        """Where an exception would be caught by somebody else."""
+        self.violation = self.violation or Violation(text)
+
+    # ------------------------------------------------------------------------------------------------ the supervisor's
+
+    async def _supervise(self) -> None:
+        """Attempt after attempt, until the run is complete."""
+        while True:
+            ended = await self._attempt()
+            await ended.wait()
+            await asyncio.sleep(self.rng.random() * 2)
+            for name in (CONTROLLER, TRAINER):
+                self.processes[name].kill()
+            self.controller_incarnation, self.invariants = "", None
+            if self.layout.summary.exists():
+                self._audit()
+                return
+            await asyncio.sleep(self.rng.random() * 3)
+
+    async def _attempt(self) -> asyncio.Event:
+        """Begin one, as the launcher does; returns what is set when controller or trainer is gone."""
+        index = num_attempts(self.layout)
+        owner = take_over(self.layout, index).owner
+        choice = choose(self.layout, ResumePoint(), _unheard)
+        put_aside(choice, _unheard)
+        note_attempt(self.layout, Attempt(index, choice.step, owner))
+        self.tell("attempt", index, "from", choice.step)
+        context = RoleContext(
+            role=CONTROLLER, replica=0, num_ranks=1, attempt=index, resume_step=choice.step,
+            incarnation=f"0.{index}.0-c", layout=self.layout, config=self.config, config_hash=self.hash,
+            meet_timeout_s=60.0, owner=owner,
+        )  # fmt: skip
+        ended = asyncio.Event()
+        controller = self.processes[CONTROLLER] = Process(CONTROLLER, lambda: self._died(CONTROLLER, ended))
+        trainer = self.processes[TRAINER] = Process(TRAINER, lambda: self._died(TRAINER, ended))
+        for spec in (CONTROL, LEASES, BATCHES):
+            self.servers[spec.name] = SimulatedServer(spec, self.rng, controller, self._latency_s)
+            self.servers[spec.name].on_send = lambda peer, message: self._said(message)
+            self.servers[spec.name].on_receive = lambda peer, message: self._heard(message)
+        self.controller_incarnation = context.incarnation
+        self._watch(start(self.loop, controller, self._control(context)), controller)
+        script = ScriptedTrainer(self, replace(context, role=TRAINER, incarnation=f"0.{index}.0-t"), self._step_s)
+        self._watch(start(self.loop, trainer, script.run()), trainer)
+        return ended
+
+    def _watch(self, task: asyncio.Task[Any], process: Process) -> None:
+        """A process ends with its main task."""
+
+        def look(task: asyncio.Task[Any]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                first = first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
+                self.tell(process.name, "ends:", type(first).__name__, str(first).replace(str(self.layout.root), "…"))
+                if isinstance(first, Violation):
+                    self.violation = self.violation or first
+                elif not isinstance(first, FAULTS_OF_THE_WORLD):
+                    self._violated(f"{process.name} ends with {type(first).__name__}: {first}")
+            process.kill()
+
+        task.add_done_callback(look)
+
+    def _died(self, name: str, ended: asyncio.Event) -> None:
+        self.tell(name, "is gone")
+        if name == CONTROLLER:
+            self.disk.crash(self.rng, is_power_cut=self._is_power_cut)
+            self._is_power_cut, self.invariants = False, None
+        self._close_connections(name)
+        self.loop.call_soon(ended.set)
+
+    _is_power_cut = False
+
+    def _close_connections(self, name: str) -> None:
+        """Its kernel tells the peer."""
+        for server in self.servers.values():
+            client = server.connections.get(name)
+            if client is not None and client.process.is_dead:
+                self.loop.call_later(self.rng.random(), setattr, client, "is_gone", True)
+
+    async def _control(self, context: RoleContext) -> None:
+        """As roles/controller/role.py."""
+        stop = StopRequest()
+        controller = Controller(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
+        self.invariants = Invariants(controller, self.known, self.loop.time)
+        try:
+            try:
+                await controller.run(stop)
+            finally:
+                await controller.say_farewell()
+        finally:
+            controller.close()
+
+    async def _keep_alive(self, name: str) -> None:
+        """Start a generator again and again."""
+        while True:
+            number = self._num_starts[name]
+            self._num_starts[name] += 1
+            context = RoleContext(
+                role="generator", replica=int(name[-1]), num_ranks=1, attempt=0, resume_step=None,
+                incarnation=f"0.0.{number}-g", layout=self.layout, config=self.config, config_hash=self.hash,
+            )  # fmt: skip
+            script = Script(self.seed, VOCABULARY, EOS, 0.3, self._token_s, 3)
+            ended = asyncio.Event()
+            process = self.processes[name] = Process(name, lambda ended=ended: self._died(name, ended))  # type: ignore[misc]
+            generator = self.generators[name] = SimulatedGenerator(self, context, script)
+            self._watch(start(self.loop, process, generator.run()), process)
+            await ended.wait()
+            await asyncio.sleep(0.5 + self.rng.random() * 4)
+
+    def _audit(self) -> None:
+        audit = audit_run(self.layout, Depth(), _unheard)
+        if not audit.is_clean or audit.num_steps != self.config.run.num_steps:
+            offences = [f"{check.name}: {offence}" for check in audit.checks for offence in check.offences]
+            raise Violation(f"audit, {audit.num_steps} steps: {'; '.join(offences)[:600]}")
+
+    # -------------------------------------------------------------------------------------------------- what roles tell
+
+    def connect(self, channel: str, context: RoleContext) -> SimulatedClient | None:
+        server = self.servers.get(channel)
+        if server is None or not self.controller_incarnation:
+            return None
+        return server.attach(context.name, context.incarnation, self.processes[
+            TRAINER if context.role == TRAINER else context.name])
+
+    def delivered(self, scored: ScoredRollout) -> None:
+        made(self.known, scored)
+
+    def trained(self, batch: PackedBatch, weights: Weights) -> None:
+        self.tell("step", batch.step, "of version", batch.policy_version)
+        admission = self.config.admission
+        try:
+            check_step(batch, weights, admission.group_size, admission.groups_per_step)
+        except Violation as violation:
+            self.violation = self.violation or violation
+
+    def _heard(self, message: object) -> None:
+        if self.invariants is not None:
+            self.invariants.heard(message)
+
+    def _said(self, message: object) -> None:
+        if self.invariants is not None:
+            try:
+                self.invariants.said(message)
+            except Violation as violation:
+                self.violation = self.violation or violation
+
+    # ------------------------------------------------------------------------------------------------------------- faults
+
+    async def _bring(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        process = self.processes.get(fault.who)
+        if process is None or process.is_dead:
+            return
+        self.tell(str(fault).split("  ", 1)[1])
+        match fault.kind:
+            case "kill":
+                process.events_left = fault.number
+            case "kill at a file operation":
+                process.file_operations_left = fault.number
+            case "power cut":
+                self._is_power_cut, process.events_left = True, fault.number
+            case "power cut at a file operation":
+                self._is_power_cut, process.file_operations_left = True, fault.number
+            case "kill everything":
+                for each in self.processes.values():
+                    each.kill()
+            case "told to stop":
+                handler = self.loop.signals.get((CONTROLLER, signal.SIGTERM))
+                if handler is not None:
+                    handler()
+            case "told to leave":
+                self.generators[fault.who].stop.set()
+            case "stands still":
+                process.stands_still_until = self.loop.time() + fault.seconds
+            case "connection breaks":
+                for client in self._connections(fault.who):
+                    lost = client.break_connection()
+                    client.delay(fault.seconds)
+                    self.tell(fault.who, "loses", lost, "messages")
+            case "session fails":
+                for client in self._connections(fault.who):
+                    await client.close()
+            case "messages are late":
+                for client in self._connections(fault.who):
+                    client.delay(fault.seconds)
+            case "disk refuses":
+                self.disk.refuses_until = self.loop.time() + fault.seconds
+            case "wall clock is set":
+                self.disk.wall_clock_offset_s += fault.seconds * 10000 - 50000
+            case _:
+                raise AssertionError(fault)
+
+    def _connections(self, name: str) -> list[SimulatedClient]:
+        name = "trainer-0" if name == TRAINER else name
+        return [server.connections[name] for server in self.servers.values() if name in server.connections]
+
+
+class _NoTensorBoard:
+    """Takes everything."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return _NoTensorBoard
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Neither logs nor TensorBoard."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        stack.callback(logging.disable, before)
+        yield
+
+
+def _unheard(_: str) -> None:
+    """Takes lines."""
+
+
+def simulate(seed: int, faults: Sequence[Fault], directory: Path) -> Outcome:
+    """Run a seed in a directory below this one, which is deleted afterwards."""
+    root = directory / f"seed_{seed}"
+    shutil.rmtree(root, ignore_errors=True)
+    try:
+        return World(seed, faults, root).run()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
