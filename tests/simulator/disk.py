@@ -20,7 +20,7 @@ from typing import Any
 from tests.simulator.loop import OUTSIDE, PROCESS, Died
 
 SECTOR = 512
-CALLS = ("open", "close", "pwritev", "ftruncate", "fsync", "fdatasync", "rename", "replace")
+CALLS = ("open", "fdopen", "close", "pwritev", "ftruncate", "fsync", "fdatasync", "rename", "replace")
 
 
 class SimulatedDisk:
@@ -121,6 +121,11 @@ class SimulatedDisk:
         self._paths[descriptor] = str(path)
         return descriptor
 
+    def _fdopen(self, descriptor: int, *rest: Any, **more: Any) -> Any:
+        """Whoever has it now closes it without asking."""
+        self._paths.pop(descriptor, None)
+        return self._real["fdopen"](descriptor, *rest, **more)
+
     def _close(self, descriptor: int) -> None:
         """Those of the dead are closed already, and their numbers may be others'."""
         if self._paths.pop(descriptor, None) is not None or not self.is_over:
@@ -143,10 +148,10 @@ class SimulatedDisk:
 
     def _fsync(self, descriptor: int) -> None:
         """On tmpfs nothing is to be done: what counts is what a crash takes back."""
-        path = self._paths.get(descriptor)
-        if path is None:
-            return
         self._operate()
+        path = self._paths.get(descriptor)
+        if path is None:  # a file that is written whole
+            return
         self._unsynced.pop(path, None)
         if self._renamed:
             self._renamed = [(old, new) for old, new in self._renamed if os.path.dirname(new) != path]  # noqa: PTH120

@@ -44,7 +44,7 @@ class Invariants:
         self._config = controller._context.config
         self._seen: tuple[int, ...] = ()
         self._num_slots_taken = len(self._ledger.groups)
-        self._taken: dict[int, int] = {}  # group → version that its step makes, once it is known
+        self._taken: dict[int, int | None] = {}  # group → version that its step makes, once it is known
         self._clock = clock
         self._unanswered: dict[str, dict[int, float]] = {}  # outbox → number → when it was heard first
         self._answered: dict[str, int] = {}  # outbox → what needs no answer
@@ -63,6 +63,7 @@ class Invariants:
             self._journal._last,
             sync.live_version,
             self._controller._loop.version,
+            self._controller._loop.step,
             ledger._leases.num_held,
         )
         if seen == self._seen:
@@ -85,19 +86,21 @@ class Invariants:
 
     def _check_taken(self) -> None:
         """Groups are fresh and whole when they are taken, and released when the weights of their step are live."""
-        taken = self._ledger._taken
+        taken, loop = self._ledger._taken, self._controller._loop
         for group_id in [group_id for group_id in self._taken if group_id not in taken]:
             made, live = self._taken.pop(group_id), self._weight_sync.live_version
             is_replay = live < 0
-            if not is_replay and live < made:
+            if not is_replay and (made is None or live < made):
                 raise Violation(f"group {group_id} is released when version {live} is live, its step makes {made}")
         for group_id, record in taken.items():
             if group_id not in self._taken:
                 self._check_whole(group_id)
-                version = self._controller._loop.version
+                version = loop.version
                 if version - record.admitted_version > self._config.admission.max_staleness:
                     raise Violation(f"group {group_id}, of version {record.admitted_version}, is taken at {version}")
-            self._taken[group_id] = max(self._taken.get(group_id, 0), self._controller._loop.version)
+                self._taken[group_id] = None
+            if self._taken[group_id] is None and loop.step > record.step:
+                self._taken[group_id] = loop.version
 
     def _check_whole(self, group_id: int) -> None:
         members = self._buffer._groups[group_id].members

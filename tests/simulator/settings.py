@@ -14,28 +14,28 @@ from rlhpc.config import Config
 
 EOS = 2
 VOCABULARY = 14
-NUM_PROMPTS = 1000
+NUM_PROMPTS = 200
 
 
 def settings_of(seed: int, root: Path) -> Config:
     """Two or three groups of two a step, a few steps."""
     rng = random.Random(f"{seed} settings")
     base = _base()
-    groups_per_step = rng.choice((1, 2, 2, 3))
+    groups_per_step, max_staleness = rng.choice((1, 2, 2, 3)), rng.choice((0, 1, 1, 2))
     admission = base.admission.model_copy(
         update={
             "groups_per_step": groups_per_step,
-            "max_staleness": rng.choice((0, 1, 1, 2)),
-            "window_groups": rng.choice((1, 1, 2)) if groups_per_step > 1 else 1,
+            "max_staleness": max_staleness,
+            "window_groups": rng.choice((1, 1, 2)) if max_staleness else 1,  # of more slots than a batch
             "lease_deadline_s": rng.choice((6.0, 20.0)),
         }
     )
     return base.model_copy(
         update={
-            "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((3, 4, 6)), "seed": seed}),
+            "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((3, 4, 5)), "seed": seed}),
             "admission": admission,
-            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 3))}),
-            "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((2, 3))}),
+            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 3, 3))}),
+            "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8))}),
         }
     )
 
@@ -53,7 +53,7 @@ def _base() -> Config:
             "trainer": {"backend": "reference", "token_budget": 64},
             "weights": {"timeout_s": 8.0},
             "buffer": {"partial_interval_tokens": 2, "partial_interval_s": 2.0},
-            "transport": {"dead_after_s": 6.0},
+            "transport": {"dead_after_s": 10.0},
         }
     )
 
