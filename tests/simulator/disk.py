@@ -72,7 +72,8 @@ class SimulatedDisk:
             if rng.random() < 0.5 and os.path.exists(new) and not os.path.exists(old):  # noqa: PTH110
                 with suppress(OSError):
                     self._real["rename"](new, old)
-                    self._unsynced[old] = self._unsynced.pop(new, [])
+                    if new in self._unsynced:
+                        self._unsynced[old] = self._unsynced.pop(new)
 
     def _take_back_bytes(self, path: str, writes: list[tuple[int, bytes, bytes]], rng: random.Random) -> None:
         share = rng.choice((0.0, 1.0, rng.random()))  # of what reaches the disk

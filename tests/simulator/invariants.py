@@ -6,6 +6,7 @@ was acknowledged.  Output: Violation, with the invariant and what broke it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhpc.roles.controller.role import Controller
 from rlhpc.types import Lease, PackedBatch, ScoredRollout
 from tests.simulator.roles import Weights, prompts_of
 
+ANSWER_S = 5.0  # virtual: a commit takes some hundredths
 Key = tuple[int, int]  # group, sample index
 
 
@@ -29,14 +31,43 @@ class Known:
 
     made: dict[str, Key] = field(default_factory=dict)  # by the verdict's text, which is unique: what it was made for
     deliveries: dict[tuple[str, int], Key] = field(default_factory=dict)  # (outbox, number)
-    received: dict[str, set[int]] = field(default_factory=dict)  # outbox → numbers that were not acknowledged yet
     acknowledged: set[Key] = field(default_factory=set)
+
+
+class _Inbox:
+    """What the controller has heard of one generator's deliveries, and not answered yet."""
+
+    def __init__(self, outbox: str) -> None:
+        self.outbox = outbox
+        self.unanswered: dict[int, float] = {}  # number → when it was heard last
+        self.whole = 0  # all up to this one are here
+        self._heard: set[int] = set()
+
+    def heard(self, message: Delivery, now_s: float) -> None:
+        self.unanswered[message.number] = now_s
+        self._heard.add(message.number)
+        self.whole = max(self.whole, message.oldest - 1)
+        while self.whole + 1 in self._heard:
+            self.whole += 1
+
+    def answered(self, message: Delivered) -> list[int]:
+        """Return the numbers that this one answers."""
+        found = sorted(number for number in self.unanswered if number <= message.number)
+        for number in found:
+            del self.unanswered[number]
+        return found
+
+    def begin_again(self, now_s: float) -> None:
+        self.unanswered = dict.fromkeys(self.unanswered, now_s)
 
 
 class Invariants:
     """Of one attempt's controller."""
 
-    def __init__(self, controller: Controller, known: Known, clock: Clock) -> None:
+    def __init__(
+        self, controller: Controller, known: Known, clock: Clock, is_hindered: Callable[[str, str], bool]
+    ) -> None:
+        """is_hindered: whether a generator, with this outbox, cannot be answered, for a reason that is no bug."""
         self._controller, self._known = controller, known
         state: Any = controller._state
         self._buffer, self._ledger, self._journal = state.buffer, state.buffer._ledger, state.journal
@@ -45,9 +76,9 @@ class Invariants:
         self._seen: tuple[int, ...] = ()
         self._num_slots_taken = len(self._ledger.groups)
         self._taken: dict[int, int | None] = {}  # group → version that its step makes, once it is known
-        self._clock = clock
-        self._unanswered: dict[str, dict[int, float]] = {}  # outbox → number → when it was heard first
-        self._answered: dict[str, int] = {}  # outbox → what needs no answer
+        self._clock, self._is_hindered = clock, is_hindered
+        self._looked_s = clock()
+        self._inboxes: dict[str, _Inbox] = {}  # by generator
         self.check_restored()
 
     # --------------------------------------------------------------------------------------------- after every event
@@ -55,6 +86,9 @@ class Invariants:
     def check(self) -> None:
         """Cheap where nothing has changed."""
         ledger, sync = self._ledger, self._weight_sync
+        if self._clock() >= self._looked_s + 1.0:
+            self._looked_s = self._clock()
+            self._check_answered()
         seen = (
             ledger.next_group_id,
             len(ledger._untaken),
@@ -119,30 +153,40 @@ class Invariants:
             if group_id >= self._ledger.next_group_id or self._buffer.is_wanted(group_id, index):
                 raise Violation(f"rollout {group_id}:{index} was acknowledged, and is gone after a restart")
 
-    def heard(self, message: object) -> None:
+    def heard(self, peer: str, message: object) -> None:
         """The controller has received a message."""
         if isinstance(message, Delivery):
             rollout = message.scored.rollout
             self._known.deliveries[message.outbox, message.number] = rollout.group_id, rollout.sample_index
-            self._known.received.setdefault(message.outbox, set()).add(message.number)
+            inbox = self._inboxes.get(peer)
+            if inbox is None or inbox.outbox != message.outbox:
+                inbox = self._inboxes[peer] = _Inbox(message.outbox)
+            inbox.heard(message, self._clock())
 
-    def said(self, message: object) -> None:
+    def said(self, peer: str, message: object) -> None:
         """The controller has sent a message."""
         if isinstance(message, Lease):
             for index in message.sample_indices:
                 if (message.group_id, index) in self._known.acknowledged:
                     raise Violation(f"rollout {message.group_id}:{index} was acknowledged, and is granted again")
         elif isinstance(message, Delivered):
-            self._check_acknowledged(message)
+            self._check_acknowledged(peer, message)
 
-    def _check_acknowledged(self, message: Delivered) -> None:
+    def _check_answered(self) -> None:
+        """Whoever delivers is told soon that it may forget, again if it delivers again."""
+        for peer, inbox in self._inboxes.items():
+            if self._is_hindered(peer, inbox.outbox):
+                inbox.begin_again(self._clock())
+            elif late := [n for n, at_s in inbox.unanswered.items() if n <= inbox.whole and self._clock() > at_s + ANSWER_S]:
+                raise Violation(f"{peer} delivered number {late[0]} and is not told that it is on disk")
+
+    def _check_acknowledged(self, peer: str, message: Delivered) -> None:
         """What is acknowledged is on disk; it counts unless its group was dropped."""
         pending = {
             (record.scored.rollout.group_id, record.scored.rollout.sample_index) for record in self._journal._pending
         }
-        numbers = self._known.received.get(message.outbox, set())
-        for number in [number for number in numbers if number <= message.number]:
-            numbers.discard(number)
+        inbox = self._inboxes[peer]
+        for number in inbox.answered(message):
             group_id, index = key = self._known.deliveries[message.outbox, number]
             if key in pending:
                 raise Violation(f"rollout {group_id}:{index} is acknowledged, and not on disk")

@@ -18,13 +18,14 @@ NUM_PROMPTS = 200
 
 
 def settings_of(seed: int, root: Path) -> Config:
-    """Two or three groups of two a step, a few steps."""
+    """One to three groups of two or three a step, a few steps."""
     rng = random.Random(f"{seed} settings")
     base = _base()
     groups_per_step, max_staleness = rng.choice((1, 2, 2, 3)), rng.choice((0, 1, 1, 2))
     admission = base.admission.model_copy(
         update={
             "groups_per_step": groups_per_step,
+            "group_size": rng.choice((2, 2, 3)),
             "max_staleness": max_staleness,
             "window_groups": rng.choice((1, 1, 2)) if max_staleness else 1,  # of more slots than a batch
             "lease_deadline_s": rng.choice((6.0, 20.0)),

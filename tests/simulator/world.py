@@ -49,6 +49,7 @@ from tests.simulator.settings import EOS, VOCABULARY, settings_of
 FAULTS_OF_THE_WORLD = (RoleFailed, ChannelTimeout, CheckpointError, JournalError, SegmentError)  # end an attempt
 LIMIT_S = 3000.0  # virtual, of a run; faults begin in the first minute
 NUM_LAST_EVENTS = 40
+SILENCE_S = 4.0  # after which an outbox delivers again: runs are short here
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ class World:
         trainer = self.processes[TRAINER] = Process(TRAINER, lambda: self._died(TRAINER, ended))
         for spec in (CONTROL, LEASES, BATCHES):
             self.servers[spec.name] = SimulatedServer(spec, self.rng, controller, self._latency_s)
-            self.servers[spec.name].on_send = lambda peer, message: self._said(message)
-            self.servers[spec.name].on_receive = lambda peer, message: self._heard(message)
+            self.servers[spec.name].on_send = self._said
+            self.servers[spec.name].on_receive = self._heard
         self.controller_incarnation = context.incarnation
         self._watch(start(self.loop, controller, self._control(context)), controller)
         script = ScriptedTrainer(self, replace(context, role=TRAINER, incarnation=f"0.{index}.0-t"), self._step_s)
@@ -206,7 +207,10 @@ class World:
     def _died(self, name: str, ended: asyncio.Event) -> None:
         self.tell(name, "is gone")
         if name == CONTROLLER:
-            self.disk.crash(self.rng, is_power_cut=self._is_power_cut)
+            try:
+                self.disk.crash(self.rng, is_power_cut=self._is_power_cut)
+            except OSError as error:  # of ours: within a call of the product it would be taken for the disk's
+                self.violation = self.violation or error
             self._is_power_cut, self.invariants = False, None
         self._close_connections(name)
         self.loop.call_soon(ended.set, context=Context())
@@ -224,7 +228,7 @@ class World:
         """As roles/controller/role.py."""
         stop = StopRequest()
         controller = Controller(context, *(self.servers[spec.name] for spec in (CONTROL, LEASES, BATCHES)))
-        self.invariants = Invariants(controller, self.known, self.loop.time)
+        self.invariants = Invariants(controller, self.known, self.loop.time, self._is_hindered)
         try:
             try:
                 await controller.run(stop)
@@ -276,14 +280,21 @@ class World:
         except Violation as violation:
             self.violation = self.violation or violation
 
-    def _heard(self, message: object) -> None:
-        if self.invariants is not None:
-            self.invariants.heard(message)
+    def _is_hindered(self, peer: str, outbox: str) -> bool:
+        now_s, client = self.loop.time(), self.servers[LEASES.name].connections[peer]
+        is_awake = self.processes[CONTROLLER].stands_still_until < now_s - 1
+        has_written = self.disk.refuses_until < now_s - 25  # the longest pause between two tries is shorter
+        is_there = self.generators[peer].outbox._name == outbox and not (client.is_closed or client.process.is_dead)
+        return not (is_there and is_awake and has_written)
 
-    def _said(self, message: object) -> None:
+    def _heard(self, peer: str, message: object) -> None:
+        if self.invariants is not None:
+            self.invariants.heard(peer, message)
+
+    def _said(self, peer: str, message: object) -> None:
         if self.invariants is not None:
             try:
-                self.invariants.said(message)
+                self.invariants.said(peer, message)
             except Violation as violation:
                 self.violation = self.violation or violation
 
@@ -321,8 +332,14 @@ class World:
                     client.delay(fault.seconds)
                     self.tell(fault.who, "loses", lost, "messages")
             case "session fails":
-                for client in self._connections(fault.who):
+                channels = self.generators[fault.who].channels
+                for client in channels:
+                    client.down.delay(fault.seconds)  # nothing comes for a while, then the channel is given up
+                await asyncio.sleep(fault.seconds)
+                for client in channels:
                     await client.close()
+            case "delivers twice":
+                self.generators[fault.who].outbox.twice_until_s = self.loop.time() + fault.seconds
             case "messages are late":
                 for client in self._connections(fault.who):
                     client.delay(fault.seconds)
@@ -356,6 +373,7 @@ def _in_silence() -> Iterator[None]:
     """Neither logs nor TensorBoard."""
     with ExitStack() as stack:
         stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
+        stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
         stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
