@@ -1,9 +1,10 @@
 """A disk below one directory: real files, of which a crash takes what was not synced, that may refuse, and be slow.
 
 Input: the system calls that simulated processes make while it is installed.  Output: the files as a crash leaves them.
-A killed process leaves all that it has written.  A power cut takes back what was not synced, as far as a file system
-may: of bytes written in place any piece of 512, and the names that files got since their directory was synced.  A
-process may die at any of its file operations, before it is done.  Deletions last, though they might come back.
+A killed process leaves all that it has written.  A power cut takes back what was not synced, whoever wrote it and
+however long ago, as far as a file system may: of bytes written in place any piece of 512, and the names that files got
+since their directory was synced.  A process may die at any of its file operations, before it is done.  Deletions last,
+though they might come back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.simulator.loop import OUTSIDE, PROCESS, Died
+from tests.simulator.loop import OUTSIDE, PROCESS, Died, Process
 
 SECTOR = 512
 CALLS = ("open", "fdopen", "close", "pwritev", "ftruncate", "fsync", "fdatasync", "rename", "replace")
@@ -30,6 +31,7 @@ class SimulatedDisk:
         self._root, self._now = str(root), now
         self._real: dict[str, Any] = {}
         self._paths: dict[int, str] = {}  # of open descriptors
+        self._holders: dict[int, Process] = {}  # the same
         self._unsynced: dict[str, list[tuple[int, bytes, bytes]]] = {}  # path → (offset, bytes before, bytes after)
         self._renamed: list[tuple[str, str]] = []  # whose directory was not synced since
         self.refuses_until = 0.0
@@ -53,19 +55,23 @@ class SimulatedDisk:
 
     # ---------------------------------------------------------------------------------------------------------- a crash
 
-    def crash(self, rng: random.Random, *, is_power_cut: bool) -> None:
-        """The process that wrote here is dead."""
-        for descriptor in list(self._paths):
-            with suppress(OSError):
-                self._real["close"](descriptor)
-        self._paths.clear()
+    def crash(self, process: Process, rng: random.Random, *, is_power_cut: bool) -> None:
+        """A process that wrote here is dead."""
+        for descriptor in [each for each, holder in self._holders.items() if holder is process]:
+            self._close(descriptor)
         if is_power_cut:
             self._take_back_names(rng)
             for path, writes in self._unsynced.items():
                 if os.path.exists(path):  # noqa: PTH110
                     self._take_back_bytes(path, writes, rng)
-        self._unsynced.clear()
-        self._renamed.clear()
+            self._unsynced.clear()
+            self._renamed.clear()
+
+    def close(self) -> None:
+        """Whatever is open still."""
+        self.is_over = True
+        for descriptor in list(self._paths):
+            self._close(descriptor)
 
     def _take_back_names(self, rng: random.Random) -> None:
         for old, new in reversed(self._renamed):
@@ -119,18 +125,22 @@ class SimulatedDisk:
         if flags & os.O_WRONLY:
             flags = flags & ~os.O_WRONLY | os.O_RDWR  # `_pwritev` looks at what was there
         descriptor = int(self._real["open"](path, flags, *rest, **more))
-        self._paths[descriptor] = str(path)
+        self._paths[descriptor], self._holders[descriptor] = str(path), PROCESS.get()
         return descriptor
 
     def _fdopen(self, descriptor: int, *rest: Any, **more: Any) -> Any:
         """Whoever has it now closes it without asking."""
-        self._paths.pop(descriptor, None)
+        self._forget(descriptor)
         return self._real["fdopen"](descriptor, *rest, **more)
 
     def _close(self, descriptor: int) -> None:
         """Those of the dead are closed already, and their numbers may be others'."""
-        if self._paths.pop(descriptor, None) is not None or not self.is_over:
+        if self._forget(descriptor) or not self.is_over:
             self._real["close"](descriptor)
+
+    def _forget(self, descriptor: int) -> bool:
+        self._holders.pop(descriptor, None)
+        return self._paths.pop(descriptor, None) is not None
 
     def _pwritev(self, descriptor: int, pieces: Any, offset: int) -> int:
         path = self._paths.get(descriptor)

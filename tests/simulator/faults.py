@@ -17,6 +17,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("kill", (TRAINER,), 2),
     ("kill", GENERATORS, 4),
     ("kill everything", (CONTROLLER,), 1),
+    ("is taken for dead", (CONTROLLER,), 2),
     ("told to stop", (CONTROLLER,), 1),
     ("told to leave", GENERATORS, 2),
     ("stands still", (CONTROLLER, TRAINER, *GENERATORS), 3),

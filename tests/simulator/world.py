@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_asid
 from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
 from rlhpc.config import Config
 from rlhpc.config_file import config_hash, write_resolved
-from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, RoleFailed, SegmentError
+from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.generation.scripted_engine import Script
 from rlhpc.ownership import take_over
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
@@ -92,6 +93,8 @@ class World:
         self.controller_incarnation = ""
         self.invariants: Invariants | None = None
         self.violation: BaseException | None = None
+        self._is_power_cut = self._is_usurped = False
+        self._ended = asyncio.Event()  # of the present attempt
         self._latency_s = self.rng.choice((0.01, 0.1, 1.0))
         self._step_s = self.rng.choice((0.1, 1.0, 3.0))
         self._token_s = self.rng.choice((0.02, 0.1, 0.4))
@@ -111,9 +114,8 @@ class World:
                 problem = str(violation)
             except TimeoutError:
                 problem = f"liveness: no end within {LIMIT_S:g} s"
-            self.disk.is_over = True
+            self.disk.close()
             self.loop.close()
-            self.disk.crash(self.rng, is_power_cut=False)
         lines = tuple(f"{at_s - self.began_s:8.3f} {' '.join(map(str, words))}" for at_s, words in self.trace)
         attempts = num_attempts(self.layout)
         seconds = self.loop.time() - self.began_s
@@ -135,7 +137,7 @@ class World:
     def _after_event(self, process: Process) -> None:
         if self.violation is not None:
             raise self.violation
-        if process.name == CONTROLLER and self.invariants is not None and not process.is_dead:
+        if process is self.processes.get(CONTROLLER) and self.invariants is not None and not process.is_dead:
             self.invariants.check()
 
     def tell(self, *words: object) -> None:
@@ -151,11 +153,13 @@ class World:
     async def _supervise(self) -> None:
         """Attempt after attempt, until the run is complete."""
         while True:
-            ended = await self._attempt()
-            await ended.wait()
+            self._ended = await self._attempt()
+            await self._ended.wait()
             await asyncio.sleep(self.rng.random() * 2)
             for name in (CONTROLLER, TRAINER):
-                self.processes[name].kill()
+                if not self._is_usurped:
+                    self.processes[name].kill()
+            self._is_usurped = False
             self.controller_incarnation, self.invariants = "", None
             if self.layout.summary.exists():
                 self._audit()
@@ -176,12 +180,14 @@ class World:
             meet_timeout_s=60.0, owner=owner,
         )  # fmt: skip
         ended = asyncio.Event()
-        controller = self.processes[CONTROLLER] = Process(CONTROLLER, lambda: self._died(CONTROLLER, ended))
-        trainer = self.processes[TRAINER] = Process(TRAINER, lambda: self._died(TRAINER, ended))
+        controller = self.processes[CONTROLLER] = Process(CONTROLLER)
+        trainer = self.processes[TRAINER] = Process(TRAINER)
+        for process in (controller, trainer):
+            process.on_death = partial(self._died, process, ended)
         for spec in (CONTROL, LEASES, BATCHES):
             self.servers[spec.name] = SimulatedServer(spec, self.rng, controller, self._latency_s)
-            self.servers[spec.name].on_send = self._said
-            self.servers[spec.name].on_receive = self._heard
+            self.servers[spec.name].on_send = partial(self._said, controller)
+            self.servers[spec.name].on_receive = partial(self._heard, controller)
         self.controller_incarnation = context.incarnation
         self._watch(start(self.loop, controller, self._control(context)), controller)
         script = ScriptedTrainer(self, replace(context, role=TRAINER, incarnation=f"0.{index}.0-t"), self._step_s)
@@ -195,27 +201,41 @@ class World:
             error = None if task.cancelled() else task.exception()
             if error is not None and not process.is_dead:
                 first = first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
+                is_old = self.processes[process.name] is not process or self._is_usurped
                 self.tell(process.name, "ends:", type(first).__name__, str(first).replace(str(self.layout.root), "…"))
                 if isinstance(first, Violation):
                     self.violation = self.violation or first
-                elif not isinstance(first, FAULTS_OF_THE_WORLD):
+                elif not isinstance(first, FAULTS_OF_THE_WORLD) and not (is_old and isinstance(first, OwnershipLost)):
                     self._violated(f"{process.name} ends with {type(first).__name__}: {first}")
             process.kill()
 
         task.add_done_callback(look)
 
-    def _died(self, name: str, ended: asyncio.Event) -> None:
-        self.tell(name, "is gone")
-        if name == CONTROLLER:
+    def _died(self, process: Process, ended: asyncio.Event) -> None:
+        is_present = self.processes[process.name] is process
+        self.tell(process.name, "is gone" if is_present else "of an earlier attempt is gone")
+        if process.name == CONTROLLER:
             try:
-                self.disk.crash(self.rng, is_power_cut=self._is_power_cut)
+                self.disk.crash(process, self.rng, is_power_cut=self._is_power_cut and is_present)
             except OSError as error:  # of ours: within a call of the product it would be taken for the disk's
                 self.violation = self.violation or error
-            self._is_power_cut, self.invariants = False, None
-        self._close_connections(name)
+            if is_present:
+                self._is_power_cut, self.invariants = False, None
+        if is_present:
+            self._close_connections(process.name)
         self.loop.call_soon(ended.set, context=Context())
 
-    _is_power_cut = False
+    def _usurp(self, seconds: float) -> None:
+        """Another attempt begins though controller and trainer are alive: nobody can hear them for a while.
+
+        When they wake they find out within a second, as roles/common/guard.py has it.
+        """
+        processes = [self.processes[name] for name in (CONTROLLER, TRAINER)]
+        for process in processes:
+            process.stands_still_until = self.loop.time() + seconds
+            self.loop.call_later(seconds + self.rng.random(), process.kill, context=Context())
+        self._is_usurped, self.invariants = True, None
+        self._ended.set()
 
     def _close_connections(self, name: str) -> None:
         """Its kernel tells the peer."""
@@ -248,7 +268,8 @@ class World:
             )  # fmt: skip
             script = Script(self.seed, VOCABULARY, EOS, 0.3, self._token_s, 3)
             ended = asyncio.Event()
-            process = self.processes[name] = Process(name, lambda ended=ended: self._died(name, ended))  # type: ignore[misc]
+            process = self.processes[name] = Process(name)
+            process.on_death = partial(self._died, process, ended)
             generator = self.generators[name] = SimulatedGenerator(self, context, script)
             self._watch(start(self.loop, process, generator.run()), process)
             await ended.wait()
@@ -287,12 +308,12 @@ class World:
         is_there = self.generators[peer].outbox._name == outbox and not (client.is_closed or client.process.is_dead)
         return not (is_there and is_awake and has_written)
 
-    def _heard(self, peer: str, message: object) -> None:
-        if self.invariants is not None:
+    def _heard(self, controller: Process, peer: str, message: object) -> None:
+        if self.invariants is not None and self.processes[CONTROLLER] is controller:
             self.invariants.heard(peer, message)
 
-    def _said(self, peer: str, message: object) -> None:
-        if self.invariants is not None:
+    def _said(self, controller: Process, peer: str, message: object) -> None:
+        if self.invariants is not None and self.processes[CONTROLLER] is controller:
             try:
                 self.invariants.said(peer, message)
             except Violation as violation:
@@ -318,6 +339,8 @@ class World:
             case "kill everything":
                 for each in self.processes.values():
                     each.kill()
+            case "is taken for dead":
+                self._usurp(fault.seconds)
             case "told to stop":
                 handler = self.loop.signals.get((CONTROLLER, signal.SIGTERM))
                 if handler is not None:
