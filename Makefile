@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Processes share two cores; they find each other's compiled modules, whatever the user's environment says.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help setup demo demo-slurm soak test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak soak-simulator test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
@@ -37,8 +37,11 @@ demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
 	$(BIN)/rlhpc demo --slurm
 
-soak: setup  ## a run through 100 time limits on a private Slurm; about two hours
+soak: soak-simulator  ## the simulator, then a run through 100 time limits on a private Slurm; over two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
+
+soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); half an hour on two quiet cores at most
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 3 -m "not long" $(PYTEST_ARGS)

@@ -1,8 +1,8 @@
 """`python -m tests.simulator --seeds 10000 --jobs 2`: run seeds, stop at the first that fails and tell its story.
 
-    --first N       the first seed
-    --bug NAME      with a bug planted, to see it found
-    --trace         of one seed, everything
+--first N       the first seed
+--bug NAME      with a bug planted, to see it found
+--trace         of one seed, everything
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def main() -> int:
     options = parser.parse_args()
     began_s = told_s = time.monotonic()
     num_events = num_attempts = num_faults = done = 0
+    cpu_s, so_far = 0.0, ""
     seeds = range(options.first, options.first + options.seeds)
     with workplace() as directory:
         for outcome in run_seeds(seeds, options.jobs, directory, options.bug):
-            done, num_events = done + 1, num_events + outcome.num_events
+            done, num_events, cpu_s = done + 1, num_events + outcome.num_events, cpu_s + outcome.cpu_s
             num_attempts, num_faults = num_attempts + outcome.num_attempts, num_faults + len(outcome.faults)
             if options.trace:
                 print("\n".join(outcome.trace))
@@ -38,13 +39,11 @@ def main() -> int:
                 print(f"seed {outcome.seed} fails: {outcome.problem}\nwith as few faults as possible:")
                 print(shrunk(outcome, directory, options.bug).story())
                 return 1
+            so_far = f"{done} seeds in {time.monotonic() - began_s:.0f} s, {1000 * cpu_s / done:.0f} ms of CPU each"
             if time.monotonic() > told_s + TELL_EVERY_S:
                 told_s = time.monotonic()
-                print(f"{done} seeds in {told_s - began_s:.0f} s, no violation", flush=True)
-    print(
-        f"{done} seeds in {time.monotonic() - began_s:.0f} s: no violation in {num_events:,} events, {num_attempts:,} "
-        f"attempts, {num_faults:,} faults"
-    )
+                print(f"{so_far}, no violation", flush=True)
+    print(f"{so_far}: no violation in {num_events:,} events, {num_attempts:,} attempts, {num_faults:,} faults")
     return 0
 
 

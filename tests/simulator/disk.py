@@ -97,7 +97,7 @@ class SimulatedDisk:
         finally:
             self._real["close"](descriptor)
 
-    # ------------------------------------------------------------------------------------------------------ system calls
+    # ----------------------------------------------------------------------------------------------------- system calls
 
     def _is_mine(self, path: Any) -> bool:
         return str(path).startswith(self._root)

@@ -15,7 +15,7 @@ from rlhpc.errors import LedgerError
 from rlhpc.messages import Delivered, Delivery
 from rlhpc.roles.controller.role import Controller
 from rlhpc.types import Lease, PackedBatch, ScoredRollout
-from tests.simulator.roles import Weights, prompts_of
+from tests.simulator.trainer import Weights, prompts_of
 
 ANSWER_S = 5.0  # virtual: a commit takes some hundredths
 Key = tuple[int, int]  # group, sample index
@@ -177,7 +177,9 @@ class Invariants:
         for peer, inbox in self._inboxes.items():
             if self._is_hindered(peer, inbox.outbox):
                 inbox.begin_again(self._clock())
-            elif late := [n for n, at_s in inbox.unanswered.items() if n <= inbox.whole and self._clock() > at_s + ANSWER_S]:
+            elif late := [
+                n for n, at_s in inbox.unanswered.items() if n <= inbox.whole and self._clock() > at_s + ANSWER_S
+            ]:
                 raise Violation(f"{peer} delivered number {late[0]} and is not told that it is on disk")
 
     def _check_acknowledged(self, peer: str, message: Delivered) -> None:

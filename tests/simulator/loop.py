@@ -1,8 +1,8 @@
-"""An event loop in which nothing happens by chance: virtual time, one callback at a time, in an order that a seed draws.
+"""An event loop without chance: virtual time, one callback at a time, in an order that a seed draws.
 
 Input: a seed, coroutines that belong to simulated processes.  Output: the same course of events, every time.
-A process may be killed or stood still between any two of its callbacks, that is at each of its awaits: its callbacks are
-thrown away from then on, or kept until it goes on.  What asyncio.to_thread runs, runs at once as a callback of its own;
+A process may be killed or stood still between any two of its callbacks, that is at each of its awaits: they are thrown
+away from then on, or kept until it goes on.  What asyncio.to_thread runs, runs at once as a callback of its own;
 a random time passes before it and until the loop hears of its end, so that a process may die on either side.
 Within one loop everything happens in one thread of this process; nobody waits for real time.
 """
@@ -160,9 +160,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         future.serial = next(self._serial)
         return future
 
-    def create_task(
-        self, coro: Any, *, name: str | None = None, context: Context | None = None
-    ) -> asyncio.Task[Any]:
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
         task = _Task.__new__(_Task)
         task.serial = next(self._serial)
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
@@ -178,7 +176,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """As a thread would."""
         try:
             result, error = func(*args), None
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001  whoever awaits it gets it
             result, error = None, raised
         self.call_later(self._random() * THREAD_S, self._report, done, result, error)
 

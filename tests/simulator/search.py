@@ -15,7 +15,7 @@ from tests.simulator.faults import drawn
 from tests.simulator.shrink import shortest
 from tests.simulator.world import Outcome, simulate
 
-MEMORY = Path("/dev/shm")  # noqa: S108  a filesystem in memory, where there is one: what counts as synced is simulated
+MEMORY = Path("/dev/shm")
 
 
 @contextmanager

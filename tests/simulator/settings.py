@@ -35,8 +35,8 @@ def settings_of(seed: int, root: Path) -> Config:
         update={
             "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((3, 4, 5)), "seed": seed}),
             "admission": admission,
-            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 3, 3))}),
-            "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8))}),
+            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 3, 4))}),
+            "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
         }
     )
 

@@ -1,6 +1,6 @@
 """One run: a controller with everything that it needs, faults that a schedule brings, and what must hold.
 
-Input: a seed and a list of faults.  Output: Outcome: whether the run came to its end with every invariant, and its trace.
+Input: a seed and a list of faults.  Output: Outcome: whether every invariant held to its end, and a trace.
 The controller is the product's (roles/controller/role.py), with its ledger, buffer, journal, checkpoints and channels;
 what begins an attempt are the launcher's functions.  Whatever else is in here a supervisor does: starting again what
 died.  TensorBoard alone is left out: nothing is decided by it, and it starts threads.
@@ -9,26 +9,21 @@ died.  TensorBoard alone is left out: nothing is decided by it, and it starts th
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import random
 import shutil
-import signal
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.run_directory.checkpoint_choice import ResumePoint, choose, put_aside
 from launch.run_directory.prepare import Attempt, note_attempt, num_attempts
-from rlhpc.config import Config
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, OwnershipLost, RoleFailed, SegmentError
 from rlhpc.generation.scripted_engine import Script
@@ -37,20 +32,21 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
 from rlhpc.roles.controller.role import Controller
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.transport.codec import Codec
 from rlhpc.types import PackedBatch, ScoredRollout
 from tests.simulator.disk import SimulatedDisk
 from tests.simulator.faults import CONTROLLER, GENERATORS, TRAINER, Fault
+from tests.simulator.generators import SimulatedGenerator
+from tests.simulator.havoc import bring
 from tests.simulator.invariants import Invariants, Known, Violation, check_step, made
 from tests.simulator.loop import Process, SimulatedLoop, start
 from tests.simulator.network import SimulatedClient, SimulatedServer
-from tests.simulator.roles import Broadcasts, ScriptedTrainer, SimulatedGenerator, Weights
+from tests.simulator.seclusion import in_silence
 from tests.simulator.settings import EOS, VOCABULARY, settings_of
+from tests.simulator.trainer import Broadcasts, ScriptedTrainer, Weights
 
 FAULTS_OF_THE_WORLD = (RoleFailed, ChannelTimeout, CheckpointError, JournalError, SegmentError)  # end an attempt
 LIMIT_S = 3000.0  # virtual, of a run; faults begin in the first minute
 NUM_LAST_EVENTS = 40
-SILENCE_S = 4.0  # after which an outbox delivers again: runs are short here
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,7 @@ class Outcome:
     num_events: int
     num_attempts: int
     seconds: float  # virtual
+    cpu_s: float = field(default=0.0, compare=False)
 
     def story(self) -> str:
         """For people: what was done, and the last that was heard."""
@@ -93,7 +90,7 @@ class World:
         self.controller_incarnation = ""
         self.invariants: Invariants | None = None
         self.violation: BaseException | None = None
-        self._is_power_cut = self._is_usurped = False
+        self.is_power_cut = self._is_usurped = False
         self._ended = asyncio.Event()  # of the present attempt
         self._latency_s = self.rng.choice((0.01, 0.1, 1.0))
         self._step_s = self.rng.choice((0.1, 1.0, 3.0))
@@ -101,12 +98,12 @@ class World:
         self._num_starts = dict.fromkeys(GENERATORS, 0)
         self.loop.after_event = self._after_event
 
-    # ----------------------------------------------------------------------------------------------------------- running
+    # ---------------------------------------------------------------------------------------------------------- running
 
     def run(self) -> Outcome:
         """Let it happen."""
         problem = ""
-        with self.disk.installed(), _in_silence():
+        with self.disk.installed(), in_silence():
             try:
                 self._found()
                 self.loop.run(self._live(), LIMIT_S)
@@ -128,7 +125,7 @@ class World:
 
     async def _live(self) -> None:
         async with asyncio.TaskGroup() as group:
-            around = [group.create_task(self._bring(fault)) for fault in self.faults]
+            around = [group.create_task(bring(self, fault)) for fault in self.faults]
             around += [group.create_task(self._keep_alive(name)) for name in GENERATORS]
             await self._supervise()
             for task in around:
@@ -216,16 +213,16 @@ class World:
         self.tell(process.name, "is gone" if is_present else "of an earlier attempt is gone")
         if process.name == CONTROLLER:
             try:
-                self.disk.crash(process, self.rng, is_power_cut=self._is_power_cut and is_present)
+                self.disk.crash(process, self.rng, is_power_cut=self.is_power_cut and is_present)
             except OSError as error:  # of ours: within a call of the product it would be taken for the disk's
                 self.violation = self.violation or error
             if is_present:
-                self._is_power_cut, self.invariants = False, None
+                self.is_power_cut, self.invariants = False, None
         if is_present:
             self._close_connections(process.name)
         self.loop.call_soon(ended.set, context=Context())
 
-    def _usurp(self, seconds: float) -> None:
+    def usurp(self, seconds: float) -> None:
         """Another attempt begins though controller and trainer are alive: nobody can hear them for a while.
 
         When they wake they find out within a second, as roles/common/guard.py has it.
@@ -287,8 +284,9 @@ class World:
         server = self.servers.get(channel)
         if server is None or not self.controller_incarnation:
             return None
-        return server.attach(context.name, context.incarnation, self.processes[
-            TRAINER if context.role == TRAINER else context.name])
+        return server.attach(
+            context.name, context.incarnation, self.processes[TRAINER if context.role == TRAINER else context.name]
+        )
 
     def delivered(self, scored: ScoredRollout) -> None:
         made(self.known, scored)
@@ -319,90 +317,6 @@ class World:
             except Violation as violation:
                 self.violation = self.violation or violation
 
-    # ------------------------------------------------------------------------------------------------------------- faults
-
-    async def _bring(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.at_s)
-        process = self.processes.get(fault.who)
-        if process is None or process.is_dead:
-            return
-        self.tell(str(fault).split("  ", 1)[1])
-        match fault.kind:
-            case "kill":
-                process.events_left = fault.number
-            case "kill at a file operation":
-                process.file_operations_left = fault.number
-            case "power cut":
-                self._is_power_cut, process.events_left = True, fault.number
-            case "power cut at a file operation":
-                self._is_power_cut, process.file_operations_left = True, fault.number
-            case "kill everything":
-                for each in self.processes.values():
-                    each.kill()
-            case "is taken for dead":
-                self._usurp(fault.seconds)
-            case "told to stop":
-                handler = self.loop.signals.get((CONTROLLER, signal.SIGTERM))
-                if handler is not None:
-                    handler()
-            case "told to leave":
-                self.generators[fault.who].stop.set()
-            case "stands still":
-                process.stands_still_until = self.loop.time() + fault.seconds
-            case "connection breaks":
-                for client in self._connections(fault.who):
-                    lost = client.break_connection()
-                    client.delay(fault.seconds)
-                    self.tell(fault.who, "loses", lost, "messages")
-            case "session fails":
-                channels = self.generators[fault.who].channels
-                for client in channels:
-                    client.down.delay(fault.seconds)  # nothing comes for a while, then the channel is given up
-                await asyncio.sleep(fault.seconds)
-                for client in channels:
-                    await client.close()
-            case "delivers twice":
-                self.generators[fault.who].outbox.twice_until_s = self.loop.time() + fault.seconds
-            case "messages are late":
-                for client in self._connections(fault.who):
-                    client.delay(fault.seconds)
-            case "disk refuses":
-                self.disk.refuses_until = self.loop.time() + fault.seconds
-            case "wall clock is set":
-                self.disk.wall_clock_offset_s += fault.seconds * 10000 - 50000
-            case _:
-                raise AssertionError(fault)
-
-    def _connections(self, name: str) -> list[SimulatedClient]:
-        name = "trainer-0" if name == TRAINER else name
-        return [server.connections[name] for server in self.servers.values() if name in server.connections]
-
-
-class _NoTensorBoard:
-    """Takes everything."""
-
-    def __init__(self, *arguments: object, **settings: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return _NoTensorBoard
-
-
-_codec = functools.cache(Codec)  # one of each kind will do: making them costs as much as a run
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    """Neither logs nor TensorBoard."""
-    with ExitStack() as stack:
-        stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
-        stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
-        stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
-        before = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)
-        stack.callback(logging.disable, before)
-        yield
-
 
 def _unheard(_: str) -> None:
     """Takes lines."""
@@ -410,9 +324,9 @@ def _unheard(_: str) -> None:
 
 def simulate(seed: int, faults: Sequence[Fault], directory: Path) -> Outcome:
     """Run a seed in a directory below this one, which is deleted afterwards."""
-    root = directory / f"seed_{seed}"
+    root, began_s = directory / f"seed_{seed}", time.process_time()
     shutil.rmtree(root, ignore_errors=True)
     try:
-        return World(seed, faults, root).run()
+        return replace(World(seed, faults, root).run(), cpu_s=time.process_time() - began_s)
     finally:
         shutil.rmtree(root, ignore_errors=True)

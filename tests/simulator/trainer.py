@@ -1,8 +1,6 @@
-"""What the controller talks to: generators, a trainer, and broadcasts of weights between them.
+"""The trainer, a script, and broadcasts of weights from it to generators.
 
-A generator is the product's Generator with its outbox, reporter of progress and command queue, over the scripted engine;
-it serves one controller after the other as roles/common/controller_session.py does.  The trainer is a script: what it
-was given to train is its weights, so that a checkpoint of it says what its timeline consists of.
+What it was given to train is its weights, so that a checkpoint of it says what its timeline consists of.
 """
 
 from __future__ import annotations
@@ -10,23 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlhpc.algorithms.step_limits import refusal
-from rlhpc.contracts import ClientChannel, WeightTiming
-from rlhpc.errors import ChannelError, TornWeights
-from rlhpc.generation.scripted_engine import Script, ScriptedEngine
+from rlhpc.contracts import ClientChannel
+from rlhpc.errors import TornWeights
 from rlhpc.messages import (
     FormGroup,
     GroupOpened,
     Heartbeat,
     PublishReport,
     PublishWeights,
-    RewardReply,
-    RewardRequest,
     SaveCheckpoint,
     SaveReport,
     SnapshotTaken,
@@ -36,10 +30,7 @@ from rlhpc.messages import (
 )
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, run_until
-from rlhpc.roles.generator.outbox import Outbox
-from rlhpc.roles.generator.role import Generator
-from rlhpc.topology import BATCHES, CONTROL, LEASES
-from rlhpc.transport.incarnation import another_of
+from rlhpc.topology import BATCHES, CONTROL
 from rlhpc.types import PackedBatch, ScoredRollout, TensorSpec, WeightGroup, WeightManifest
 from tests.simulator.network import SimulatedClient
 
@@ -69,6 +60,14 @@ class Simulation(Protocol):
 
     def trained(self, batch: PackedBatch, weights: Weights) -> None:
         """The trainer is about to do a step."""
+
+
+async def connected(world: Simulation, channel: str, context: RoleContext) -> SimulatedClient:
+    """Look for the controller until it is there, and connect to it."""
+    while (client := world.connect(channel, context)) is None:
+        await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(world.rng.random() * 0.05)  # the handshake
+    return client
 
 
 # ---------------------------------------------------------------------------------------------------------- broadcasts
@@ -170,8 +169,8 @@ class ScriptedTrainer:
         self._group: WeightGroup | None = None
 
     async def run(self) -> None:
-        batches = await _connected(self._world, BATCHES.name, self._context)
-        control = await _connected(self._world, CONTROL.name, self._context)
+        batches = await connected(self._world, BATCHES.name, self._context)
+        control = await connected(self._world, CONTROL.name, self._context)
         over = asyncio.Event()
         await control.send(hello(self._context))
         await batches.send(TrainerReady(self.weights.version, MANIFEST, ""))
@@ -223,142 +222,3 @@ class ScriptedTrainer:
             error = str(refused)
         await asyncio.sleep(self._world.rng.random() * 2 * self._step_s)
         await control.send(SaveReport(step, 0.1, error))
-
-
-# ---------------------------------------------------------------------------------------------------------- generators
-
-
-class SimulatedEngine(ScriptedEngine):
-    """Takes part in broadcasts."""
-
-    def __init__(self, script: Script, world: Simulation, name: str, clock: Callable[[], float]) -> None:
-        super().__init__(script, clock=clock)
-        self._world, self._name = world, name
-
-    async def join_weights(self, group: WeightGroup, member: str) -> None:
-        self._world.broadcasts.join(group, member)
-
-    async def receive_weights(self, manifest: WeightManifest) -> WeightTiming:
-        await self._world.broadcasts.receive(self._name, manifest)
-        await asyncio.sleep(self._world.rng.random() * 0.2)
-        return await super().receive_weights(manifest)
-
-
-class ScriptedJudges:
-    """In the place of the RPC client of reward services."""
-
-    num_retries = 0
-
-    def __init__(self, world: Simulation, name: str) -> None:
-        self._world, self._name, self._serial = world, name, 0
-
-    async def call(self, request: RewardRequest, timeout_s: float) -> RewardReply:
-        rng = self._world.rng
-        await asyncio.sleep(rng.random() * 0.2)
-        self._serial += 1
-        reward = float(rng.randrange(4))
-        verdict = "verifier_error" if rng.random() < 0.01 else "correct" if reward else "wrong"
-        return RewardReply(request.request_id, reward, verdict, {}, f"{self._name}:{self._serial}")
-
-
-class WatchedOutbox(Outbox):
-    """Tells the world what is delivered; for some time its silences end as soon as something was sent."""
-
-    def __init__(self, world: Simulation) -> None:
-        super().__init__()
-        self._world, self.twice_until_s = world, 0.0
-
-    async def deliver(self, channel: ClientChannel, scored: ScoredRollout) -> None:
-        self._world.delivered(scored)
-        await super().deliver(channel, scored)
-        if asyncio.get_running_loop().time() < self.twice_until_s:
-            for number in list(self._kept):
-                if number in self._kept:
-                    await self._send(channel, number)
-
-
-class Session:
-    """The service of one controller."""
-
-    def __init__(self, stop: asyncio.Event) -> None:
-        self.stop, self.over, self.is_last = stop, asyncio.Event(), False
-
-    def asked_to_stop(self, message: StopRole) -> None:
-        self.is_last |= message.run_is_over
-        self.over.set()
-
-
-class SimulatedGenerator:
-    """A process with an engine and an outbox, which outlive sessions."""
-
-    def __init__(self, world: Simulation, context: RoleContext, script: Script) -> None:
-        self._world, self._context = world, context
-        self._engine = SimulatedEngine(script, world, context.name, asyncio.get_running_loop().time)
-        self.outbox = WatchedOutbox(world)
-        self._judges: Any = ScriptedJudges(world, context.incarnation.partition("-")[0] + context.name)
-        self.stop = asyncio.Event()
-        self._gone = ""  # the controller that was left
-        self.channels: list[SimulatedClient] = []
-
-    async def run(self) -> None:
-        """Serve one controller after another (roles/common/controller_session.py)."""
-        context = self._context
-        while True:
-            session = Session(self.stop)
-            try:
-                await self._serve(session, context)
-            except BaseExceptionGroup as group:
-                if group.split(ChannelError)[1] is not None:
-                    raise
-                self._gone = ""
-            if session.is_last or self.stop.is_set():
-                return
-            context = replace(context, incarnation=another_of(context.incarnation))
-
-    async def _serve(self, session: Session, context: RoleContext) -> None:
-        world = self._world
-        while world.controller_incarnation in ("", self._gone):
-            if self.stop.is_set():
-                return
-            await asyncio.sleep(LOOK_S)
-        self._gone = controller = world.controller_incarnation
-        leases = await _connected(world, LEASES.name, context)
-        control = await _connected(world, CONTROL.name, context)
-        await control.send(hello(context, self._engine.weight_devices))
-        generator = Generator(context, self._engine, leases, self._judges, self.outbox)
-
-        async def watch() -> None:
-            while world.controller_incarnation == controller:
-                await asyncio.sleep(LOOK_S)
-            session.over.set()
-
-        async def heed() -> None:
-            await session.stop.wait()
-            session.is_last = True
-            session.over.set()
-
-        self.channels = [leases, control]
-        try:
-            async with asyncio.TaskGroup() as sampling:
-                await run_until(
-                    session.over,
-                    watch(),
-                    heed(),
-                    generator.take_leases(sampling),
-                    generator.obey(control, session),  # type: ignore[arg-type]
-                    beat(control, context.config.transport.heartbeat_s, generator.heartbeat),
-                    generator.report_progress(),
-                    self.outbox.repeat(leases),
-                )
-                await generator.leave(control, hands_back=session.stop.is_set())
-        finally:
-            self.channels = []
-            for channel in (leases, control):
-                await channel.close()
-
-
-async def _connected(world: Simulation, channel: str, context: RoleContext) -> SimulatedClient:
-    while (client := world.connect(channel, context)) is None:
-        await asyncio.sleep(LOOK_S)
-    await asyncio.sleep(world.rng.random() * 0.05)  # the handshake
-    return client
