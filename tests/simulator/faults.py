@@ -23,7 +23,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("stands still", (CONTROLLER, TRAINER, *GENERATORS), 3),
     ("connection breaks", GENERATORS, 4),
     ("session fails", GENERATORS, 3),
-    ("delivers twice", GENERATORS, 3),
+    ("delivers twice", GENERATORS, 5),
     ("messages are late", (TRAINER, *GENERATORS), 3),
     ("disk refuses", (CONTROLLER,), 2),
     ("wall clock is set", (CONTROLLER,), 1),

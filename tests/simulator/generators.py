@@ -24,17 +24,8 @@ from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.roles.generator.role import Generator
 from rlhpc.topology import CONTROL, LEASES
 from rlhpc.transport.incarnation import another_of
-from rlhpc.types import ScoredRollout, TensorSpec, WeightGroup, WeightManifest
+from rlhpc.types import ScoredRollout, WeightGroup, WeightManifest
 from tests.simulator.network import SimulatedClient
-
-MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
-BROADCAST_S = 5.0  # how long the trainer waits for receivers, and they for it
-LOOK_S = 1.0  # between looks for another controller
-EOS = 2
-
-Line = tuple[str, ...]
-
-
 from tests.simulator.trainer import LOOK_S, Simulation, connected
 
 
@@ -138,7 +129,7 @@ class SimulatedGenerator:
         generator = Generator(context, self._engine, leases, self._judges, self.outbox)
 
         async def watch() -> None:
-            while world.controller_incarnation == controller:
+            while world.controller_incarnation == controller:  # noqa: ASYNC110  as the product looks at files
                 await asyncio.sleep(LOOK_S)
             session.over.set()
 

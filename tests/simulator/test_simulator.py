@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulator.bugs import BUGS
 from tests.simulator.faults import Fault, drawn
 from tests.simulator.loop import Process, SimulatedLoop, start
 from tests.simulator.search import first_failure, run_seed, shrunk, workplace
@@ -52,8 +53,11 @@ def test_a_planted_bug_is_found(place: Path, bug: str, says: str) -> None:
 
 
 def test_a_failing_seed_is_told_with_the_faults_that_it_needs_and_no_others(place: Path) -> None:
-    failure = first_failure(range(MOST_SEEDS_FOR_A_BUG), place, "duplicate counted")
-    assert failure is not None
+    bystanders = [Fault(float(at_s), "messages are late", f"generator-{at_s % 2}", 0, 0.2) for at_s in range(5)]
+    culprits = [Fault(0.5, "delivers twice", name, 0, 60.0) for name in ("generator-0", "generator-1")]
+    with BUGS["duplicate counted"]():
+        failure = simulate(0, sorted([*bystanders, *culprits]), place)
+    assert failure.problem
     told = shrunk(failure, place, "duplicate counted")
     assert told.problem
     assert [fault.kind for fault in told.faults] == ["delivers twice"]

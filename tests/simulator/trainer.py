@@ -37,9 +37,6 @@ from tests.simulator.network import SimulatedClient
 MANIFEST = WeightManifest(0, 0, (TensorSpec("w", "float32", (1,)),), (1,))
 BROADCAST_S = 5.0  # how long the trainer waits for receivers, and they for it
 LOOK_S = 1.0  # between looks for another controller
-EOS = 2
-
-Line = tuple[str, ...]
 
 
 class Simulation(Protocol):
@@ -64,7 +61,7 @@ class Simulation(Protocol):
 
 async def connected(world: Simulation, channel: str, context: RoleContext) -> SimulatedClient:
     """Look for the controller until it is there, and connect to it."""
-    while (client := world.connect(channel, context)) is None:
+    while (client := world.connect(channel, context)) is None:  # noqa: ASYNC110  as the product looks at files
         await asyncio.sleep(LOOK_S)
     await asyncio.sleep(world.rng.random() * 0.05)  # the handshake
     return client
