@@ -78,6 +78,7 @@ class Invariants:
         self._taken: dict[int, int | None] = {}  # group → version that its step makes, once it is known
         self._clock, self._is_hindered = clock, is_hindered
         self._looked_s = clock()
+        self._last_arrived = 0
         self._inboxes: dict[str, _Inbox] = {}  # by generator
         self.check_restored()
 
@@ -107,6 +108,7 @@ class Invariants:
             ledger.conservation()
         except LedgerError as error:
             raise Violation(f"conservation: {error}") from error
+        self._check_arrived()
         self._check_slots()
         self._check_taken()
         if sync.live_version > self._controller._loop.version:
@@ -136,12 +138,22 @@ class Invariants:
             if self._taken[group_id] is None and loop.step > record.step:
                 self._taken[group_id] = loop.version
 
+    def _check_arrived(self) -> None:
+        """Each rollout that came in counts for what it was made for."""
+        for record in self._journal._pending:
+            if record.sequence > self._last_arrived:
+                self._last_arrived = record.sequence
+                self._check_made_for(record.scored, record.scored.rollout.group_id, record.scored.rollout.sample_index)
+
+    def _check_made_for(self, scored: ScoredRollout, group_id: int, index: int) -> None:
+        made = self._known.made.get(scored.detail)
+        if made != (group_id, index):
+            raise Violation(f"sample {index} of group {group_id} is rollout {scored.detail}, made for {made}")
+
     def _check_whole(self, group_id: int) -> None:
         members = self._buffer._groups[group_id].members
         for index, member in enumerate(members):
-            if self._known.made.get(member.detail) != (group_id, index):
-                made = self._known.made.get(member.detail)
-                raise Violation(f"sample {index} of group {group_id} is rollout {member.detail}, made for {made}")
+            self._check_made_for(member, group_id, index)
         if len(members) != self._config.admission.group_size:
             raise Violation(f"group {group_id} has {len(members)} members")
 

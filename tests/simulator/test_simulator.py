@@ -21,7 +21,7 @@ from tests.simulator.search import first_failure, run_seed, shrunk, workplace
 from tests.simulator.shrink import shortest
 from tests.simulator.world import simulate
 
-NUM_SEEDS = 120
+NUM_SEEDS = 100
 MOST_SEEDS_FOR_A_BUG = 500
 
 
