@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 CONTROLLER, TRAINER, GENERATORS = "controller", "trainer", ("generator-0", "generator-1")
-LAST_S = 20.0  # faults begin within so many seconds of the start
+LAST_S = 15.0  # faults begin within so many seconds of the start
 
 # (kind, whom it may concern, weight)
 KINDS: tuple[tuple[str, tuple[str, ...], int], ...] = (

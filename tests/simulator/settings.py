@@ -33,9 +33,9 @@ def settings_of(seed: int, root: Path) -> Config:
     )
     return base.model_copy(
         update={
-            "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((3, 4, 5)), "seed": seed}),
+            "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((2, 3, 4)), "seed": seed}),
             "admission": admission,
-            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 3, 4))}),
+            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 2, 3))}),
             "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
         }
     )
