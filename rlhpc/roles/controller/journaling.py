@@ -30,14 +30,18 @@ class _Receipts:
     outbox: str
     acknowledged: int = 0
     received: dict[int, int] = field(default_factory=dict)  # number → rollout of the journal that it became
+    is_asked_again: bool = False  # something came again that is acknowledged: that message may be lost
 
     def advance(self, num_durable: int) -> bool:
-        """Count deliveries as acknowledged that are on disk, as far as none before them is missing."""
-        before = self.acknowledged
+        """Count deliveries as acknowledged that are on disk, as far as none before them is missing.
+
+        Returns whether the generator is to be told.
+        """
+        before, is_asked_again, self.is_asked_again = self.acknowledged, self.is_asked_again, False
         while self.received.get(self.acknowledged + 1, num_durable + 1) <= num_durable:
             self.acknowledged += 1
             del self.received[self.acknowledged]
-        return self.acknowledged > before
+        return is_asked_again or self.acknowledged > before
 
 
 async def at_once() -> None:
@@ -61,6 +65,8 @@ class Journaling:
         receipts.acknowledged = max(receipts.acknowledged, delivery.oldest - 1)
         if delivery.number > receipts.acknowledged:
             receipts.received.setdefault(delivery.number, self._journal.num_added)
+        else:
+            receipts.is_asked_again = True
         self._work.set()
 
     def commit_soon(self) -> None:

@@ -71,7 +71,7 @@ class LeaseDispatcher:
 
     async def _grant(self) -> None:
         """Grant leases, the generator with most credit first, so that replicas stay equally full."""
-        ready = self._policy.ready_members
+        ready = sorted(self._policy.ready_members)  # of equals the first: who is granted what is the same in every run
         credit = {name: self._credit.capacity(name) - self._buffer.outstanding(name) for name in ready}
         while credit:
             name = max(credit, key=credit.__getitem__)

@@ -290,7 +290,7 @@ class Controller:
         """Cancel sampling of groups that were dropped."""
         while self._sink.cancelled:
             group_id = self._sink.cancelled.pop()
-            for name in self._weight_sync.ready_members:
+            for name in sorted(self._weight_sync.ready_members):
                 with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
                     await self._leases.send(name, CancelGroup(group_id))
 

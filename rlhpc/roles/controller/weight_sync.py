@@ -240,7 +240,7 @@ class WeightSync:
         and the caller publishes again.
         """
         if not await self._until(lambda: self._is_settled(version), self._limits.ack_timeout_s):
-            for name in self._membership.waiting_for(version):
+            for name in sorted(self._membership.waiting_for(version)):
                 log.warning("%s did not acknowledge version %d: it tries again in the next epoch", name, version)
                 self._membership.failed(name, self.epoch)
         if not self._trusted_members(version):
@@ -291,7 +291,7 @@ class WeightSync:
                 raise RoleFailed(
                     f"no generator for {self._limits.first_member_s:.0f} s; see logs/generator-*/ for the reason"
                 )
-            await asyncio.gather(*(self._tell(name, Reregister()) for name in self._membership.candidates))
+            await asyncio.gather(*(self._tell(name, Reregister()) for name in sorted(self._membership.candidates)))
             if self._membership.candidates or self._is_ending:
                 return bool(self._membership.candidates)
 

@@ -103,6 +103,19 @@ async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp
     assert pair.on_disk() == 3
 
 
+async def test_a_generator_whose_acknowledgement_was_lost_gets_another_when_it_delivers_again(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    async with running(pair):
+        await pair.outbox.deliver(pair.client, scored(0, 0))
+        await pair.hear()
+        assert (await pair.client.receive(PATIENCE_S)).number == 1  # lost with a connection
+        repeating = asyncio.create_task(pair.outbox.repeat(pair.client))
+        await pair.hear(has=False)
+        assert await pair.acknowledged() == 1
+        repeating.cancel()
+    assert pair.outbox.num_kept == 0
+
+
 async def test_a_silence_makes_the_generator_send_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "SILENCE_S", 0.05)
     pair = Pair(tmp_path)

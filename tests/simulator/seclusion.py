@@ -1,0 +1,47 @@
+"""What the simulator leaves out of the product, and what it makes quicker: nothing that decides anything."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from rlhpc.transport.codec import Codec
+
+SILENCE_S = 4.0  # after which an outbox delivers again: runs are short here
+
+
+class _NoTensorBoard:
+    """Takes everything."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return _NoTensorBoard
+
+
+async def _never(_: object) -> None:
+    """In the place of what measures the event loop ten times a second."""
+    await asyncio.get_running_loop().create_future()
+
+
+_codec = functools.cache(Codec)  # one of each kind will do: making them costs as much as a run
+
+
+@contextmanager
+def in_silence() -> Iterator[None]:
+    """Neither logs nor TensorBoard."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
+        stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
+        stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
+        stack.enter_context(patch("rlhpc.metrics.meters.LoopLag.run", _never))
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        stack.callback(logging.disable, before)
+        yield

@@ -1,0 +1,78 @@
+"""The settings of a simulated run: small, quick, and another combination for each seed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rlhpc.config import Config
+
+EOS = 2
+VOCABULARY = 14
+NUM_PROMPTS = 200
+
+
+def settings_of(seed: int, root: Path) -> Config:
+    """One to three groups of two or three a step, a few steps."""
+    rng = random.Random(f"{seed} settings")
+    base = _base()
+    groups_per_step, max_staleness = rng.choice((1, 2, 2, 3)), rng.choice((0, 1, 1, 2))
+    admission = base.admission.model_copy(
+        update={
+            "groups_per_step": groups_per_step,
+            "group_size": rng.choice((2, 2, 3)),
+            "max_staleness": max_staleness,
+            "window_groups": rng.choice((1, 1, 2)) if max_staleness else 1,  # of more slots than a batch
+            "lease_deadline_s": rng.choice((6.0, 20.0)),
+        }
+    )
+    return base.model_copy(
+        update={
+            "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((2, 3, 4)), "seed": seed}),
+            "admission": admission,
+            "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 2, 3))}),
+            "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
+        }
+    )
+
+
+@functools.cache
+def _base() -> Config:
+    model = _inputs()
+    return Config.model_validate(
+        {
+            "run": {"name": "simulated", "num_steps": 4},
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"path": model / "train.jsonl", "task": "integer_arithmetic"},
+            "generation": {"engine": "scripted", "max_prompt_tokens": 4, "max_completion_tokens": 6},
+            "admission": {"groups_per_step": 2, "group_size": 2},
+            "trainer": {"backend": "reference", "token_budget": 64},
+            "weights": {"timeout_s": 8.0},
+            "buffer": {"partial_interval_tokens": 2, "partial_interval_s": 2.0},
+            "transport": {"dead_after_s": 10.0},
+        }
+    )
+
+
+@functools.cache
+def _inputs() -> Path:
+    """A tokenizer of digits, the figures of a model, and prompts that are told apart by their tokens."""
+    directory = Path(tempfile.mkdtemp(prefix="rlhpc-simulator-"))
+    tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+    model = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+             "vocab_size": VOCABULARY, "eos_token_id": EOS}  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(model))
+    lines = [json.dumps({"prompt": f"{number:03d}", "answer": "1"}) for number in range(NUM_PROMPTS)]
+    (directory / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
