@@ -40,7 +40,7 @@ demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of th
 soak: soak-simulator  ## the simulator, then a run through 100 time limits on a private Slurm; over two hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
-soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); about a quarter of an hour on two quiet cores
+soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py
