@@ -95,8 +95,8 @@ def read_history(directory: Path, position: Position) -> History:
 def make_durable(directory: Path) -> None:
     """Return once everything that read_history would read is on disk.
 
-    What a process wrote that was killed before it synced may be in this machine's memory alone; nobody may go on from it
-    as long as a power cut can take it back.  Raises OSError.
+    What a process wrote that was killed before it synced may be in this machine's memory alone, and nobody may go on
+    from it as long as a power cut can take it back.  Raises OSError.
     """
     for path in (*journal_paths(directory), *event_paths(directory)):
         descriptor = os.open(path, os.O_RDONLY)
