@@ -46,7 +46,7 @@ soak: soak-hostile soak-simulator  ## both, then a run through 100 time limits o
 soak-hostile: setup  ## 1,000,000 mutated frames and 10,000 hostile connections; about ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.hostile --frames 1000000 --connections 10000
 
-soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); about a quarter of an hour on two quiet cores
+soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2
 
 test: setup  ## the tests: every promise, on real parts; shared out by tests/conftest.py

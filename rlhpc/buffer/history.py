@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from rlhpc.buffer.journal_reader import read_first_sequence, read_journal
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.errors import JournalError
+from rlhpc.files import sync_directory
 
 log = logging.getLogger("rlhpc.journal")
 
@@ -91,6 +93,21 @@ def read_history(directory: Path, position: Position) -> History:
     history.rollouts = list(_rollouts(directory, position, limits, history))
     history.implied = _implied(history)
     return history
+
+
+def make_durable(directory: Path) -> None:
+    """Return once everything that read_history would read is on disk.
+
+    What a process wrote that was killed before it synced may be in this machine's memory alone, and nobody may go on
+    from it as long as a power cut can take it back.  Raises OSError.
+    """
+    for path in (*journal_paths(directory), *event_paths(directory)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_directory(directory)
 
 
 def _implied(history: History) -> dict[int, Admitted]:

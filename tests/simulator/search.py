@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.simulator.bugs import BUGS
 from tests.simulator.faults import drawn
+from tests.simulator.settings import inputs_beside
 from tests.simulator.shrink import shortest
 from tests.simulator.world import Outcome, simulate
 
@@ -23,6 +24,7 @@ def workplace() -> Iterator[Path]:
     """A directory for runs, deleted afterwards."""
     where = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="rlhpc-simulator-", dir=where) as directory, _little_collecting():
+        inputs_beside(Path(directory) / "any")  # before several processes want them
         yield Path(directory)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import tempfile
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -20,7 +19,7 @@ NUM_PROMPTS = 200
 def settings_of(seed: int, root: Path) -> Config:
     """One to three groups of two or three a step, a few steps."""
     rng = random.Random(f"{seed} settings")
-    base = _base()
+    base = _base(inputs_beside(root))
     groups_per_step, max_staleness = rng.choice((1, 2, 2, 3)), rng.choice((0, 1, 1, 2))
     admission = base.admission.model_copy(
         update={
@@ -42,8 +41,7 @@ def settings_of(seed: int, root: Path) -> Config:
 
 
 @functools.cache
-def _base() -> Config:
-    model = _inputs()
+def _base(model: Path) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "simulated", "num_steps": 4},
@@ -59,10 +57,12 @@ def _base() -> Config:
     )
 
 
-@functools.cache
-def _inputs() -> Path:
-    """A tokenizer of digits, the figures of a model, and prompts that are told apart by their tokens."""
-    directory = Path(tempfile.mkdtemp(prefix="rlhpc-simulator-"))
+def inputs_beside(root: Path) -> Path:
+    """A tokenizer of digits, the figures of a model, and prompts that are told apart by their tokens; made once."""
+    directory = root.parent / "inputs"
+    if directory.exists():
+        return directory
+    directory.mkdir(parents=True)
     tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789"]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -107,9 +107,9 @@ class World:
             try:
                 self._found()
                 self.loop.run(self._live(), LIMIT_S)
-            except Violation as violation:
-                problem = str(violation)
-            except TimeoutError:
+            except* Violation as group:
+                problem = str(first_leaf(group))
+            except* TimeoutError:
                 problem = f"liveness: no end within {LIMIT_S:g} s"
             self.disk.close()
             self.loop.close()

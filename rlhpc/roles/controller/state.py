@@ -8,7 +8,15 @@ from typing import Any
 
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.event_log import Began
-from rlhpc.buffer.history import START, Replay, read_history, recorded_steps, timeline_of, version_after
+from rlhpc.buffer.history import (
+    START,
+    Replay,
+    make_durable,
+    read_history,
+    recorded_steps,
+    timeline_of,
+    version_after,
+)
 from rlhpc.buffer.ledger import AdmissionLedger
 from rlhpc.buffer.lost_leases import LostLeaseFile, LostLeases
 from rlhpc.buffer.partial_files import read_partials
@@ -95,6 +103,7 @@ def _restore(
     directory = context.layout.rollouts
     position = saved.position if saved is not None else START
     try:
+        make_durable(directory)
         history = read_history(directory, position)
     except (JournalError, OSError) as error:
         raise CheckpointError(f"the journal of rollouts cannot be read: {error}") from error

@@ -16,6 +16,7 @@ import pytest
 from crash_states import RecordedDisk, put
 from rollout_samples import assert_same_scored, make_scored
 
+from rlhpc.buffer.history import make_durable
 from rlhpc.buffer.journal_files import JournalFiles, journal_paths
 from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, Sizes
 from rlhpc.buffer.journal_reader import JournalContent, read_journal, read_journals
@@ -167,6 +168,20 @@ def test_the_states_find_a_journal_that_is_not_synced(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patches:
         disk = crash_run(tmp_path / "run", patches, forgets_syncs=True)
     assert violations(disk, tmp_path / "state", 100, seed=1) > 10
+
+
+def test_what_a_killed_writer_has_left_in_memory_is_on_disk_before_another_attempt_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with monkeypatch.context() as patches:
+        disk = RecordedDisk(run, patches, forgets_syncs=True)  # as if it had died before every sync
+        make_files(run).append(make_records(20))
+        make_durable(run)
+        for _ in range(9):
+            disk.acknowledge(20)
+    assert violations(disk, tmp_path / "state", 100, seed=2) == 0
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
