@@ -123,7 +123,13 @@ class Sampling:
     # -------------------------------------------------------------------------------------------------------- leases
 
     def start(self, lease: Lease) -> None:
-        """Sample every member of a lease that is not being sampled already."""
+        """Sample every member of a lease that is not being sampled already.
+
+        A lease that comes before any weights was granted to this process's predecessor, and is the controller's again
+        as soon as it hears of this one.
+        """
+        if self.timeline < 0:
+            return
         prefixes: Sequence[Prefix | None] = lease.prefixes or (None,) * len(lease.sample_indices)
         if self._config.run.deterministic:  # the rest of a prefix would be drawn otherwise than the whole
             prefixes = (None,) * len(lease.sample_indices)

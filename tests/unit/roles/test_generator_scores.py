@@ -68,6 +68,7 @@ async def generator(root: Path, verifier: Verifier, stop_probability: float) -> 
                 sampling.start(await client.receive())
 
         loops = [tasks.create_task(verifier.run()), tasks.create_task(start())]
+        await sampling.enter(0)
         await sampling.attach(Link(client, judges, lambda error: pytest.fail(str(error))))
         try:
             yield leases

@@ -159,6 +159,17 @@ async def test_the_next_controller_hears_of_all_that_runs_though_nothing_was_dra
     await second.end(generator.sampling)
 
 
+async def test_a_lease_that_its_predecessor_was_granted_is_not_sampled_without_weights(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        restarted = Generator(make_tokenizer_files(tmp_path / "model"), tasks)
+        restarted.sampling.start(lease_of(0, 1))
+        assert len(restarted.sampling) == 0
+        await restarted.sampling.enter(0)
+        restarted.sampling.start(lease_of(0, 1))
+        assert len(restarted.sampling) == 2
+        await restarted.sampling.give_up()
+
+
 async def test_weights_of_another_timeline_end_what_those_before_have_begun(generator: Generator) -> None:
     first = Session(judges=False)
     await first.begin(generator.sampling)
