@@ -73,6 +73,9 @@ def _of_control() -> list[object]:
         m.Reregister(),
         m.JoinGroup(_group(), 1),
         m.ReceiveWeights(_manifest()),
+        m.TakeCanary(3, np.arange(40, dtype=np.int32)),
+        m.CanaryTaken(3, 7, np.full(40, -0.5, np.float32)),
+        m.Quarantine(5, must_restart=False, reason="its canary differs"),
     ]
 
 

@@ -14,9 +14,10 @@ from tests.ring.run_kit import Run, last_scalar, make_lab, rlhpc
 
 @pytest.mark.ring
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("replicas", "every"),
-    [(2, 0), pytest.param(1, 1, marks=pytest.mark.long)],
+    [(2, 0), (1, 1)],
     ids=["told by its checksum", "told by the canary that is due"],
 )
 def test_a_generator_with_damaged_weights_is_quarantined_healed_and_counted(

@@ -91,7 +91,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
     ("name", "max_staleness", "trainer"),
     [
         pytest.param("synchronous", 0, {}, marks=pytest.mark.long),
-        ("one-behind", 1, {}),
+        pytest.param("one-behind", 1, {}, marks=pytest.mark.long),
         pytest.param("two-behind", 2, {}, marks=pytest.mark.long),
         ("megatron-dp2", 1, {"backend": "megatron", **TWO_RANKS}),
         ("megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}),

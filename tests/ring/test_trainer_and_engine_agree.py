@@ -162,7 +162,7 @@ def _assert_agree(rows: list[PackedMicrobatch], logprobs: list[Tensor]) -> None:
     differences = [
         np.abs(mine.numpy() - row.behaviour_logprobs)[row.loss_mask] for mine, row in zip(logprobs, rows, strict=True)
     ]
-    assert sum(len(d) for d in differences) > 300
+    assert sum(len(d) for d in differences) > 100  # how many are sampled is chance
     assert max(float(d.max()) for d in differences) <= TOLERANCE_NATS
 
 
