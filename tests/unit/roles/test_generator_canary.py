@@ -51,6 +51,7 @@ class Here:
         self.loops = [tasks.create_task(loop) for loop in (generator.take_leases(), generator.canary.run(client))]
 
     async def weights(self, version: int) -> None:
+        await self.sampling.enter(0)
         await self.engine.receive_weights(make_manifest(version, 1, (), 1))
 
     async def grant(self, group_id: int) -> None:

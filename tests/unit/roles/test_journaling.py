@@ -106,7 +106,7 @@ async def test_nothing_is_acknowledged_beyond_a_delivery_that_did_not_arrive(tmp
 async def test_a_generator_whose_acknowledgement_was_lost_gets_another_when_it_delivers_again(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     async with running(pair):
-        await pair.outbox.deliver(pair.client, scored(0, 0))
+        await pair.outbox.deliver(pair.client, scored(0, 0), 0)
         await pair.hear()
         assert (await pair.client.receive(PATIENCE_S)).number == 1  # lost with a connection
         repeating = asyncio.create_task(pair.outbox.repeat(pair.client))
