@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,12 @@ VOCABULARY = len(SPECIAL_TOKENS) + 96  # of make_tokenizer_files
 def lease_of(*indices: int, prompt_id: int = 0, max_tokens: int = 5) -> Lease:
     prompt = Prompt(prompt_id, "any", np.array([9, 9], np.int32), "42")
     return Lease(0, 0, prompt, 2, indices, SamplingParams(max_tokens=max_tokens), 0)
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - each turn draws a token
+            await asyncio.sleep(0)
 
 
 class Session:
@@ -74,9 +80,7 @@ class Generator:
         self.sampling = Sampling(config, self.engine, tasks)
 
     async def until(self, num_tokens: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while self.engine.num_sampled("0:0") < num_tokens:  # noqa: ASYNC110 - each turn draws a token
-                await asyncio.sleep(0)
+        await until(lambda: self.engine.num_sampled("0:0") >= num_tokens)
 
 
 @pytest.fixture
@@ -97,9 +101,7 @@ async def test_what_is_finished_while_nobody_is_there_goes_to_the_next_controlle
     await asyncio.sleep(0)
     await first.end(generator.sampling)
     await generator.engine.resume()
-    async with asyncio.timeout(PATIENCE_S):
-        while generator.engine.statistics().num_running:  # noqa: ASYNC110 - each turn draws a token
-            await asyncio.sleep(0)
+    await until(lambda: not generator.engine.statistics().num_running)
     second = Session()
     await second.begin(generator.sampling)
     found = [await second.delivered() for _ in range(2)]
@@ -114,9 +116,7 @@ async def test_a_verdict_that_died_with_its_session_is_asked_for_again(generator
     first = Session(judges=False)
     await first.begin(generator.sampling)
     generator.sampling.start(lease_of(0))
-    async with asyncio.timeout(PATIENCE_S):
-        while not first.num_asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: first.num_asked)
     await first.end(generator.sampling)
     second = Session()
     await second.begin(generator.sampling)
@@ -130,9 +130,7 @@ async def test_a_reward_service_that_cannot_be_asked_ends_the_session_and_not_th
     await first.begin(generator.sampling)
     await first.rpc.close()
     generator.sampling.start(lease_of(0))
-    async with asyncio.timeout(PATIENCE_S):
-        while not first.failures:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: first.failures)
     await first.end(generator.sampling)
     second = Session()
     await second.begin(generator.sampling)
@@ -174,9 +172,7 @@ async def test_weights_of_another_timeline_end_what_those_before_have_begun(gene
     first = Session(judges=False)
     await first.begin(generator.sampling)
     generator.sampling.start(lease_of(0))  # waits for its verdict
-    async with asyncio.timeout(PATIENCE_S):
-        while not first.num_asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: first.num_asked)
     generator.sampling.start(lease_of(1, max_tokens=10_000))
     await first.end(generator.sampling)
     second = Session()

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.hostile.mutants import seal
 from rlhpc import messages as m
 from rlhpc.errors import ProtocolError
 from rlhpc.topology import LEASES, TOPOLOGY
@@ -62,16 +63,6 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
         frame = bytearray(rng.randbytes(rng.randrange(200)))
     frames[where] = bytes(frame)
     return frames
-
-
-def seal(frames: list[bytes]) -> list[bytes]:
-    """Give altered frames a checksum that fits, as an insider could."""
-    if not frames or len(frames[0]) < 4:
-        return frames
-    crc = zlib.crc32(frames[0][4:])
-    for frame in frames[1:]:
-        crc = zlib.crc32(frame, crc)
-    return [struct.pack("<I", crc) + frames[0][4:], *frames[1:]]
 
 
 def test_no_altered_message_is_accepted():
