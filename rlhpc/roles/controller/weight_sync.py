@@ -145,7 +145,7 @@ class WeightSync:
             held = self.last_acks[suspect].held
             log.warning("%s holds other weights than others under version %d: %s", suspect, ack.policy_version, held)
         self.num_checksums_differed += len(suspects)
-        asked = ((each, self._canary.acknowledged(each, ack.policy_version)) for each in {name, *suspects})
+        asked = ((each, self._canary.acknowledged(each, ack.policy_version)) for each in sorted({name, *suspects}))
         return {each: canary for each, canary in asked if canary is not None}
 
     async def scored(self, name: str, answer: CanaryTaken) -> None:
