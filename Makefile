@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 KEEPS_COMPILED := PYTHONDONTWRITEBYTECODE=
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 $(KEEPS_COMPILED)  # processes share two cores
 
-.PHONY: help setup demo demo-slurm soak soak-hostile soak-simulator test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
+.PHONY: help setup demo demo-slurm soak soak-hostile soak-kills soak-simulator test test-all quick mutations check fix lint types imports spelling resolve locks ring slurm \
     slurm-releases gpu gpu-dry bench clean
 
 help:  ## show this
@@ -40,11 +40,14 @@ demo: setup  ## teach a tiny model arithmetic by RL, through all real processes
 demo-slurm: setup  ## the demo as one heterogeneous job on a private Slurm of three partitions
 	$(KEEPS_COMPILED) $(BIN)/rlhpc demo --slurm
 
-soak: soak-hostile soak-simulator  ## both, then a run through 100 time limits on a private Slurm; over two hours
+soak: soak-hostile soak-simulator soak-kills  ## these, then a run through 100 time limits on a private Slurm; three hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.soak --cycles 100
 
 soak-hostile: setup  ## 1,000,000 mutated frames and 10,000 hostile connections; about ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.hostile --frames 1000000 --connections 10000
+
+soak-kills: setup  ## 200 SIGKILLs at random instants, all roles and the launcher; about an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.trials kills --trials 200
 
 soak-simulator: setup  ## 10,000 seeds of the simulator (docs/faults.md); ten minutes on two quiet cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulator --seeds 10000 --jobs 2

@@ -32,7 +32,14 @@ from rlhpc.config_sections import TrainerConfig
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
-from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
+from tests.unit.training.packed_rows import (
+    clipped_loss,
+    clipped_surrogate,
+    draw_samples,
+    num_loss_tokens,
+    pack_row,
+    tiny_config,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp1": {"num_ranks": 1},
@@ -176,7 +183,7 @@ class DirectStep:
             current = whole_row(
                 logprobs, self.backend._layout, schedule._context_rank, schedule._context_group, len(facts["loss_mask"])
             )
-            loss, _ = clipped_loss(
+            loss, _ = clipped_surrogate(
                 current,
                 behaviour=facts["behaviour_logprobs"],
                 proximal=current.detach(),

@@ -22,7 +22,14 @@ from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedMicrobatch
 from tests.tiny_models import make_tiny_checkpoint
-from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss_tokens, pack_row, tiny_config
+from tests.unit.training.packed_rows import (
+    clipped_loss,
+    clipped_surrogate,
+    draw_samples,
+    num_loss_tokens,
+    pack_row,
+    tiny_config,
+)
 
 REPEATS = 5
 
@@ -58,7 +65,7 @@ def plain_step(directory: Path, rows: list[PackedMicrobatch]) -> Callable[[], No
             behaviour, advantages, mask = (
                 torch.from_numpy(a) for a in (row.behaviour_logprobs, row.advantages, row.loss_mask)
             )
-            loss, _ = clipped_loss(
+            loss, _ = clipped_surrogate(
                 current, behaviour=behaviour, proximal=behaviour, advantages=advantages, loss_mask=mask
             )
             (loss / num_loss_tokens(rows)).backward()

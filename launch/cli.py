@@ -19,6 +19,7 @@ from launch.commands.arguments import (
     takes_cluster_commands,
     takes_list,
     takes_overrides,
+    takes_recipe,
     takes_resume_point,
     takes_run_directory,
     takes_run_file,
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
     )
     takes_overrides(demo)
+    takes_recipe(command("recipes", _recipes, "List run files that reproduce published runs; copy one."))
     takes_cluster_commands(
         command("cluster", _cluster, "Start, show or end a private Slurm in one directory, with fake GPUs; no root.")
     )
@@ -288,6 +290,17 @@ def _export(options: argparse.Namespace) -> int:
     from launch.commands.export import export_run
 
     print(export_run(_layout(options), options.out, options.step))
+    return 0
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from launch.commands.recipes import copy_recipe, recipe_table
+
+    if options.action is None:
+        print(recipe_table())
+        return 0
+    copy = copy_recipe(options.name, options.directory)
+    print(f"{copy}: put your paths into model.path and data.path; `rlhpc check {copy} --site SITE.toml` comes next")
     return 0
 
 

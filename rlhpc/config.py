@@ -1,8 +1,8 @@
 """The settings of a run: a whole run file, and the rules that tie one of its keys to another.
 
 Input: the tables of config_sections.py.  Output: Config.  A rule is one function, which raises ValueError naming keys,
-values and what is legal.  Every Config obeys RULES; EFFECTS, that each key does something beside the others, is asked
-of whoever writes a run file or an override, and not of a run that has begun.
+values and what is legal.  Every Config obeys RULES; EFFECTS (config_effects.py), that each key does something beside
+the others, is asked of whoever writes a run file or an override, and not of a run that has begun.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
+from rlhpc.config_algorithm import AlgorithmConfig, ShapingConfig
+from rlhpc.config_effects import EFFECTS
 from rlhpc.config_sections import (
     AdmissionConfig,
-    AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
     DataConfig,
@@ -29,6 +30,7 @@ from rlhpc.config_sections import (
     TransportConfig,
     WeightsConfig,
 )
+from rlhpc.config_statistics import STATISTICS
 
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
 
@@ -42,6 +44,7 @@ class Config(Section):
     generation: GenerationConfig
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
+    shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
@@ -96,15 +99,6 @@ def window_leaves_slots(config: Config) -> None:
         raise ValueError(
             f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
             f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
-        )
-
-
-def group_has_reward_variance(config: Config) -> None:
-    """Group-relative advantages need a group."""
-    if config.admission.group_size == 1:
-        raise ValueError(
-            f"admission.group_size=1 with algorithm.advantage={config.algorithm.advantage!r}: the rewards of a group "
-            "of one have zero variance, so every advantage is zero; legal: 2 or more"
         )
 
 
@@ -216,7 +210,7 @@ RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
     window_leaves_slots,
-    group_has_reward_variance,
+    *STATISTICS,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
@@ -224,99 +218,6 @@ RULES = (
     layout_keys_need_their_partner,
     format_has_its_backend,
     deterministic_order_is_strict,
-)
-
-
-# -------------------------------------------------------------------------------------------------- keys without effect
-
-
-def clip_has_a_ratio(config: Config) -> None:
-    """One optimiser step a batch: where the ratio starts at the policy before the step, it is 1."""
-    algorithm = config.algorithm
-    if algorithm.proximal in ("current", "recompute"):
-        beside = f"algorithm.proximal={algorithm.proximal!r}, where the ratio is 1 and nothing is clipped"
-        other = "algorithm.proximal='behaviour' or 'loglinear'"
-        _refuse_without_effect(config, "algorithm.clip_low", beside, other)
-        _refuse_without_effect(config, "algorithm.clip_high", beside, other)
-
-
-def cap_has_a_weight(config: Config) -> None:
-    """PPO around the sampler has no importance weight."""
-    if config.algorithm.proximal == "behaviour" and config.algorithm.importance_cap != "off":
-        beside = "algorithm.proximal='behaviour', where the importance weight is 1"
-        _refuse_without_effect(config, "algorithm.importance_cap", beside, "'off', or another algorithm.proximal")
-
-
-def utilization_decides(config: Config) -> None:
-    """A KV cache of a given size leaves nothing to measure."""
-    if config.generation.kv_cache_bytes is not None:
-        beside = f"generation.kv_cache_bytes={config.generation.kv_cache_bytes}, which says how much the engine takes"
-        _refuse_without_effect(config, "generation.gpu_memory_utilization", beside, "no generation.kv_cache_bytes")
-
-
-def something_is_sampled_at_an_update(config: Config) -> None:
-    """Synchronous: all slots belong to the batch that was trained."""
-    if config.admission.max_staleness == 0:
-        beside = "admission.max_staleness=0: nothing is being sampled when weights are updated"
-        _refuse_without_effect(config, "generation.recompute_kv", beside, "admission.max_staleness of 1 or more")
-
-
-def samples_may_differ(config: Config) -> None:
-    """A deterministic run seeds every sample, and updates weights only between rollouts."""
-    if config.run.deterministic:
-        beside = "run.deterministic=true, which seeds every sample"
-        _refuse_without_effect(config, "generation.seeded_samples", beside, "no run.deterministic")
-        beside = "run.deterministic=true: nothing is being sampled when weights are updated"
-        _refuse_without_effect(config, "generation.recompute_kv", beside, "no run.deterministic")
-
-
-def schedule_has_an_end(config: Config) -> None:
-    """A constant rate goes nowhere."""
-    if config.trainer.lr_schedule == "constant":
-        _refuse_without_effect(
-            config,
-            "trainer.min_learning_rate",
-            "trainer.lr_schedule='constant'",
-            "trainer.lr_schedule='linear' or 'cosine'",
-        )
-
-
-def gradients_are_summed(config: Config) -> None:
-    """One rank has nobody to sum with."""
-    trainer = config.trainer
-    if trainer.num_ranks == trainer.pipeline_parallel:
-        beside = (
-            f"one rank in a pipeline stage (trainer.num_ranks={trainer.num_ranks}): no gradients are summed over ranks"
-        )
-        _refuse_without_effect(config, "trainer.overlap_grad_reduce", beside, "more trainer.num_ranks")
-
-
-def reports_renew_leases(config: Config) -> None:
-    """Some reports may be lost."""
-    if config.buffer.partial_interval_s > (longest := config.admission.longest_report_interval_s):
-        beside = f"admission.lease_deadline_s={config.admission.lease_deadline_s:g}, which reports renew"
-        _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
-
-
-def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
-    """other: what else would be legal."""
-    section, _, key = name.partition(".")
-    table = getattr(config, section)
-    value, default = getattr(table, key), type(table).model_fields[key].default
-    if value != default:
-        text, plain = (as_toml(v) for v in (value, default))
-        raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
-
-
-EFFECTS = (
-    clip_has_a_ratio,
-    cap_has_a_weight,
-    utilization_decides,
-    something_is_sampled_at_an_update,
-    samples_may_differ,
-    schedule_has_an_end,
-    gradients_are_summed,
-    reports_renew_leases,
 )
 
 
@@ -340,10 +241,3 @@ def obeys_rules(config: Config) -> bool:
     except ValueError:
         return False
     return True
-
-
-def as_toml(value: object) -> str:
-    """The value as a run file or an override has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -163,23 +163,6 @@ class RewardsConfig(Section):
     """The run stops when more than this share of the last 200 verdicts are verifier errors."""
 
 
-class AlgorithmConfig(Section):
-    """[algorithm]: advantages, policy loss, off-policy corrections."""
-
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
-    """Group-relative, with or without division by the standard deviation, or leave-one-out."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower bound of the clipped ratio is 1 − clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """Upper bound of the clipped ratio is 1 + clip_high (clip-higher, DAPO)."""
-    importance_cap: PositiveFloat | Literal["off"] = 2.0
-    """Truncated importance sampling: cap of the weight π_proximal / π_behaviour; "off": no such weight."""
-    proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"
-    """Where the clipped ratio starts.  Decoupled PPO: the trainer's log-probabilities at the start of the step, which
-    with one optimiser step a batch are the current ones ("current"), or those of a separate forward pass
-    ("recompute").  A-3PO: interpolated by staleness ("loglinear").  PPO: the sampler's ("behaviour")."""
-
-
 class TrainerConfig(Section):
     """[trainer]: backend, layout, optimiser."""
 
@@ -334,3 +317,10 @@ class TransportConfig(Section):
     def heartbeat_s(self) -> float:
         """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
         return min(1.0, self.dead_after_s / 15)
+
+
+def as_toml(value: object) -> str:
+    """The value of a key as a run file or an override has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

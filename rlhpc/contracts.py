@@ -336,24 +336,35 @@ class RewardFunction(Protocol):
 class AdvantageEstimator(Protocol):
     """Turns the rewards of one group into advantages."""
 
-    def __call__(self, rewards: Float32) -> Float32:
-        """rewards float32 [G] → advantages float32 [G]; all zero in a zero-variance group."""
+    def __call__(self, rewards: Float32, lengths: Int32) -> Float32:
+        """rewards float32 [G], lengths int32 [G] (loss tokens) → float32 [G]; all zero in a zero-variance group."""
 
 
 # --------------------------------------------------------------------------------------------------------- training
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """What a loss learns of a packed row of T tokens in S sequences, beside its current log-probabilities."""
+
+    behaviour: Tensor  # float32 [T] log-probability by the policy that sampled the token
+    proximal: Tensor  # float32 [T] as handed to TrainerBackend.step; without any: behaviour
+    advantages: Tensor  # float32 [T]
+    loss_mask: Tensor  # bool [T] what counts; anything may stand elsewhere
+    versions: Tensor  # int32 [T] policy version that sampled the token; −1 off the mask
+    weights: Tensor  # float32 [T] share of the token in the loss of the batch; 1 for a mean over tokens
+    sequence: Tensor  # int64 [T] 0 … S − 1, never falling
+    num_sequences: int
+
+
 class PolicyLoss(Protocol):
     """A loss over packed tokens.  Tensors in, never batches; log-probabilities, never logits."""
 
-    def __call__(
-        self, current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """All float32 [T] (loss_mask bool [T]).  `proximal`: log-probabilities; a loss may ask for something else per
-        token in their place (algorithms.losses.make_policy_loss says which), which backends pass through unread.
+    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """current: float32 [T], carries the gradient.  Nothing off the loss mask may count.
 
-        Returns the loss *summed* over loss tokens, and metrics summed over loss tokens (detached scalars);
-        the caller divides both by the global number of loss tokens.
+        Returns the loss *summed* over loss tokens, each times its weight, and metrics summed over loss tokens (detached
+        scalars); the caller divides both by the global number of loss tokens.
         """
 
 

@@ -30,6 +30,7 @@ class Heartbeat:
     policy_version: int  # -1 where it has none
     capacity_samples: int = 0  # generators: rollouts it is willing to hold at once (its credit window)
     metrics: dict[str, float] = field(default_factory=dict)
+    incarnation: str = ""  # generators: as in their Hello, which may have been lost with a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +222,14 @@ class TrainerReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Trainer → controller: an optimiser step was applied or skipped."""
+    """Trainer → controller: a batch was trained."""
 
     step: int
     policy_version: int  # after the step
-    applied: bool  # False: not finite on some rank, or refused; skipped on all
+    applied: bool  # False: every optimiser step was not finite on some rank, or refused; skipped on all
     metrics: dict[str, float]
     refused: str = ""  # figures outside the limits of the batch; "": none, or not finite
+    skipped: tuple[int, ...] = ()  # places of optimiser steps that were refused, all of them or some
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,7 @@ class TrainingSample:
     behaviour_logprobs: Float32  # [L] 0 where loss_mask is False
     advantages: Float32  # [L] 0 where loss_mask is False
     versions: Int32  # [L] -1 on the prompt
+    loss_weight: float = 1.0  # of its loss tokens in the loss of the batch (algorithms/aggregation.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,32 +164,52 @@ class PackedMicrobatch:
     behaviour_logprobs: Float32  # [T]
     advantages: Float32  # [T]
     versions: Int32  # [T] -1 where loss_mask is False
+    loss_weights: Float32  # [S] of the loss tokens of a segment; 1 for a mean over tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Figures of a step outside which all ranks skip it, by short name (algorithms/step_limits.py).  None: no limit."""
+    """Figures outside which all ranks skip an optimiser step, by short name (algorithms/step_limits.py)."""
 
     lows: dict[str, float] = field(default_factory=dict)
     highs: dict[str, float] = field(default_factory=dict)
-    must_skip: bool = False  # whatever its figures: it was skipped when it was first done
+    skip: tuple[int, ...] = ()  # places of optimiser steps that were skipped when the step was first done
 
     @property
     def allow_all(self) -> bool:
         """Whether every finite step is applied."""
-        return not (self.lows or self.highs or self.must_skip)
+        return not (self.lows or self.highs or self.skip)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMinibatch:
+    """One optimiser step's work for all data-parallel ranks.  Made by packing/."""
+
+    ranks: tuple[tuple[PackedMicrobatch, ...], ...]  # [dp_size][same number of micro-batches]
+    num_loss_tokens: int  # over all ranks; the denominator of the loss
+    num_samples: int
+
+    @property
+    def rows(self) -> list[PackedMicrobatch]:
+        """Of all ranks."""
+        return [row for rows in self.ranks for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One optimiser step's work for all data-parallel ranks.  Made by packing/."""
+    """What a step trains: its samples in one minibatch or several, and one optimiser step for each, or several."""
 
     step: int  # the step this batch is for; counts from 0
-    policy_version: int  # the version that is trained: the number of optimiser steps applied before
-    ranks: tuple[tuple[PackedMicrobatch, ...], ...]  # [dp_size][same number of micro-batches]
-    num_loss_tokens: int  # over all ranks; the denominator of the loss
-    num_samples: int
+    policy_version: int  # the version that is trained: the number of steps that changed the policy before
+    minibatches: tuple[PackedMinibatch, ...]  # each sample is in one of them
+    order: tuple[int, ...] = (0,)  # minibatch of every optimiser step
     limits: StepLimits = StepLimits()  # set by the guard
+    rate_factor: float = 1.0  # of the learning rate
+
+    @property
+    def rows(self) -> list[PackedMicrobatch]:
+        """Of all minibatches and ranks, each once."""
+        return [row for minibatch in self.minibatches for row in minibatch.rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rlhpc.types import (
     Lease,
     PackedBatch,
     PackedMicrobatch,
+    PackedMinibatch,
     Prefix,
     Prompt,
     Rollout,
@@ -66,7 +67,7 @@ def _encoded(codec: Codec, message: object) -> Specimen:
 def _of_control() -> list[object]:
     return [
         m.Hello("generator", 1, "4711.0-1", "0123abcd", 4711, "host", 2, ("GPU-0", "")),
-        m.Heartbeat("running", "prompts", 7, 64, {"tokens_per_s": 1234.5, "kv_used": 0.25}),
+        m.Heartbeat("running", "prompts", 7, 64, {"tokens_per_s": 1234.5, "kv_used": 0.25}, "1.0.0-first"),
         m.WeightsLive(3, 7, 0.25, 0.125, "bucket 3 is torn"),
         m.SaveReport(8, 1.5, ""),
         m.StopRole("the run is over", run_is_over=False),
@@ -97,14 +98,15 @@ def _of_leases() -> list[object]:
 def _of_batches() -> list[object]:
     ints = np.arange(64, dtype=np.int32)
     floats = ints.astype(np.float32)
-    row = PackedMicrobatch(ints, ints, np.array([0, 30, 64], np.int32), ints > 3, floats, floats, ints)
+    row = PackedMicrobatch(ints, ints, np.array([0, 30, 64], np.int32), ints > 3, floats, floats, ints, floats[:2])
+    minibatch = PackedMinibatch(((row, row), (row,)), 120, 8)
     return [
         m.TrainerReady(7, _manifest(), "GPU-0"),
         m.StepReport(7, 8, applied=True, metrics={"loss": 0.5, "grad_norm": 1.25}, refused="kl"),
         m.GroupOpened(_group(), ""),
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
-        PackedBatch(7, 7, ((row, row), (row,)), 120, 8, StepLimits({"ess": 0.5}, {"kl": 1.0})),
+        PackedBatch(7, 7, (minibatch, minibatch), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 0.5),
         m.FormGroup(_group()),
         m.PublishWeights(3, 7),
         m.SaveCheckpoint(8, "checkpoints/step-8.part"),

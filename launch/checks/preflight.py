@@ -13,10 +13,12 @@ from typing import Any
 
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
+from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.data.prompts import DatasetSummary, validate_dataset
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.registry import validate_task
+from rlhpc.user_code import look_up
 
 _NEEDED = ("config.json", "tokenizer.json")
 
@@ -46,6 +48,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     if roles_run_here:
         _parts_are_installed(config)
     validate_task(config.data.task)
+    _own_code_is_there(config)
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
@@ -54,6 +57,14 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
         )
     return Findings(model, shape, positions, validate_dataset(config))
+
+
+def _own_code_is_there(config: Config) -> None:
+    """Losses and estimators of the user's own; they are tried where they are used, when the run starts."""
+    algorithm = config.algorithm
+    for key, value, built_in in (("advantage", algorithm.advantage, ADVANTAGES), ("loss", algorithm.loss, LOSSES)):
+        if value not in built_in:
+            look_up(f"algorithm.{key}", value)
 
 
 def _model_config(config: Config) -> dict[str, Any]:

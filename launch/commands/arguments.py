@@ -56,6 +56,17 @@ def takes_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
 
+def takes_recipe(parser: argparse.ArgumentParser) -> None:
+    """Nothing, or the action copy with a name and a directory."""
+    actions = parser.add_subparsers(metavar="ACTION", dest="action")
+    text = "Copy a recipe into a directory."
+    copy = actions.add_parser("copy", help=text, description=text)
+    copy.add_argument("name", metavar="NAME", help="one that `rlhpc recipes` shows")
+    copy.add_argument(
+        "directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: the current one"
+    )
+
+
 def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
     """The actions up, status and down of a private Slurm."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")

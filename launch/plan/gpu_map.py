@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rlhpc.config import Config, as_toml, obeys_rules, with_values
+from rlhpc.config import Config, obeys_rules, with_values
+from rlhpc.config_sections import as_toml
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 

@@ -14,7 +14,14 @@ from rlhpc.files import move_durably
 from rlhpc.run_layout import RunLayout
 
 FILES = ("journal_*.h5", "events_*.jsonl", "partials_*.bin")
-SHAPES_STEPS = ("algorithm.", "trainer.", "generation.", "admission.", "rewards.")  # a repeated step would be another
+SHAPES_STEPS = (
+    "algorithm.",
+    "trainer.",
+    "generation.",
+    "admission.",
+    "rewards.",
+    "shaping.",
+)  # a repeated step would be another
 
 
 def set_journal_aside(

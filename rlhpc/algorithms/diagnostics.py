@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.algorithms.advantages.spread import has_reward_variance
 from rlhpc.types import FinishReason, Float32, Int32, Rollout, RolloutGroup, ScoredRollout, Verdict
 
 
@@ -66,13 +66,33 @@ def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> di
     }
 
 
-def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: int) -> float:
+def effective_sample_share(metrics: Mapping[str, float], num_loss_tokens: float) -> float:
     """(Σw)² / (n · Σw²) of the importance weights, 0–1: 1 when all are equal (Kish 1965; Owen 2013, §9.3).
 
     metrics: as a policy loss sums them, over all micro-batches and ranks.  0 when there is no weight at all.
     """
     squares = num_loss_tokens * metrics["importance_weight_squared"]
     return metrics["importance_weight"] ** 2 / squares if squares > 0 else 0.0
+
+
+def age_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """What tokens of each age are like; sums: "age_FIGURE/AGE" of losses/figures.py, over one denominator.
+
+    Nothing for an age that no token has.
+    """
+    figures: dict[str, float] = {}
+    for age in sorted(name.partition("/")[2] for name in sums if name.startswith("age_tokens/")):
+        share = sums[f"age_tokens/{age}"]
+        if share <= 0:
+            continue
+        figures[f"age_tokens_share/{age}"] = share
+        of_age = {name.partition("/")[0]: value for name, value in sums.items() if name.endswith(f"/{age}")}
+        weights = {name: of_age[f"age_{name}"] for name in ("importance_weight", "importance_weight_squared")}
+        figures[f"age_ess/{age}"] = effective_sample_share(weights, share)
+        for name, shown in (("importance_weight", "importance_weight"), ("mismatch_kl", "mismatch_kl"),
+                            ("kl_k3", "kl_k3"), ("clipped", "clipped_share")):  # fmt: skip
+            figures[f"age_{shown}/{age}"] = of_age[f"age_{name}"] / share
+    return figures
 
 
 # Arrays for histograms.

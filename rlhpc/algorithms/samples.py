@@ -1,4 +1,4 @@
-"""A finished group into training samples.
+"""The groups of a batch into training samples: advantages, and the share of each sample in the loss.
 
 Input: RolloutGroup.  Output: TrainingSample.  Entry t of every array describes token t of prompt and completion
 together (types.py); no shift happens here or later.  Loads without torch.
@@ -6,26 +6,96 @@ together (types.py); no shift happens here or later.  Loads without torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 
+from rlhpc.algorithms.advantages.choice import make_estimator, normalization
+from rlhpc.algorithms.advantages.normalize import normalize
+from rlhpc.algorithms.aggregation import aggregate
+from rlhpc.algorithms.minibatches import split
+from rlhpc.algorithms.shaping import RewardShaping
+from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
-from rlhpc.types import FinishReason, Rollout, RolloutGroup, TrainingSample, Verdict
+from rlhpc.types import FinishReason, Int32, Rollout, RolloutGroup, TrainingSample, Verdict
 
 
-def to_samples(group: RolloutGroup, estimator: AdvantageEstimator) -> list[TrainingSample]:
-    """One sample per member, in the order of members; every loss token carries its member's advantage.
+@dataclass(frozen=True, slots=True)
+class SampleMaker:
+    """The rules of [algorithm] for a whole batch; a pure function of the batch's groups."""
 
-    A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
-    (advantages.has_reward_variance).
-    Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not match,
-    an empty prompt.
-    """
-    for member in group.members:
-        _check(member.rollout)
-        if member.verdict is Verdict.VERIFIER_ERROR:
-            raise ValueError(f"{_name(member.rollout)}: its verifier failed, so it has no reward: {member.detail}")
-    advantages = estimator(np.array([member.reward for member in group.members], np.float32))
-    return [_sample(member.rollout, advantage) for member, advantage in zip(group.members, advantages, strict=True)]
+    estimator: AdvantageEstimator
+    normalization: str = "off"
+    aggregation: str = "token"
+    max_completion_tokens: int = 1  # counts with aggregation = "constant"
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    num_minibatches: int = 1
+    seed: int = 0  # of the run
+
+    @classmethod
+    def of(cls, config: Config) -> SampleMaker:
+        """As the run file says."""
+        algorithm = config.algorithm
+        return cls(
+            make_estimator(algorithm),
+            normalization(algorithm),
+            algorithm.aggregation,
+            config.generation.max_completion_tokens,
+            RewardShaping.of(config),
+            algorithm.minibatches,
+            config.run.seed,
+        )
+
+    def minibatches(self, groups: Sequence[RolloutGroup], step: int) -> list[list[TrainingSample]]:
+        """The samples of a batch, one list for each minibatch, with their shares in the loss of that.
+
+        Raises ValueError as __call__.
+        """
+        parts = split(self(groups), self.num_minibatches, (self.seed, step))
+        return [aggregate(part, self.aggregation, self.max_completion_tokens) for part in parts]
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[TrainingSample]:
+        """One sample per member, in the order of groups and members; every loss token has its member's advantage.
+
+        A zero-variance group gives samples whose advantages are zero: whether to train on them is the caller's choice
+        (advantages/spread.py).
+        Raises ValueError for what must not be trained on: a member without a verdict or cut off, arrays that do not
+        match, an empty prompt.
+        """
+        for group in groups:
+            _check_group(group)
+        groups = [self._learnt(group) for group in groups]
+        counts = [_num_loss_tokens(group) for group in groups]
+        rewards = [self.shaping.rewards(group) for group in groups]
+        advantages = [self.estimator(*of_group) for of_group in zip(rewards, counts, strict=True)]
+        if self.normalization != "off":
+            is_by_task = self.normalization == "task"
+            tasks = [group.prompt.task if is_by_task else "" for group in groups]
+            advantages = normalize(advantages, counts, tasks)
+        return [
+            _sample(member.rollout, advantage)
+            for group, of_group in zip(groups, advantages, strict=True)
+            for member, advantage in zip(group.members, of_group, strict=True)
+        ]
+
+    def _learnt(self, group: RolloutGroup) -> RolloutGroup:
+        """The group, with nothing to be learnt from members that [shaping] masks."""
+        return replace(
+            group,
+            members=tuple(
+                replace(member, rollout=_masked(member.rollout)) if self.shaping.is_masked(member.rollout) else member
+                for member in group.members
+            ),
+        )
+
+
+def _masked(rollout: Rollout) -> Rollout:
+    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+
+
+def _num_loss_tokens(group: RolloutGroup) -> Int32:
+    return np.array([np.count_nonzero(member.rollout.loss_mask) for member in group.members], np.int32)
 
 
 def _sample(rollout: Rollout, advantage: np.float32) -> TrainingSample:
@@ -44,6 +114,13 @@ def _sample(rollout: Rollout, advantage: np.float32) -> TrainingSample:
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         versions=versions,
     )
+
+
+def _check_group(group: RolloutGroup) -> None:
+    for member in group.members:
+        _check(member.rollout)
+        if member.verdict is Verdict.VERIFIER_ERROR:
+            raise ValueError(f"{_name(member.rollout)}: its verifier failed, so it has no reward: {member.detail}")
 
 
 def _check(rollout: Rollout) -> None:

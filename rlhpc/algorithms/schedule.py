@@ -1,13 +1,18 @@
 """The learning rate of every step.
 
-Input: a step and the trainer's settings.  Output: a number.  Pure, so that a resume needs no scheduler state.
+Input: a step and the trainer's settings, the ages of a batch's tokens.  Output: a number.  Pure, so that a resume needs
+no scheduler state.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+import numpy as np
 
 from rlhpc.config_sections import TrainerConfig
+from rlhpc.types import Int32
 
 
 def learning_rate(step: int, config: TrainerConfig, num_steps: int) -> float:
@@ -27,3 +32,12 @@ def learning_rate(step: int, config: TrainerConfig, num_steps: int) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
     share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_learning_rate + share * (config.learning_rate - config.min_learning_rate)
+
+
+def rate_factor_by_age(versions: Iterable[Int32], policy_version: int) -> float:
+    """1 / max(1, mean age) of the loss tokens of a batch: α / τ (Zhang et al. 2016, arXiv:1511.05950).
+
+    versions: of the tokens of each row, −1 off the loss mask.  1 without a loss token.
+    """
+    ages = policy_version - np.concatenate([of_row[of_row >= 0] for of_row in versions])
+    return 1.0 / max(1.0, float(ages.mean())) if ages.size else 1.0

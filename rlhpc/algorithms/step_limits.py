@@ -42,6 +42,6 @@ def broken(limits: StepLimits, figures: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(sorted(too_low | too_high))
 
 
-def refusal(limits: StepLimits, means: Mapping[str, float]) -> str:
-    """Why a step must not be applied; "": it may be.  means: as for guarded_figures."""
-    return AS_BEFORE if limits.must_skip else ", ".join(broken(limits, guarded_figures(means)))
+def refusal(limits: StepLimits, means: Mapping[str, float], place: int = 0) -> str:
+    """Why an optimiser step must not be applied; "": it may be.  means: as for guarded_figures; place: in the batch."""
+    return AS_BEFORE if place in limits.skip else ", ".join(broken(limits, guarded_figures(means)))

@@ -68,7 +68,8 @@ class Trained:
     version: int  # that it trained
     applied: bool  # False: skipped on all ranks, the version stayed
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
-    refused: str = ""  # figures for which the guard had it skipped
+    refused: str = ""  # figures for which the guard had it skipped, or some of its optimiser steps
+    skipped: tuple[int, ...] = ()  # their places; of all of them, files of before have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ def _decode(path: Path, number: int, line: bytes) -> Event:
         kind = _KINDS[facts.pop("event")]
         if kind is Dropped:
             facts["reason"] = DropReason(facts["reason"])
+        if kind is Trained:
+            facts["skipped"] = tuple(facts.get("skipped", ()))
         return kind(**facts)
     except (ValueError, TypeError, KeyError) as error:
         raise JournalError(f"{path}, line {number}: unknown here: {error!r}; is it of a later version?") from error

@@ -36,6 +36,16 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
             "Clipped": ("policy/clip_low_share", "policy/clip_high_share", "policy/importance_capped_share"),
             "KL": ("policy/kl_k1", "policy/kl_k3", "policy/mismatch_kl"),
             "Importance weights": ("policy/importance_weight_mean", "policy/ess"),
+            "Masked": ("policy/importance_masked_share",),
+        },
+        "Age of tokens": {
+            title: tuple(f"{name}/{age}" for age in range(5))
+            for title, name in (
+                ("Effective sample size", "age_ess"),
+                ("KL from the sampler", "age_mismatch_kl"),
+                ("Clipped", "age_clipped_share"),
+                ("Share of the batch", "age_tokens_share"),
+            )
         },
         "Throughput": {
             "Tokens per second": ("trainer/tokens_per_s", "generator/tokens_per_s"),

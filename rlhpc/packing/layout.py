@@ -1,7 +1,7 @@
-"""Pack samples into the batch of one optimiser step: make a plan, and lay them end to end as it says.
+"""Pack samples into the work of one optimiser step: make a plan, and lay them end to end as it says.
 
-Input: TrainingSample.  Output: PackedBatch.  A pure function of its arguments: no clock, no randomness, no state, so
-that the same samples in the same order give the same batch after a restart.  No token is dropped, doubled or padded.
+Input: TrainingSample.  Output: PackedMinibatch.  A pure function of its arguments: no clock, no randomness, no state,
+so that the same samples in the same order give the same batch after a restart.  No token is dropped, doubled or padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.planner import Plan, plan
-from rlhpc.types import PackedBatch, PackedMicrobatch, TrainingSample
+from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, TrainingSample
 
 
 def pack(
@@ -23,19 +23,17 @@ def pack(
     token_budget: int,
     num_ranks: int,
     cost: FlopCost,
-    step: int,
-    policy_version: int,
-) -> PackedBatch:
+) -> PackedMinibatch:
     """Plan and lay out.
 
     Raises PackingError if a sample is longer than the budget; ValueError if there is no sample or one is malformed.
     """
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     planned = plan(lengths, token_budget=token_budget, num_ranks=num_ranks, cost=cost)
-    return lay_out(samples, planned, step=step, policy_version=policy_version)
+    return lay_out(samples, planned)
 
 
-def lay_out(samples: Sequence[TrainingSample], plan: Plan, *, step: int, policy_version: int) -> PackedBatch:
+def lay_out(samples: Sequence[TrainingSample], plan: Plan) -> PackedMinibatch:
     """Build every rank's micro-batches.
 
     Raises ValueError if the plan is for another number of samples, or if a sample has fewer than two tokens, arrays of
@@ -49,30 +47,31 @@ def lay_out(samples: Sequence[TrainingSample], plan: Plan, *, step: int, policy_
         tuple(_row([samples[i] for i in plan.row(rank, m)]) for m in range(plan.num_microbatches))
         for rank in range(plan.num_ranks)
     )
-    return PackedBatch(
-        step=step,
-        policy_version=policy_version,
+    return PackedMinibatch(
         ranks=ranks,
-        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples),
+        # At least 1, since losses are divided by it: of a batch without any the loss is 0.
+        num_loss_tokens=max(1, sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)),
         num_samples=len(samples),
     )
 
 
-def unpack(batch: PackedBatch) -> list[PackedMicrobatch]:
+def unpack(minibatch: PackedMinibatch) -> list[PackedMicrobatch]:
     """Return every segment as a row of its own, rank by rank, without the rows that only fill up."""
     return [
-        _segment(row, int(start), int(end))
-        for rows in batch.ranks
-        for row in rows
-        if not _is_filler(row)
-        for start, end in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True)
+        _segment(row, index) for row in minibatch.rows if not _is_filler(row) for index in range(len(row.loss_weights))
     ]
 
 
 def packing_fill(batch: PackedBatch, token_budget: int) -> float:
     """Share of the budget of all rows that holds tokens of samples, 0–1."""
-    rows = [row for rows in batch.ranks for row in rows]
+    rows = batch.rows
     return sum(len(row.token_ids) for row in rows if not _is_filler(row)) / (len(rows) * token_budget)
+
+
+def tokens_trained(batch: PackedBatch) -> int:
+    """Prompts included; as often as they are gone through."""
+    sizes = [sum(len(row.token_ids) for row in minibatch.rows) for minibatch in batch.minibatches]
+    return sum(sizes[place] for place in batch.order)
 
 
 def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> float:
@@ -85,9 +84,13 @@ def lockstep_slowdown(plan: Plan, lengths: NDArray[Any], cost: FlopCost) -> floa
 
 
 def batch_slowdown(batch: PackedBatch, cost: FlopCost) -> float:
-    """lockstep_slowdown of a batch that is laid out already."""
-    row_costs = np.array([[cost(np.diff(row.cu_seqlens)).sum() for row in rows] for rows in batch.ranks])
-    return float(row_costs.max(axis=0).sum() * len(row_costs) / row_costs.sum())
+    """lockstep_slowdown of a batch that is laid out already: ranks wait for each other in every minibatch."""
+    slowest = mean = 0.0
+    for minibatch in batch.minibatches:
+        row_costs = np.array([[cost(np.diff(row.cu_seqlens)).sum() for row in rows] for rows in minibatch.ranks])
+        slowest += float(row_costs.max(axis=0).sum())
+        mean += float(row_costs.sum()) / len(row_costs)
+    return slowest / mean
 
 
 def _check(sample: TrainingSample) -> None:
@@ -116,10 +119,12 @@ def _row(samples: list[TrainingSample]) -> PackedMicrobatch:
         behaviour_logprobs=np.concatenate([sample.behaviour_logprobs for sample in samples]),
         advantages=np.concatenate([sample.advantages for sample in samples]),
         versions=np.where(loss_mask, versions, np.int32(-1)),
+        loss_weights=np.array([sample.loss_weight for sample in samples], np.float32),
     )
 
 
-def _segment(row: PackedMicrobatch, start: int, end: int) -> PackedMicrobatch:
+def _segment(row: PackedMicrobatch, index: int) -> PackedMicrobatch:
+    start, end = (int(border) for border in row.cu_seqlens[index : index + 2])
     return PackedMicrobatch(
         token_ids=row.token_ids[start:end],
         position_ids=row.position_ids[start:end],
@@ -128,6 +133,7 @@ def _segment(row: PackedMicrobatch, start: int, end: int) -> PackedMicrobatch:
         behaviour_logprobs=row.behaviour_logprobs[start:end],
         advantages=row.advantages[start:end],
         versions=row.versions[start:end],
+        loss_weights=row.loss_weights[index : index + 1],
     )
 
 
@@ -145,4 +151,5 @@ _FILLER = PackedMicrobatch(
     behaviour_logprobs=np.zeros(1, np.float32),
     advantages=np.zeros(1, np.float32),
     versions=np.full(1, -1, np.int32),
+    loss_weights=np.ones(1, np.float32),
 )

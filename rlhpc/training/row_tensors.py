@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhpc.contracts import PolicyLoss
+from rlhpc.contracts import PolicyLoss, TokenRow
 from rlhpc.types import Int32, PackedMicrobatch
 
 
@@ -43,6 +43,7 @@ def plain_row(token_ids: Int32) -> PackedMicrobatch:
         behaviour_logprobs=np.zeros(length, np.float32),
         advantages=np.zeros(length, np.float32),
         versions=np.full(length, -1, np.int32),
+        loss_weights=np.ones(1, np.float32),
     )
 
 
@@ -53,15 +54,22 @@ def loss_of_row(
 
     current: float32 [T], 0 off the loss mask, on the model's device.  proximal: see TrainerBackend.step.
     """
-    device = current.device
+    return loss(current, token_row(microbatch, proximal, current.device))
+
+
+def token_row(microbatch: PackedMicrobatch, proximal: Tensor | None, device: torch.device) -> TokenRow:
+    """What a loss gets; see TokenRow."""
     loss_mask = on_device(microbatch.loss_mask, device)
     behaviour = on_device(microbatch.behaviour_logprobs, device)
-    # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
-    start = behaviour if proximal is None else torch.where(loss_mask, proximal.to(device), 0.0)
-    return loss(
-        current,
+    sequence = np.repeat(np.arange(len(microbatch.loss_weights)), np.diff(microbatch.cu_seqlens))
+    return TokenRow(
         behaviour=behaviour,
-        proximal=start,
+        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+        proximal=behaviour if proximal is None else torch.where(loss_mask, proximal.to(device), 0.0),
         advantages=on_device(microbatch.advantages, device),
         loss_mask=loss_mask,
+        versions=on_device(microbatch.versions, device),
+        weights=on_device(microbatch.loss_weights[sequence], device),
+        sequence=on_device(sequence, device),
+        num_sequences=len(microbatch.loss_weights),
     )

@@ -23,7 +23,7 @@ from rlhpc.transport.keys import mint_run_keys
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.transport.zmq_client import ZmqBlockingClient, ZmqClient
 from rlhpc.transport.zmq_server import ZmqServer
-from rlhpc.types import Lease, PackedBatch, PackedMicrobatch, Prompt, SamplingParams
+from rlhpc.types import Lease, PackedBatch, PackedMicrobatch, PackedMinibatch, Prompt, SamplingParams
 from tests.patience import PATIENCE_S
 
 NUM_NAMES = 12
@@ -134,8 +134,8 @@ def lease(number: int) -> Lease:
 def big_batch(num_tokens: int) -> PackedBatch:
     ints = np.arange(num_tokens, dtype=np.int32)
     floats = ints.astype(np.float32)
-    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints)
-    return PackedBatch(0, 0, ((row,),), num_tokens - 1, 1)
+    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints, floats[:1])
+    return PackedBatch(0, 0, (PackedMinibatch(((row,),), num_tokens - 1, 1),))
 
 
 async def greet(server: ServerChannel, client: ClientChannel) -> None:
@@ -195,7 +195,7 @@ async def test_a_message_of_16_mib_arrives_bit_for_bit(server: ServerChannel, cl
     await server.send("generator-0", received)
     returned = await client.receive(PATIENCE_S)
     for message in (received, returned):
-        row, expected = message.ranks[0][0], batch.ranks[0][0]
+        row, expected = message.rows[0], batch.rows[0]
         for name in ("token_ids", "cu_seqlens", "loss_mask", "advantages"):
             assert np.array_equal(getattr(row, name), getattr(expected, name))
             assert getattr(row, name).dtype == getattr(expected, name).dtype

@@ -17,12 +17,13 @@ from tests.contracts.trainer_scenarios import (
     decay_only,
     look,
     refuse_a_step,
+    refused_steps,
     score,
     skip_poisoned_steps,
     take_steps,
     threads_after_a_step,
 )
-from tests.contracts.trainer_textbook import hf_logprobs, hf_training, load_hf, weights_on_disk
+from tests.contracts.trainer_textbook import hf_logprobs, hf_losses, hf_training, load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 every_model_in_every_layout = pytest.mark.parametrize(
@@ -136,6 +137,38 @@ def test_five_steps_equal_textbook_training_on_unpacked_samples(cluster, any_mod
             assert result.grad_norm == pytest.approx(norm, abs=1e-5)
     for name, tensor in answers[0][1].items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
+
+
+# Over tokens, over sequences, with weights and masks of either; each is its paper's in tests/unit/algorithms.
+ALGORITHMS: list[dict[str, Any]] = [
+    {"loss": "ppo", "proximal": "loglinear", "dual_clip": 1.5, "max_token_age": 2},
+    {"loss": "cispo", "proximal": "behaviour", "importance_cap": "off"},
+    {"loss": "gspo", "proximal": "behaviour", "importance_cap": "off", "clip_low": 0.3, "clip_high": 0.4},
+    {"loss": "gmpo", "proximal": "loglinear", "importance_level": "sequence", "importance_cap": 3.0},
+    {"loss": "sapo", "proximal": "loglinear", "importance_level": "geometric", "veto_below": 0.05},
+]
+
+
+@pytest.mark.long
+def test_every_loss_is_that_of_unpacked_samples_in_every_layout(cluster, model, tmp_path):
+    draw_weight = np.random.default_rng(3)
+    samples = [
+        replace(
+            sample,
+            loss_weight=float(draw_weight.uniform(0.5, 2)),
+            versions=np.where(sample.loss_mask, draw_weight.integers(3, 8, len(sample.versions)), -1).astype(np.int32),
+        )
+        for sample in draw(usual_model(cluster.name))
+    ]
+    answers = cluster.run(
+        refused_steps, tmp_path, model=model, rows=packed(samples), algorithms=ALGORITHMS, policy_version=7,
+        temperature=0.7,
+    )  # fmt: skip
+    expected = hf_losses(model, samples, ALGORITHMS, policy_version=7, temperature=0.7)
+    for found in answers:
+        for (loss, norm), (wanted, wanted_norm), algorithm in zip(found, expected, ALGORITHMS, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-4, abs=1e-3), algorithm
+            assert norm == pytest.approx(wanted_norm, rel=1e-4, abs=1e-5), algorithm
 
 
 def test_every_rank_gets_the_same_result(cluster, one_step):

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.contracts import PolicyLoss, StepResult, TrainerBackend
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.contracts import PolicyLoss, StepResult, TokenRow, TrainerBackend
 from rlhpc.deadline import Deadline
 from rlhpc.errors import CheckpointError
 from rlhpc.types import PackedMicrobatch
@@ -71,16 +73,30 @@ def take_steps(rank: Rank, *, model: Path, steps: list[Rows], **settings: Any) -
     return results, weights
 
 
+def refused_steps(
+    rank: Rank, *, model: Path, rows: Rows, algorithms: list[dict[str, Any]], policy_version: int, **settings: Any
+) -> Any:
+    """(loss, gradient norm) by each kind of loss, of steps that are not applied: all see the same weights."""
+    backend, found = rank.open(model, **settings), []
+    for algorithm in algorithms:
+        loss = make_policy_loss(AlgorithmConfig.model_validate(algorithm), policy_version)
+        result = train(rank, backend, rows, loss, may_apply=lambda metrics, grad_norm: False)
+        assert not result.applied
+        found.append((result.metrics["loss"], result.grad_norm))
+    backend.close()
+    return found
+
+
 class NanGradientOn:
     """clipped_loss, whose value is finite everywhere and whose gradient is not on one rank."""
 
     def __init__(self, poisoned_rank: int, rank: int) -> None:
         self._is_here = rank == poisoned_rank
 
-    def __call__(self, current: Tensor, **others: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         if self._is_here and current.requires_grad:
             current.register_hook(lambda gradient: gradient * torch.nan)
-        return clipped_loss(current, **others)
+        return clipped_loss(current, row)
 
 
 def skip_poisoned_steps(rank: Rank, *, model: Path, rows: Rows, poisoned: list[Rows]) -> Any:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.training.hf_names import on_disk, views_on_disk
+from rlhpc.training.row_tensors import token_row
 from rlhpc.types import TensorSpec, TrainingSample
 from tests.contracts.trainer_scenarios import STEP
-from tests.unit.training.packed_rows import clipped_loss, num_loss_tokens, pack_row
+from tests.unit.training.packed_rows import clipped_surrogate, num_loss_tokens, pack_row
 
 
 def load_hf(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -45,7 +48,7 @@ def hf_training(
         current = torch.cat([hf_logprobs(hf, sample, temperature) for sample in samples])
         row = pack_row(samples)
         behaviour, mask = torch.from_numpy(row.behaviour_logprobs), torch.from_numpy(row.loss_mask)
-        loss, _ = clipped_loss(
+        loss, _ = clipped_surrogate(
             current,
             behaviour=behaviour,
             proximal=current.detach() * mask,
@@ -69,3 +72,25 @@ def weights_on_disk(hf: Any) -> dict[str, Tensor]:
             on_disk(TensorSpec(name, "float32", tuple(parameter.shape))), views_on_disk(name, parameter), strict=True
         )
     }
+
+
+def hf_losses(
+    directory: Path,
+    samples: list[TrainingSample],
+    algorithms: list[dict[str, object]],
+    *,
+    policy_version: int,
+    temperature: float,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) by each kind of loss, from log-probabilities of one sample after the other."""
+    hf, found = load_hf(directory), []
+    row = pack_row(samples)
+    for algorithm in algorithms:
+        current = torch.cat([hf_logprobs(hf, sample, temperature) for sample in samples])
+        loss_of = make_policy_loss(AlgorithmConfig.model_validate(algorithm), policy_version)
+        loss, _ = loss_of(current, token_row(row, None, torch.device("cpu")))
+        hf.zero_grad()
+        (loss / num_loss_tokens([row])).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None])
+        found.append((loss.item(), norm.item()))
+    return found

@@ -101,24 +101,6 @@ def test_they_wait_for_the_next_controller_when_one_stops_before_the_last_step(l
         assert_whole(run.layout)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
-def test_a_generator_that_is_told_to_leave_hands_back_what_it_samples(
-    lab: Lab, gate: Path, number: signal.Signals
-) -> None:
-    settings = {**SETTINGS, "generation": {"num_replicas": 2}}
-    with Attempts(lab, f"left-{number.name.lower()}", **settings) as run:
-        run.begin()
-        run.start("controller-0", "trainer-0", "reward-0")
-        run.start("generator-0", "generator-1")
-        run.wait_until(lambda: step_of(run.layout) >= 3, "step 3")
-        run.signal("generator-0", number)
-        assert run.status_of("generator-0") == 0, run.story()
-        gate.touch()
-        assert run.status_of("controller-0") == run.status_of("generator-1") == 0, run.story()
-        assert_whole(run.layout)
-        assert summary_of(run.layout)["leases_regranted"] <= 1  # one that was on its way to it
-
-
 @pytest.mark.long
 def test_a_generator_takes_in_rewards_that_were_started_again_and_loses_nothing(lab: Lab, gate: Path) -> None:
     with Attempts(lab, "unrewarded", **SETTINGS) as run:

@@ -97,6 +97,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
         ("megatron-tp2", 1, {"backend": "megatron", "tensor_parallel": 2, **TWO_RANKS}),
         ("deepspeed-zero2", 1, {"backend": "deepspeed", "zero_stage": 2, **TWO_RANKS}),
         pytest.param("vllm", 1, {}, marks=pytest.mark.long),
+        pytest.param("minibatches", 1, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
@@ -105,6 +106,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
     sections = settings(name, max_staleness, **trainer)
     if name == "vllm":  # which samples by the weights that are trained: a different bit would show in every token
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
+    if name == "minibatches":
+        sections["algorithm"] = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
     whole = Course.of(run_to_the_end(lab, f"{name}-whole", **sections))
     layout = run_killed_three_times(lab, f"{name}-killed", 1 + max_staleness, **sections)
     killed = Course.of(layout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,23 @@ def test_a_generator_goes_on_while_the_controller_is_replaced_and_draws_no_token
         assert run.status_of("generator-0") == 0, run.story()
         assert max(drawn(lab).values()) == 1, run.story()
         assert_full_batches_trained_once(run.layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+def test_a_generator_that_is_told_to_leave_hands_back_every_token(lab: Lab, number: signal.Signals) -> None:
+    sections = settings()
+    sections["generation"]["num_replicas"] = 2
+    with Attempts(lab, "left", **sections) as run:
+        run.begin()
+        run.start("controller-0", "trainer-0", "reward-0", "generator-0", "generator-1")
+        run.wait_until(lambda: total(lab) >= IN_FLIGHT * INTERVAL_TOKENS, "tokens")
+        run.signal("generator-0", number)
+        assert run.status_of("generator-0") == 0, run.story()
+        assert run.status_of("controller-0") == run.status_of("generator-1") == 0, run.story()
+        [handed_back] = re.findall(r"(\d+) rollouts handed back", run.log("generator-0"))
+    assert int(handed_back) > 0
+    assert max(drawn(lab).values()) == 1, "another generator has drawn a token again"
+    assert_full_batches_trained_once(run.layout.rollouts, NUM_STEPS, GROUPS, GROUP_SIZE)
 
 
 def total(lab: Lab) -> int:

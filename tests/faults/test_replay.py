@@ -11,7 +11,12 @@ import pytest
 from rlhpc.buffer.event_log import Taken, event_paths, read_events
 from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.run_layout import RunLayout
-from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, group_steps, rollouts_on_disk
+from tests.ring.rollouts_on_disk import (
+    assert_full_batches_trained_once,
+    group_steps,
+    num_sampled_again,
+    rollouts_on_disk,
+)
 from tests.ring.run_kit import GONE_S, Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring
@@ -118,13 +123,9 @@ def test_forty_steps_since_the_start_are_trained_again_and_nothing_of_them_is_sa
         with Run(run_file, layout, "--resume") as run:
             assert run.finish() == 0, run.story()
     assert_full_batches_trained_once(layout.rollouts, 60, 4, 4)
-    final = {(row.group_id, row.sample_index): row for row in rollouts_on_disk(layout.rollouts)}
-    before = [record.scored.rollout for record in next(read_journals(journals)).records]
-    again = [
-        row for row in before if final[row.group_id, row.sample_index].token_ids.tolist() != row.token_ids.tolist()
-    ]
-    assert len(before) >= 40 * 16
-    assert again == []
+    num_again, num_before = num_sampled_again(layout.rollouts, journals)
+    assert num_before >= 40 * 16
+    assert num_again == 0
 
 
 def group_steps_of(layout: RunLayout) -> dict[int, list[int]]:

@@ -13,6 +13,7 @@ from launch.checks.audit.evidence import Depth
 from launch.checks.audit.history import audit_run
 from launch.checks.audit.report import Verdict
 from launch.commands.audit import as_table
+from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.run_layout import RunLayout
 
 
@@ -62,6 +63,17 @@ def assert_full_batches_trained_once(directory: Path, num_steps: int, groups_per
     names = {(rollout.group_id, rollout.sample_index) for rollout in rollouts}
     assert len(names) == len(rollouts) == num_steps * groups_per_step * group_size
     assert_the_audit_is_clean(RunLayout(directory.parent))
+
+
+def num_sampled_again(directory: Path, before: Path) -> tuple[int, int]:
+    """Of the rollouts in the first journal of a copy made `before`: those that ended otherwise than they stood there.
+
+    Returns (their number, the number of all).  A rollout that was sampled anew has other tokens: samples have no seeds.
+    """
+    final = {(row.group_id, row.sample_index): row.token_ids.tolist() for row in rollouts_on_disk(directory)}
+    rollouts = [record.scored.rollout for record in next(read_journals(before)).records]
+    again = [row for row in rollouts if final[row.group_id, row.sample_index] != row.token_ids.tolist()]
+    return len(again), len(rollouts)
 
 
 def assert_the_audit_is_clean(layout: RunLayout) -> None:

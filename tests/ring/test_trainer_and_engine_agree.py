@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from torch import Tensor
 
-from rlhpc.algorithms.samples import to_samples
+from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.config import Config
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine
@@ -171,9 +171,9 @@ def _packed(rollouts: list[Rollout]) -> list[PackedMicrobatch]:
     for rollout in rollouts:
         scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT)
         group = RolloutGroup(rollout.group_id, rollout.prompt, 0, (scored,))
-        samples += to_samples(group, lambda rewards: np.ones_like(rewards))
-    batch = pack(samples, token_budget=256, num_ranks=1, cost=FlopCost(1.0, 0.0), step=0, policy_version=0)
-    return [row for rank in batch.ranks for row in rank]
+        samples += SampleMaker(lambda rewards, lengths: np.ones_like(rewards))([group])
+    batch = pack(samples, token_budget=256, num_ranks=1, cost=FlopCost(1.0, 0.0))
+    return batch.rows
 
 
 def _config(directory: Path, checkpoint: Path) -> Config:

@@ -70,6 +70,7 @@ class Invariants:
         """is_hindered: whether a generator, with this outbox, cannot be answered, for a reason that is no bug."""
         self._controller, self._known = controller, known
         state: Any = controller._state
+        self._for_a_group: set[tuple[str, int]] = set()  # deliveries whose group was there when they were heard
         self._buffer, self._ledger, self._journal = state.buffer, state.buffer._ledger, state.journal
         self._weight_sync: Any = controller._weight_sync
         self._config = controller._context.config
@@ -169,7 +170,10 @@ class Invariants:
         """The controller has received a message."""
         if isinstance(message, Delivery):
             rollout = message.scored.rollout
-            self._known.deliveries[message.outbox, message.number] = rollout.group_id, rollout.sample_index
+            name = message.outbox, message.number
+            self._known.deliveries[name] = rollout.group_id, rollout.sample_index
+            # One that comes before its group is admitted anew, after that was lost with a controller, is not taken.
+            (self._for_a_group.add if self._is_alive(rollout.group_id) else self._for_a_group.discard)(name)
             inbox = self._inboxes.get(peer)
             if inbox is None or inbox.outbox != message.outbox:
                 inbox = self._inboxes[peer] = _Inbox(message.outbox)
@@ -204,7 +208,7 @@ class Invariants:
             group_id, index = key = self._known.deliveries[message.outbox, number]
             if key in pending:
                 raise Violation(f"rollout {group_id}:{index} is acknowledged, and not on disk")
-            if self._is_alive(group_id):
+            if self._is_alive(group_id) and (message.outbox, number) in self._for_a_group:
                 self._known.acknowledged.add(key)
 
     def _is_alive(self, group_id: int) -> bool:

@@ -143,13 +143,12 @@ class Weights:
 def prompts_of(batch: PackedBatch) -> dict[str, int]:
     """How many samples of each prompt are in a batch; a prompt is named by its tokens."""
     found: dict[str, int] = {}
-    for rank in batch.ranks:
-        for row in rank:
-            for start, end in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
-                mask = row.loss_mask[start:end]
-                if mask.any():
-                    name = " ".join(map(str, row.token_ids[start : start + int(mask.argmax())]))
-                    found[name] = found.get(name, 0) + 1
+    for row in batch.rows:
+        for start, end in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
+            mask = row.loss_mask[start:end]
+            if mask.any():
+                name = " ".join(map(str, row.token_ids[start : start + int(mask.argmax())]))
+                found[name] = found.get(name, 0) + 1
     return found
 
 

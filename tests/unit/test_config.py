@@ -133,6 +133,28 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
          ["algorithm.clip_high=0.28"]),
         (["algorithm.importance_cap=5.0", "algorithm.proximal=behaviour"], "algorithm.importance_cap=5",
          ["algorithm.importance_cap=off"]),
+        (["algorithm.clip_low=0.1", "algorithm.proximal=recompute"], "algorithm.clip_low=0.1",
+         ["algorithm.minibatches=2"]),
+        (["algorithm.dual_clip=3.0"], "algorithm.dual_clip=3", ["algorithm.proximal=behaviour"]),
+        (["algorithm.dual_clip=3.0", "algorithm.loss=cispo", "algorithm.proximal=behaviour"], "algorithm.dual_clip=3",
+         ["algorithm.loss=ppo"]),
+        (["algorithm.clip_high=0.3", "algorithm.loss=reinforce", "algorithm.proximal=loglinear"],
+         "algorithm.clip_high=0.3", ["algorithm.loss=cispo"]),
+        (["algorithm.sapo_tau_negative=2.0", "algorithm.proximal=behaviour"], "algorithm.sapo_tau_negative=2",
+         ["algorithm.loss=sapo"]),
+        (["algorithm.pass_k=2"], "algorithm.pass_k=2", ["algorithm.advantage=pass_at_k", "admission.group_size=4"]),
+        (["algorithm.advantage=reinforce_pp", "algorithm.advantage_normalization=task"],
+         "algorithm.advantage_normalization=task", ["algorithm.advantage=rloo"]),
+        (["algorithm.veto_below=1e-4", "algorithm.proximal=behaviour"], "algorithm.veto_below=0.0001",
+         ["algorithm.proximal=recompute"]),
+        (["algorithm.mask_above=5.0", "algorithm.proximal=behaviour"], "algorithm.mask_above=5",
+         ["algorithm.proximal=loglinear"]),
+        (["algorithm.scale_rate_by_age=true", "admission.max_staleness=1"], "algorithm.scale_rate_by_age=true",
+         ["admission.max_staleness=2"]),
+        (["shaping.overlong_penalty=2.0"], "shaping.overlong_penalty=2", ["shaping.overlong_tokens=1"]),
+        (["shaping.variance=shaped"], "shaping.variance=shaped", ["shaping.length_weight=-0.1"]),
+        (["algorithm.max_token_age=1", "admission.max_staleness=1"], "algorithm.max_token_age=1",
+         ["algorithm.max_token_age=0"]),
         (["generation.gpu_memory_utilization=0.5", "generation.kv_cache_bytes=1_000_000"],
          "generation.gpu_memory_utilization=0.5", ["generation.gpu_memory_utilization=0.9"]),
         (["generation.recompute_kv=true", "admission.max_staleness=0"], "generation.recompute_kv=true",
@@ -212,3 +234,32 @@ def test_a_quoted_key_with_a_dot_is_refused_as_any_other(run_file: Path) -> None
     run_file.write_text(RUN_FILE.replace("[run]", '"a.b" = 1\n[run]\n"name.x" = 2'))
     with pytest.raises(ConfigError, match=r"run\.name\.x=2: unknown key.*\n.*a\.b=1: unknown key"):
         load_config(run_file)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "way_out"),
+    [
+        (["admission.group_size=1"], r"group_size=1 with algorithm\.advantage='grpo'.*legal: 2 or more",
+         ["admission.group_size=2"]),
+        (["admission.group_size=1", "algorithm.advantage=reinforce_pp"], r"active_sampling=true.*is replaced",
+         ["admission.active_sampling=false"]),
+        (["admission.group_size=4", "algorithm.advantage=pass_at_k"],
+         r"pass_k=4 with admission\.group_size=4.*legal: 2 to 3", ["algorithm.pass_k=3"]),
+        (["shaping.overlong_tokens=9", "generation.max_completion_tokens=9"],
+         r"overlong_tokens=9 with generation\.max_completion_tokens=9.*legal: 0 to 8", ["shaping.overlong_tokens=8"]),
+        (["algorithm.minibatches=2"], r"proximal='current' with algorithm\.minibatches=2.*legal: 'recompute'",
+         ["algorithm.proximal=recompute"]),
+        (["algorithm.epochs=2"], r"proximal='current' with .*epochs=2", ["algorithm.proximal=behaviour"]),
+        (["algorithm.minibatches=9", "algorithm.proximal=recompute", "admission.group_size=2",
+          "admission.groups_per_step=4"], r"minibatches=9 with .* = 8 samples in a batch; legal: 1 to 8",
+         ["algorithm.minibatches=8"]),
+        (["algorithm.loss=gspo", "algorithm.proximal=behaviour"], r"clip_low=0\.2.*bounds for ratios of tokens",
+         ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]),
+    ],
+)  # fmt: skip
+def test_settings_that_make_the_statistics_wrong_are_refused_with_the_reason(
+    run_file: Path, words: list[str], message: str, way_out: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, words)
+    load_config(run_file, [*words, *way_out])

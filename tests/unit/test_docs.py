@@ -81,7 +81,8 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
         metadata += [bound for part in more for bound in part.metadata]
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
-    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}[annotation]
+    words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
+             dict[str, float]: "numbers by name"}[annotation]  # fmt: skip
     return f"{words}{_bounds_in_words(metadata)}"
 
 

@@ -40,6 +40,7 @@ def test_a_directory_that_is_not_there_is_open_to_nobody(tmp_path: Path) -> None
     assert openness(tmp_path / "run").text == ""
 
 
+@pytest.mark.starts
 def test_a_run_makes_its_directory_for_itself_and_tells_of_one_that_others_may_read(tmp_path: Path) -> None:
     config, told = config_of(f"run.directory={tmp_path / 'run'}"), list[str]()
     layout = RunLayout(config.run_directory)
@@ -61,6 +62,7 @@ def test_a_directory_that_others_may_change_is_refused_with_the_command_that_men
     assert list(layout.root.iterdir()) == []
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(("environment", "is_none"), [({}, True), ({KEEP_CORE_FILES: "1"}, False)])
 def test_a_process_with_keys_leaves_no_core_file_unless_it_is_asked_to(
     environment: dict[str, str], is_none: bool

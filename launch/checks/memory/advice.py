@@ -13,7 +13,8 @@ from typing import Any
 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, fullest, plan_memory
-from rlhpc.config import Config, as_toml, obeys_rules, with_values
+from rlhpc.config import Config, obeys_rules, with_values
+from rlhpc.config_sections import as_toml
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 

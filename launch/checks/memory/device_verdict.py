@@ -19,7 +19,8 @@ from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
 from launch.plan.gpu_map import GpuMap
-from rlhpc.config import Config, as_toml, obeys_rules, with_values
+from rlhpc.config import Config, obeys_rules, with_values
+from rlhpc.config_sections import as_toml
 from rlhpc.errors import ConfigError
 
 AN_ESTIMATE = "an estimate; nothing was measured"

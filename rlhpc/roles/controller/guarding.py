@@ -90,7 +90,9 @@ class Guarding:
         """The batch with the limits of its step.  recorded: how the step went that is repeated, if it is known."""
         if recorded is None:
             return replace(batch, limits=self._guard.limits())
-        return replace(batch, limits=StepLimits(must_skip=bool(recorded.refused)))
+        everything = tuple(range(len(batch.order)))
+        skipped = recorded.skipped or (everything if recorded.refused else ())
+        return replace(batch, limits=StepLimits(skip=skipped))
 
     async def judge(
         self, report: StepReport, groups: Sequence[RolloutGroup], version: int, recorded: Trained | None
@@ -152,7 +154,8 @@ class Guarding:
     def _count_skips(self, report: StepReport) -> None:
         is_finite = report.applied or bool(report.refused)
         self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
-        self._num_refused_in_a_row = self._num_refused_in_a_row + 1 if report.refused else 0
+        is_refused = bool(report.refused) and not report.applied
+        self._num_refused_in_a_row = self._num_refused_in_a_row + 1 if is_refused else 0
         if not is_finite:
             log.error("step %d skipped on all ranks: loss or gradient not finite", report.step)
         if self._num_not_finite_in_a_row >= MAX_SKIPPED_STEPS:
@@ -175,7 +178,7 @@ class Guarding:
         done = {
             Action.TIGHTEN: f"; prompts are admitted for a staleness of {self._tight_staleness}",
             Action.ROLLBACK: f"; the run goes back to before step {self._guard.alarm[0].step if number else 0}",
-            Action.SKIP: "; skipped on all ranks" if report.refused else "; the next such step is skipped",
+            Action.SKIP: _skipped(report) if report.refused else "; the next such step is skipped",
             Action.STOP: "; the run ends",
         }
         return (
@@ -198,6 +201,14 @@ class Guarding:
             text,
         )
         await asyncio.to_thread(self._file.append, entry)
+
+
+def _skipped(report: StepReport) -> str:
+    """What of a step was refused: all of it, or some of its optimiser steps."""
+    if not report.applied:
+        return "; skipped on all ranks"
+    places = ", ".join(map(str, report.skipped))
+    return f"; its optimiser steps {places}, counted from 0, skipped on all ranks"
 
 
 def _outside(name: str, value: float, bounds: StepLimits) -> str:

@@ -9,9 +9,8 @@ Input: the groups of the buffer.  Output: whether the weights of a step may go o
 
 from __future__ import annotations
 
-import numpy as np
-
-from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.algorithms.advantages.spread import has_reward_variance
+from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
 from rlhpc.types import RolloutGroup
@@ -20,8 +19,8 @@ from rlhpc.types import RolloutGroup
 class Lockstep:
     """Says when all is sampled that belongs to the weights which are live."""
 
-    def __init__(self, buffer: RolloutBuffer, admission: AdmissionConfig) -> None:
-        self._buffer, self._admission = buffer, admission
+    def __init__(self, buffer: RolloutBuffer, admission: AdmissionConfig, shaping: RewardShaping) -> None:
+        self._buffer, self._admission, self._shaping = buffer, admission, shaping
 
     def is_settled(self, num_steps: int) -> bool:
         """Whether the weights after this many steps may go out: all groups are finished that come before them.
@@ -37,5 +36,4 @@ class Lockstep:
         return counts["released"] + counts["taken"] + sum(map(self._is_fit, self._buffer.finished()))
 
     def _is_fit(self, group: RolloutGroup) -> bool:
-        rewards = np.array([member.reward for member in group.members], dtype=np.float32)
-        return not self._admission.active_sampling or has_reward_variance(rewards)
+        return not self._admission.active_sampling or has_reward_variance(self._shaping.judged(group))

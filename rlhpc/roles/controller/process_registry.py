@@ -55,9 +55,12 @@ class ProcessRegistry:
         return True
 
     def record(self, name: str, beat: Heartbeat) -> bool:
-        """Record a heartbeat.  False, without effect, if the sender is not registered with this controller."""
+        """Record a heartbeat.  False, without effect, if the sender is not registered with this controller.
+
+        So is one under whose name its predecessor is: its Hello was lost.
+        """
         member = self._members.get(name)
-        if member is None:
+        if member is None or beat.incarnation not in ("", member.hello.incarnation):
             return False
         member.beat, member.heard_at = beat, self._clock()
         return True

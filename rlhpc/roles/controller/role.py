@@ -25,7 +25,7 @@ import json
 import logging
 from contextlib import AsyncExitStack, suppress
 
-from rlhpc.algorithms.advantages import make_estimator
+from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.partial_files import PartialLog
 from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.resolved import DropReason
@@ -121,7 +121,8 @@ class Controller:
         )
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
-        self._sink = RolloutSink(self._state.buffer, gate, config.admission, of_one_version=is_exact)
+        shaping = RewardShaping.of(config)
+        self._sink = RolloutSink(self._state.buffer, gate, config.admission, shaping, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
         self._dispatcher = LeaseDispatcher(
             leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
@@ -166,7 +167,6 @@ class Controller:
             self._state.buffer,
             self._trainer,
             self._weight_sync,
-            make_estimator(config.algorithm.advantage),
             FlopCost.from_hf_config(json.loads((config.model.path / "config.json").read_bytes())),
             step=self._state.step,
             version=self._state.policy_version,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import has_reward_variance
+from rlhpc.algorithms.advantages.spread import has_reward_variance
+from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -29,6 +30,7 @@ class IntakeStats:
     """Groups finished since the last step was recorded, dropped ones included."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
+    shaped_rewards: list[float] = field(default_factory=list)  # of the members of groups
     num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
@@ -38,9 +40,16 @@ class RolloutSink:
     """Receives scored rollouts; synchronous, so that a rollout is never half received."""
 
     def __init__(
-        self, buffer: RolloutBuffer, gate: ErrorGate, admission: AdmissionConfig, *, of_one_version: bool = False
+        self,
+        buffer: RolloutBuffer,
+        gate: ErrorGate,
+        admission: AdmissionConfig,
+        shaping: RewardShaping | None = None,
+        *,
+        of_one_version: bool = False,
     ) -> None:
         """of_one_version: take no rollout but those that the weights of their admission have sampled, whole."""
+        self._shaping = shaping or RewardShaping()
         self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
         self.lost_leases = LostLeases()
         self._num_consecutive_zero_variance = 0
@@ -111,7 +120,8 @@ class RolloutSink:
         return stats
 
     def _check_reward_variance(self, group: RolloutGroup) -> None:
-        rewards = np.array([member.reward for member in group.members], dtype=np.float32)
+        rewards = self._shaping.judged(group)
+        self.stats.shaped_rewards += self._shaping.rewards(group).tolist()
         if has_reward_variance(rewards):
             self._num_consecutive_zero_variance = 0
             return

@@ -104,11 +104,12 @@ class RunProcesses:
         if role == "generator":
             lost = member.beat.metrics.get("tokens_unreported", 0.0) if member is not None else 0.0
             self._state.totals.tokens_lost += int(lost)
-            await self._reclaim(name)
+            # One that said that it leaves has handed back what it had; what was on its way is nobody's fault.
+            await self._reclaim(name, is_dead=member is None or member.beat.state != "draining")
             await self._weight_sync.lost(name)
         return role == "generator"
 
-    async def _reclaim(self, name: str) -> None:
-        """Reclaim the leases of a generator that is dead, or silent for too long."""
-        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name)
+    async def _reclaim(self, name: str, *, is_dead: bool = True) -> None:
+        """Reclaim the leases of a generator that is dead, or silent for too long, or has left."""
+        self._state.totals.leases_regranted += self._state.buffer.forget_holder(name, is_dead=is_dead)
         await self.write()

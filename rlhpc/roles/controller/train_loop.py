@@ -17,13 +17,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from rlhpc.algorithms.samples import to_samples
+from rlhpc.algorithms.minibatches import optimiser_steps
+from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.algorithms.schedule import rate_factor_by_age
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
-from rlhpc.contracts import AdvantageEstimator
 from rlhpc.errors import LedgerError, RoleFailed
 from rlhpc.messages import StepReport
 from rlhpc.packing.cost import FlopCost
@@ -35,7 +36,7 @@ from rlhpc.roles.controller.repeated_step import compare
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.trainer_link import TrainerLink
 from rlhpc.roles.controller.weight_sync import WeightSync
-from rlhpc.types import PackedBatch, RolloutGroup, TrainingSample
+from rlhpc.types import PackedBatch, RolloutGroup
 
 log = logging.getLogger("rlhpc.train_loop")
 
@@ -73,7 +74,6 @@ class TrainLoop:
         buffer: RolloutBuffer,
         trainer: TrainerLink,
         weight_sync: WeightSync,
-        estimator: AdvantageEstimator,
         cost: FlopCost,
         *,
         step: int,
@@ -89,10 +89,12 @@ class TrainLoop:
         """
         self._durable = durable
         self._saved = step  # of the last checkpoint
-        self._lockstep = Lockstep(buffer, config.admission) if config.run.deterministic else None
+        self._make_samples = SampleMaker.of(config)
+        is_exact = config.run.deterministic
+        self._lockstep = Lockstep(buffer, config.admission, self._make_samples.shaping) if is_exact else None
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
-        self._estimator, self._cost, self._wake = estimator, cost, wake
+        self._cost, self._wake = cost, wake
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
         self._ready = asyncio.Event()
@@ -232,10 +234,9 @@ class TrainLoop:
     async def _step(self, groups: list[RolloutGroup]) -> StepRecord:
         """Pack, train, consume."""
         began = time.monotonic()
-        samples = [sample for group in groups for sample in to_samples(group, self._estimator)]
         recorded = self._recorded.pop(self.step, None)
         then = None if recorded is None else recorded.trained
-        batch = self._guarding.limit(self._pack(samples), then)
+        batch = self._guarding.limit(self._pack(groups), then)
         packed_s = time.monotonic() - began
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
@@ -250,6 +251,7 @@ class TrainLoop:
             applied=report.applied,
             metrics=report.metrics,
             refused=report.refused,
+            skipped=report.skipped,
         )
         self.step += 1
         return StepRecord(
@@ -272,16 +274,17 @@ class TrainLoop:
                     f"version {self.version}: staler than the bound of {bound}"
                 )
 
-    def _pack(self, samples: list[TrainingSample]) -> PackedBatch:
-        trainer = self._config.trainer
-        return pack(
-            samples,
-            token_budget=trainer.token_budget,
-            num_ranks=trainer.data_parallel,
-            cost=self._cost,
-            step=self.step,
-            policy_version=self.version,
+    def _pack(self, groups: list[RolloutGroup]) -> PackedBatch:
+        trainer, algorithm = self._config.trainer, self._config.algorithm
+        minibatches = tuple(
+            pack(part, token_budget=trainer.token_budget, num_ranks=trainer.data_parallel, cost=self._cost)
+            for part in self._make_samples.minibatches(groups, self.step)
         )
+        order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, self.step))
+        batch = PackedBatch(self.step, self.version, minibatches, order)
+        if not algorithm.scale_rate_by_age:
+            return batch
+        return replace(batch, rate_factor=rate_factor_by_age((row.versions for row in batch.rows), self.version))
 
     # ------------------------------------------------------------------------------------------------- after the step
 

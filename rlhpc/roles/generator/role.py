@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from rlhpc.contracts import ClientChannel, GenerationEngine
-from rlhpc.errors import GroupFailed, RoleFailed, TornWeights
+from rlhpc.errors import ChannelError, GroupFailed, RoleFailed, TornWeights
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.messages import (
     CancelGroup,
     Delivered,
     Heartbeat,
     JoinGroup,
+    LeaseReturn,
     Quarantine,
     ReceiveWeights,
     Reregister,
@@ -42,8 +43,10 @@ from rlhpc.roles.generator.sampling import Link, Sampling
 from rlhpc.topology import CONTROL, LEASES, REWARDS
 from rlhpc.transport.open import FoundClient
 from rlhpc.transport.rpc import RpcClient
+from rlhpc.types import Lease
 
 log = logging.getLogger("rlhpc.generator")
+LATE_LEASES_S = 0.5  # in which leases arrive that were granted before the controller knew that this process leaves
 SILENT_S = 5.0  # beyond the time of one verdict, for a replica that answers nobody here while another one does
 
 
@@ -219,6 +222,7 @@ class Generator:
                 "tokens_per_s": self._sampling.tokens_per_s,
                 "tokens_unreported": 0.0 if self._is_draining else float(self._sampling.progress.num_unreported),
             },
+            incarnation=self._context.incarnation,
         )
 
     def _capacity(self) -> int:
@@ -233,4 +237,21 @@ class Generator:
         """Hand back what is unfinished: the run continues without this generator, or a checkpoint keeps it."""
         self._is_draining = True
         await control.send(self.heartbeat())  # no credit from now on: what would be granted would be lost
+        late = asyncio.create_task(self._return_leases())
         await self._sampling.hand_back()
+        await asyncio.sleep(LATE_LEASES_S)
+        late.cancel()
+        log.info("%d rollouts handed back", self._sampling.num_handed_back)
+
+    async def _return_leases(self) -> None:
+        """Hand back leases that were granted before the controller knew, endlessly."""
+        with suppress(ChannelError):  # it is gone: the leases are its successor's
+            while True:
+                message = await self._leases.receive()
+                if isinstance(message, Delivered):
+                    self._sampling.outbox.acknowledged(message)
+                elif isinstance(message, Lease):
+                    members, timeline = message.sample_indices, self._sampling.timeline
+                    prefixes = message.prefixes or (None,) * len(members)
+                    await self._leases.send(LeaseReturn(message.group_id, members, prefixes, "leaving", timeline))
+                    self._sampling.num_handed_back += len(members)

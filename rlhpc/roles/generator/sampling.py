@@ -59,6 +59,7 @@ class Sampling:
         self._linked = asyncio.Condition()
         self._rate = Rate(10.0, self._now())
         self._is_leaving = False
+        self.num_handed_back = 0  # members of leases
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
@@ -182,6 +183,7 @@ class Sampling:
             with suppress(ChannelError):  # it has what was reported
                 returned = LeaseReturn(request.group_id, (request.sample_index,), (prefix,), why, self.timeline)
                 await self._link.leases.send(returned)
+                self.num_handed_back += 1
 
     async def _judge(self, rollout: Rollout) -> ScoredRollout:
         """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""

@@ -16,11 +16,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from rlhpc.algorithms.losses import make_policy_loss
-from rlhpc.algorithms.proximal import current_share
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.config import Config
@@ -40,15 +38,17 @@ from rlhpc.messages import (
     TrainerReady,
 )
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.batch_figures import BatchFigures, means_of
 from rlhpc.roles.trainer.command_stream import CommandStream
 from rlhpc.roles.trainer.end_request import EndRequest
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.topology import BATCHES
+from rlhpc.training.checkpoint.directory import policy_version_of
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
-from rlhpc.training.row_tensors import on_device, plain_row
+from rlhpc.training.row_tensors import plain_row
 from rlhpc.transport.open import connect_blocking
-from rlhpc.types import Float32, Int32, PackedBatch, PackedMicrobatch, WeightManifest
+from rlhpc.types import Float32, Int32, PackedBatch, PackedMinibatch, StepLimits, WeightManifest
 from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.device_id import device_id
 from rlhpc.weights.factory import make_publisher
@@ -103,8 +103,8 @@ class Trainer:
     ) -> None:
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
-        self._loss = make_policy_loss(self._config.algorithm)
-        self._version = 0  # optimiser steps applied
+        make_policy_loss(self._config.algorithm, 0)  # one of the user's own is tried now, not at the first batch
+        self._version = 0  # batches that changed the policy
         self._publisher: WeightPublisher | None = None
         self._transport = ""  # of the publisher
         self._manifest: WeightManifest | None = None  # of the broadcast; version and epoch are filled in each time
@@ -115,8 +115,9 @@ class Trainer:
         """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
         step = self._context.resume_step
         if step is not None:
-            self._backend.load(self._context.layout.checkpoint(step) / TRAINER_DIRECTORY)
-            self._version = self._backend.num_steps_applied
+            checkpoint = self._context.layout.checkpoint(step)
+            self._backend.load(checkpoint / TRAINER_DIRECTORY)
+            self._version = policy_version_of(checkpoint)
         if self._channel is None:
             return
         specs, bucket_bytes = self._backend.tensor_specs(), self._config.weights.bucket_bytes
@@ -153,38 +154,42 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- training
 
     def _train(self, batch: PackedBatch) -> None:
+        """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
-        microbatches = batch.ranks[self._backend.dp_rank]
-        rate = learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
-        result = self._backend.step(
-            microbatches,
-            self._loss,
-            proximal=self._proximal(microbatches, batch.policy_version),
-            num_loss_tokens=batch.num_loss_tokens,
-            learning_rate=rate,
-            weight_decay=self._config.trainer.weight_decay,
-            max_grad_norm=self._config.trainer.max_grad_norm,
-            may_apply=None if batch.limits.allow_all else partial(_may_apply, batch),
-        )
-        self._version += result.applied
+        rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
+        loss = make_policy_loss(self._config.algorithm, batch.policy_version)
+        anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
+        done = BatchFigures()
+        for place, index in enumerate(batch.order):
+            minibatch = batch.minibatches[index]
+            refused = partial(_refusal, batch.limits, place, minibatch.num_loss_tokens)
+            result = self._backend.step(
+                minibatch.ranks[self._backend.dp_rank],
+                loss,
+                proximal=anchors[index],
+                num_loss_tokens=minibatch.num_loss_tokens,
+                learning_rate=rate,
+                weight_decay=self._config.trainer.weight_decay,
+                max_grad_norm=self._config.trainer.max_grad_norm,
+                may_apply=None if batch.limits.allow_all else lambda *step, refused=refused: not refused(*step),
+            )
+            done.add(
+                result, minibatch.num_loss_tokens, "" if result.applied else refused(result.metrics, result.grad_norm)
+            )
+        self._version += done.is_applied
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
-            figures = _figures(result.metrics, result.grad_norm, batch.num_loss_tokens)
-            refused = "" if result.applied else refusal(batch.limits, figures)
+            figures = done.means()
             figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
-            self._channel.send(StepReport(batch.step, self._version, result.applied, figures, refused))
+            report = StepReport(batch.step, self._version, done.is_applied, figures, done.refused, done.skipped)
+            self._channel.send(report)
 
-    def _proximal(self, microbatches: tuple[PackedMicrobatch, ...], version: int) -> list[Tensor] | None:
-        """Log-probabilities of the proximal policy, by algorithm.proximal."""
-        match self._config.algorithm.proximal:
-            case "behaviour" | "current":
-                return None
-            case "recompute":
-                return self._backend.logprobs(microbatches)
-            case _:
-                shares = (current_share(row.versions, version) for row in microbatches)
-                return [on_device(share, torch.device(self._backend.device)) for share in shares]
+    def _proximal(self, minibatch: PackedMinibatch) -> list[Tensor] | None:
+        """Log-probabilities at the start of the batch, where algorithm.proximal asks for a forward pass of its own."""
+        if self._config.algorithm.proximal != "recompute":
+            return None
+        return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
 
     # -------------------------------------------------------------------------------------------------------- weights
 
@@ -274,9 +279,8 @@ def _host(config: Config) -> str:
     return host_address() if config.transport.kind == "tcp" else ""
 
 
-def _figures(metrics: Mapping[str, float], grad_norm: float, num_loss_tokens: int) -> dict[str, float]:
-    return {name: value / num_loss_tokens for name, value in metrics.items()} | {"grad_norm": grad_norm}
-
-
-def _may_apply(batch: PackedBatch, metrics: Mapping[str, float], grad_norm: float) -> bool:
-    return not refusal(batch.limits, _figures(metrics, grad_norm, batch.num_loss_tokens))
+def _refusal(
+    limits: StepLimits, place: int, num_loss_tokens: int, metrics: Mapping[str, float], grad_norm: float
+) -> str:
+    """Why an optimiser step must not be applied; "": it may be."""
+    return refusal(limits, means_of(metrics, grad_norm, num_loss_tokens), place)

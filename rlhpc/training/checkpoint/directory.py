@@ -156,6 +156,14 @@ def verify(path: Path) -> dict[str, Any]:
     return _read_complete(path)
 
 
+def policy_version_of(path: Path) -> int:
+    """The version whose weights a complete checkpoint holds.  Raises CheckpointError if it does not say."""
+    version = _read_complete(path).get("policy_version")
+    if not isinstance(version, int):
+        raise CheckpointError(f"{path / COMPLETE}: does not say of which policy version it is")
+    return version
+
+
 def latest_complete(checkpoints: Path) -> tuple[int, Path] | None:
     """Return (step, path) of the newest checkpoint that verifies; None if there are no checkpoints.
 

@@ -131,4 +131,5 @@ def _one_token() -> PackedMicrobatch:
         behaviour_logprobs=none,
         advantages=none,
         versions=np.full(1, -1, dtype=np.int32),
+        loss_weights=np.ones(1, dtype=np.float32),
     )

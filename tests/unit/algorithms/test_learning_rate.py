@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhpc.algorithms.schedule import learning_rate
+from rlhpc.algorithms.schedule import learning_rate, rate_factor_by_age
 from rlhpc.config_sections import TrainerConfig
 
 
@@ -46,3 +47,10 @@ def test_steps_past_the_end_stay_at_the_minimum() -> None:
 def test_a_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="step=-1"):
         learning_rate(-1, TrainerConfig(token_budget=1), 10)
+
+
+def test_a_batch_of_old_tokens_is_learnt_from_at_a_lower_rate() -> None:
+    rows = [np.array([-1, 7, 5, 3], np.int32), np.array([-1, -1, 4], np.int32)]  # ages 0, 2, 4, 3: mean 9 / 4
+    assert rate_factor_by_age(rows, 7) == pytest.approx(4 / 9)
+    assert rate_factor_by_age([np.array([7, 7, 6], np.int32)], 7) == 1.0
+    assert rate_factor_by_age([np.array([-1], np.int32)], 7) == 1.0

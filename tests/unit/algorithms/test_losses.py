@@ -5,13 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from token_rows import token_row
 from torch import Tensor
 
-from rlhpc.algorithms.losses import make_policy_loss
-from rlhpc.algorithms.proximal import current_share, loglinear_proximal
-from rlhpc.config_sections import AlgorithmConfig
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.algorithms.proximal import current_share, loglinear_anchor
+from rlhpc.config_algorithm import AlgorithmConfig
 
 NUM_TOKENS = 64
+POLICY_VERSION = 6
 
 
 def tokens(seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
@@ -33,8 +35,9 @@ def tokens(seed: int = 0, spread: float = 0.4) -> dict[str, Tensor]:
 def evaluate(batch: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Loss, its gradient with respect to the current log-probabilities, and metrics."""
     current = batch["current"].clone().requires_grad_()
-    loss, metrics = make_policy_loss(AlgorithmConfig(**({"proximal": "recompute"} | settings)))(
-        current, **{name: values for name, values in batch.items() if name != "current"}
+    row = token_row(**{name: values for name, values in batch.items() if name != "current"})
+    loss, metrics = make_policy_loss(AlgorithmConfig(**({"proximal": "recompute"} | settings)), POLICY_VERSION)(
+        current, row
     )
     (gradient,) = torch.autograd.grad(loss, current)
     return loss.detach(), gradient, {name: value.item() for name, value in metrics.items()}
@@ -93,10 +96,9 @@ def test_loss_and_metrics_add_up_over_micro_batches() -> None:
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
 def test_what_stands_behind_the_mask_changes_nothing(filling: float, proximal: str) -> None:
     batch = tokens()
-    if proximal == "loglinear":
-        batch["proximal"] = torch.rand(NUM_TOKENS)
+    batch["versions"] = torch.where(batch["loss_mask"], torch.arange(NUM_TOKENS) % 6, -1).to(torch.int32)
     changed = {
-        name: values if name == "loss_mask" else torch.where(batch["loss_mask"], values, filling)
+        name: values if name in ("loss_mask", "versions") else torch.where(batch["loss_mask"], values, filling)
         for name, values in batch.items()
     }
     loss, gradient, metrics = evaluate(batch, proximal=proximal)
@@ -144,7 +146,8 @@ def test_without_a_cap_there_is_no_weight_but_its_figures_remain() -> None:
 def test_no_gradient_flows_through_weight_behaviour_or_proximal() -> None:
     batch = tokens()
     leaves = {name: batch[name].clone().requires_grad_() for name in ("current", "behaviour", "proximal", "advantages")}
-    loss, metrics = make_policy_loss(AlgorithmConfig(proximal="recompute"))(**leaves, loss_mask=batch["loss_mask"])
+    row = token_row(**{name: leaves[name] for name in leaves if name != "current"}, loss_mask=batch["loss_mask"])
+    loss, metrics = make_policy_loss(AlgorithmConfig(proximal="recompute"), 0)(leaves["current"], row)
     loss.backward()
     assert leaves["current"].grad is not None
     assert all(leaves[name].grad is None for name in ("behaviour", "proximal", "advantages"))
@@ -202,22 +205,22 @@ def test_a_row_without_loss_tokens_gives_zero_and_not_nan() -> None:
 
 
 def test_the_share_of_the_current_policy_grows_with_the_token_s_age() -> None:
-    versions = np.array([-1, 6, 5, 4, 2], np.int32)
-    np.testing.assert_allclose(current_share(versions, 6), [1, 1, 0, 0.5, 0.75])
-    with pytest.raises(ValueError, match="a token of version 6 in a batch for policy version 5"):
-        current_share(versions, 5)
+    versions = torch.tensor([-1, 7, 6, 5, 4, 2], dtype=torch.int32)
+    torch.testing.assert_close(current_share(versions, 6), torch.tensor([1, 1, 1, 0, 0.5, 0.75]))
 
 
 def test_loglinear_anchors_between_sampler_and_current_policy_without_gradient() -> None:
     batch = tokens()
-    share = torch.linspace(0, 1, NUM_TOKENS)
-    anchor = loglinear_proximal(batch["behaviour"], batch["current"].clone().requires_grad_(), share)
+    versions = torch.where(batch["loss_mask"], torch.arange(NUM_TOKENS) % 6, -1).to(torch.int32)
+    share = current_share(versions, POLICY_VERSION)
+    current = batch["current"].clone().requires_grad_()
+    anchor = loglinear_anchor(batch["behaviour"], current, versions, POLICY_VERSION)
     assert not anchor.requires_grad
     torch.testing.assert_close(anchor, (1 - share) * batch["behaviour"] + share * batch["current"])
-    by_share = evaluate(batch | {"proximal": share}, proximal="loglinear")
+    by_age = evaluate(batch | {"versions": versions}, proximal="loglinear")
     by_anchor = evaluate(batch | {"proximal": anchor}, proximal="recompute")
-    assert torch.equal(by_share[0], by_anchor[0])
-    assert torch.equal(by_share[1], by_anchor[1])
+    assert torch.equal(by_age[0], by_anchor[0])
+    assert torch.equal(by_age[1], by_anchor[1])
 
 
 def test_the_current_policy_as_proximal_gives_the_same_gradient_as_recomputing_it() -> None:
@@ -228,9 +231,8 @@ def test_the_current_policy_as_proximal_gives_the_same_gradient_as_recomputing_i
     gradients = []
     for proximal in ("current", "recompute"):
         current = start.clone().requires_grad_()
-        loss, _ = make_policy_loss(AlgorithmConfig(proximal=proximal))(
-            current, behaviour=behaviour, proximal=start.clone(), advantages=advantages, loss_mask=mask
-        )
+        row = token_row(behaviour, proximal=start.clone(), advantages=advantages, loss_mask=mask)
+        loss, _ = make_policy_loss(AlgorithmConfig(proximal=proximal), 0)(current, row)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients.append(current.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)

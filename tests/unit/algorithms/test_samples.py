@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 from group_builder import group, rollout, scored
 
-from rlhpc.algorithms.advantages import grpo_no_std
-from rlhpc.algorithms.samples import to_samples
+from rlhpc.algorithms.advantages.group_relative import grpo_no_std
+from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.types import FinishReason, Rollout, Verdict
+
+make_samples = SampleMaker(grpo_no_std)
 
 
 def test_entry_t_of_every_array_describes_token_t_of_prompt_and_completion() -> None:
     members = (scored(rollout(0), 1.0), scored(rollout(1, length=2), 0.0))
-    first, second = to_samples(group(*members), grpo_no_std)
+    first, second = make_samples([group(*members)])
     assert first.token_ids.tolist() == [100, 101, 0, 1, 2]
     assert first.loss_mask.tolist() == [False, False, True, True, True]
     assert first.behaviour_logprobs.tolist() == [0, 0, -1, -2, -3]
@@ -28,7 +30,7 @@ def test_tokens_of_a_tool_carry_no_advantage_and_no_log_probability() -> None:
     mask = np.array([True, False, True])
     unset = np.array([-1.0, np.nan, -3.0], np.float32)
     members = (scored(rollout(0, loss_mask=mask, behaviour_logprobs=unset), 1.0), scored(rollout(1), 0.0))
-    sample = to_samples(group(*members), grpo_no_std)[0]
+    sample = make_samples([group(*members)])[0]
     assert sample.loss_mask.tolist() == [False, False, True, False, True]
     assert sample.behaviour_logprobs.tolist() == [0, 0, -1, 0, -3]
     assert sample.advantages.tolist() == [0, 0, 0.5, 0, 0.5]
@@ -36,7 +38,7 @@ def test_tokens_of_a_tool_carry_no_advantage_and_no_log_probability() -> None:
 
 
 def test_a_group_without_spread_gives_samples_with_zero_advantages() -> None:
-    samples = to_samples(group(scored(rollout(0), 1.0), scored(rollout(1), 1.0)), grpo_no_std)
+    samples = make_samples([group(scored(rollout(0), 1.0), scored(rollout(1), 1.0))])
     assert len(samples) == 2
     assert not any(sample.advantages.any() for sample in samples)
 
@@ -44,7 +46,7 @@ def test_a_group_without_spread_gives_samples_with_zero_advantages() -> None:
 def test_a_group_with_a_failed_verifier_is_refused() -> None:
     members = (scored(rollout(0), 1.0), scored(rollout(1), 0.0, Verdict.VERIFIER_ERROR))
     with pytest.raises(ValueError, match="sample 1 of group 5: its verifier failed"):
-        to_samples(group(*members), grpo_no_std)
+        make_samples([group(*members)])
 
 
 @pytest.mark.parametrize(
@@ -58,4 +60,4 @@ def test_a_group_with_a_failed_verifier_is_refused() -> None:
 )
 def test_what_must_not_be_trained_on_is_refused(broken: Rollout, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        to_samples(group(scored(broken, 1.0), scored(rollout(1), 0.0)), grpo_no_std)
+        make_samples([group(scored(broken, 1.0), scored(rollout(1), 0.0))])

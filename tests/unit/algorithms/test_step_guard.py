@@ -147,9 +147,10 @@ def test_a_refusal_names_what_is_out_of_limits_and_a_repeated_one_needs_no_reaso
     limits = StepLimits({"entropy": 1.0}, {"grad_norm": 2.0})
     assert refusal(limits, {"entropy": 0.5, "grad_norm": 3.0}) == "entropy, grad_norm"
     assert refusal(limits, {"entropy": 1.0, "grad_norm": 2.0}) == ""
-    assert refusal(StepLimits(must_skip=True), {}) == AS_BEFORE
+    assert refusal(StepLimits(skip=(1, 2)), {}, 2) == AS_BEFORE
+    assert refusal(StepLimits(skip=(1, 2)), {}, 0) == ""
     assert StepLimits().allow_all
-    assert not StepLimits(must_skip=True).allow_all
+    assert not StepLimits(skip=(0,)).allow_all
 
 
 def test_a_restart_goes_on_with_the_same_judgements() -> None:

@@ -15,6 +15,14 @@ _QWEN2_5: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rope_theta": 1000000.0,
 }
+_1_5B: dict[str, Any] = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+}
 _LLAMA_3_1: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -37,6 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "Qwen2.5-Math-1.5B": _QWEN2_5 | _1_5B | {"tie_word_embeddings": True, "max_position_embeddings": 4096},
+    "DeepSeek-R1-Distill-Qwen-1.5B": _QWEN2_5 | _1_5B | {"max_position_embeddings": 131072},
     "Qwen2.5-7B": _QWEN2_5
     | {
         "hidden_size": 3584,
@@ -106,6 +116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Of the published weights, a tied head counted once.
 NUM_PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-Math-1.5B": 1_543_714_304,
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
@@ -148,10 +160,21 @@ def make_model_directory(directory: Path, model: dict[str, Any]) -> Path:
     return directory
 
 
-# Run files of configs/large, and the models that they are for.
-LARGE_RECIPES = {
-    "qwen2.5-7b-tp2": "Qwen2.5-7B",
-    "qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
-    "qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
-    "qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+# Run files of configs that are for published models, and models with the sizes of those that they name.
+LARGE_RUNS = {
+    "large/qwen2.5-7b-tp2": "Qwen2.5-7B",
+    "large/qwen2.5-32b-tp4-pp2": "Qwen2.5-32B",
+    "large/qwen2.5-72b-tp8-pp4": "Qwen2.5-72B",
+    "large/qwen3-30b-a3b-ep8": "Qwen3-30B-A3B",
+}
+RECIPES = {
+    "gsm8k": "Qwen2.5-0.5B",
+    "recipes/pipelinerl-7b": "Qwen2.5-7B",
+    "recipes/pipelinerl-32b": "Qwen2.5-32B",
+    "recipes/areal-1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",
+    "recipes/areal-7b": "Qwen2.5-7B",  # DeepSeek-R1-Distill-Qwen-7B: the same sizes
+    "recipes/olmorl-7b-zero": "Qwen2.5-7B",
+    "recipes/dapo-32b": "Qwen2.5-32B",
+    "recipes/drgrpo-1.5b": "Qwen2.5-Math-1.5B",
+    "recipes/gspo-30b-a3b": "Qwen3-30B-A3B",
 }

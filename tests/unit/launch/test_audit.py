@@ -344,6 +344,7 @@ def to_schema_1(path: Path) -> None:
     path.write_bytes(head.ljust(USER_BLOCK_BYTES, b"\0") + body)
 
 
+@pytest.mark.starts
 def test_a_run_that_goes_on_is_never_accused(tmp_path: Path) -> None:
     """A process works on it, is killed, and another goes on."""
     code = "from tests.unit.launch.test_audit import go_on; go_on()"

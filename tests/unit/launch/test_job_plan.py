@@ -309,7 +309,7 @@ def test_a_plan_makes_nothing(tmp_path: Path) -> None:
 
 def test_large_runs_are_for_more_than_one_machine() -> None:
     site = load_site(ROOT / "slurm" / "sites" / "example.toml")
-    for path in (ROOT / "configs" / "large").glob("*.toml"):
+    for path in (ROOT / "configs").glob("*/*.toml"):  # those that are large, and recipes
         config = load_config(path, ["run.directory=/shared/project/run"])
         plan_jobs(config, site, RunLayout(config.run_directory))
 

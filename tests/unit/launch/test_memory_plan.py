@@ -15,13 +15,21 @@ from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from launch.checks.memory.plan import GIB, fullest, plan_memory
 from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
 from launch.cli import main
+from launch.commands.recipes import Recipe
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.parallel_layout import ParallelLayout
-from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES, NUM_PARAMETERS, ODD_CONFIGS, make_model_directory
+from tests.unit.launch.public_models import (
+    CONFIGS,
+    LARGE_RUNS,
+    NUM_PARAMETERS,
+    ODD_CONFIGS,
+    RECIPES,
+    make_model_directory,
+)
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE_SITE = ROOT / "slurm" / "sites" / "example.toml"
@@ -373,25 +381,33 @@ def test_a_gpu_of_unknown_name_is_taken_with_its_memory() -> None:
 
 
 def check_words(name: str, tmp_path: Path) -> list[str]:
-    """`rlhpc check` of a large run, on a model directory with its real config.json and a small dataset."""
-    model = make_model_directory(tmp_path / "model", CONFIGS[LARGE_RECIPES[name]])
+    """`rlhpc check` of a shipped run, on a model directory with its real config.json and a small dataset."""
+    model = make_model_directory(tmp_path / "model", CONFIGS[(LARGE_RUNS | RECIPES)[name]])
     (tmp_path / "train.jsonl").write_text('{"question": "add", "answer": "2"}\n')
-    run_file = ROOT / "configs" / "large" / f"{name}.toml"
+    run_file = ROOT / "configs" / f"{name}.toml"
     paths = [f"model.path={str(model)!r}", f"data.path={str(tmp_path / 'train.jsonl')!r}"]
     return ["check", str(run_file), *paths, f"run.directory={str(tmp_path / 'run')!r}", "--site", str(EXAMPLE_SITE)]
 
 
-@pytest.mark.parametrize("name", LARGE_RECIPES)
-def test_a_large_run_passes_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", LARGE_RUNS | RECIPES)
+def test_a_run_for_h100s_passes_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(check_words(name, tmp_path)) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     (line,) = re.findall(r"^fits .*$", printed, re.MULTILINE)
     spare = float(re.findall(r": ([\d.]+) GiB to spare", line)[0])
     assert spare > 0.1 * GPU_MEMORY_GIB["h100"], "a plan that is this tight does not survive its own errors"
     assert "trainer     megatron, " in printed
+    if name in RECIPES:
+        fullest = max(map(float, re.findall(r"^  fullest moment (.*)$", printed, re.MULTILINE)[0].split()))
+        (engine,) = re.findall(r"^  all, at least +(.*)$", printed, re.MULTILINE)
+        said = Recipe(ROOT / "configs" / f"{name}.toml").part("Memory")
+        assert said == (
+            f"estimate, GiB of a GPU's {GPU_MEMORY_GIB['h100']}: trainer {fullest:.1f} at its fullest, "
+            f"engine {float(engine):.1f} at least, {spare} to spare."
+        ), "the head of the recipe says something else than is printed"
 
 
-@pytest.mark.parametrize("name", LARGE_RECIPES)
+@pytest.mark.parametrize("name", LARGE_RUNS)
 def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "small.toml"
     site.write_text('[trainer]\ngpu = "rtx4090"\n[generation]\ngpu = "b200"\n')
@@ -402,12 +418,11 @@ def test_a_large_run_is_refused_on_small_gpus(name: str, tmp_path: Path, capsys:
     assert "23.5 GiB of trainer.gpu='rtx4090'" in captured.err
 
 
-def test_every_large_run_is_checked() -> None:
-    files = (ROOT / "configs" / "large").glob("*.toml")
-    assert {path.stem for path in files} == set(LARGE_RECIPES)
-    for name in LARGE_RECIPES:
-        config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
-        assert config.run.name == name
+def test_every_run_for_h100s_is_checked() -> None:
+    files = [ROOT / "configs" / "gsm8k.toml", *(ROOT / "configs").glob("*/*.toml")]
+    assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(LARGE_RUNS | RECIPES)
+    for path in files:
+        assert load_config(path).run.name == path.stem
 
 
 def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
@@ -418,14 +433,12 @@ def test_the_bucket_that_the_plan_counts_is_deepspeeds() -> None:
     assert rank.buckets == (2 + 2 + 4) * (int(bucket[0]) << int(bucket[1]))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-72b-tp8-pp4", "qwen2.5-7b-tp2"])
+@pytest.mark.parametrize("name", ["large/qwen2.5-72b-tp8-pp4", "large/qwen2.5-7b-tp2"])
 def test_the_page_on_memory_shows_what_is_printed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    (command, output) = re.findall(
-        rf"^\$ rlhpc check configs/large/{name}.toml (.*)\n((?:.*\n)*?)```", page, re.MULTILINE
-    )[0]
+    (command, output) = re.findall(rf"^\$ rlhpc check configs/{name}.toml (.*)\n((?:.*\n)*?)```", page, re.MULTILINE)[0]
     monkeypatch.chdir(ROOT)
     words = check_words(name, tmp_path)[: -len(["--site", str(EXAMPLE_SITE)])]
     main([*words, *command.split()])

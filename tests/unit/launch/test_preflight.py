@@ -36,7 +36,7 @@ def test_a_large_run_is_checked_without_loading_torch_or_megatron(tmp_path: Path
         "assert not {'torch', 'transformers', 'megatron.core', 'deepspeed', 'vllm'} & set(sys.modules);"
         "sys.exit(status)"
     )
-    words = [sys.executable, "-c", code, *check_words("qwen2.5-72b-tp8-pp4", tmp_path)]
+    words = [sys.executable, "-c", code, *check_words("large/qwen2.5-72b-tp8-pp4", tmp_path)]
     assert str(EXAMPLE_SITE) in words
     done = subprocess.run(words, capture_output=True, text=True, env=command_environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import tensor_util
 
+from rlhpc.metrics.layout import CHARTS
 from rlhpc.metrics.recorder import Recorder, Sample, Seam, sample_markdown
 
 
@@ -99,7 +100,7 @@ def test_the_dashboard_is_in_every_run(recorder, tmp_path):
     recorder.close()
     (event,) = read(tmp_path).Tensors("custom_scalars__config__")
     layout = Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == ["Reward", "Staleness", "Idle", "Policy", "Throughput"]
+    assert [category.title for category in layout.category] == list(CHARTS)
 
 
 def attempt(directory, steps, seam=None) -> None:

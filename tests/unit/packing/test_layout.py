@@ -9,7 +9,7 @@ from rlhpc.errors import PackingError
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import lay_out, lockstep_slowdown, pack, packing_fill, unpack
 from rlhpc.packing.planner import plan
-from rlhpc.types import PackedBatch, TrainingSample
+from rlhpc.types import PackedMinibatch, TrainingSample
 
 COST = FlopCost(linear=100.0, quadratic=1.0)
 
@@ -30,8 +30,8 @@ def sample(index: int, num_prompt: int, num_completion: int) -> TrainingSample:
     )
 
 
-def packed(samples: list[TrainingSample], token_budget: int = 64, num_ranks: int = 3) -> PackedBatch:
-    return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=COST, step=4, policy_version=3)
+def packed(samples: list[TrainingSample], token_budget: int = 64, num_ranks: int = 3) -> PackedMinibatch:
+    return pack(samples, token_budget=token_budget, num_ranks=num_ranks, cost=COST)
 
 
 shapes = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
@@ -55,8 +55,8 @@ def test_every_row_keeps_the_promises_of_its_type(lengths: list[tuple[int, int]]
     assert len({len(rows) for rows in batch.ranks}) == 1
     assert batch.num_samples == len(lengths)
     assert batch.num_loss_tokens == sum(completion for _, completion in lengths)
-    assert batch.num_loss_tokens == sum(row.loss_mask.sum() for rows in batch.ranks for row in rows)
-    for row in (row for rows in batch.ranks for row in rows):
+    assert batch.num_loss_tokens == sum(row.loss_mask.sum() for row in batch.rows)
+    for row in batch.rows:
         size = len(row.token_ids)
         assert size <= 64
         assert row.cu_seqlens[0] == 0
@@ -66,12 +66,13 @@ def test_every_row_keeps_the_promises_of_its_type(lengths: list[tuple[int, int]]
         assert (np.diff(row.position_ids) == 1).sum() == size - (len(row.cu_seqlens) - 1)
         assert (row.versions[~row.loss_mask] == -1).all()
         dtypes = [getattr(row, name).dtype for name in row.__slots__]
-        assert dtypes == [np.int32, np.int32, np.int32, np.bool_, np.float32, np.float32, np.int32]
+        assert dtypes == [np.int32, np.int32, np.int32, np.bool_, np.float32, np.float32, np.int32, np.float32]
+        assert len(row.loss_weights) == len(row.cu_seqlens) - 1
 
 
 def test_a_rank_without_samples_gets_rows_of_one_token_that_count_for_nothing() -> None:
     batch = packed([sample(0, 2, 3)], num_ranks=4)
-    filler = [row for rows in batch.ranks for row in rows if len(row.token_ids) == 1]
+    filler = [row for row in batch.rows if len(row.token_ids) == 1]
     assert len(filler) == 3
     assert not any(row.loss_mask.any() for row in filler)
     assert batch.num_loss_tokens == 3
@@ -84,7 +85,6 @@ def test_packing_twice_gives_the_same_batch() -> None:
     first, second = packed(samples), packed(samples)
     for one, other in zip(unpack(first), unpack(second), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
-    assert (first.step, first.policy_version) == (4, 3)
 
 
 def test_versions_of_tokens_the_policy_did_not_choose_are_hidden() -> None:
@@ -121,7 +121,7 @@ def test_a_sample_of_one_token_is_refused_since_it_would_look_like_a_filler() ->
 def test_a_plan_for_other_samples_is_refused() -> None:
     planned = plan(np.array([4, 5]), token_budget=10, num_ranks=1, cost=COST)
     with pytest.raises(ValueError, match="a plan for 2 samples and 1 samples"):
-        lay_out([sample(0, 2, 2)], planned, step=0, policy_version=0)
+        lay_out([sample(0, 2, 2)], planned)
 
 
 def test_slowdown_is_one_for_even_rows_and_counts_the_wait_for_uneven_ones() -> None:

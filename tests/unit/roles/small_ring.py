@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.algorithms.advantages import make_estimator
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.buffer.ledger import AdmissionLedger
@@ -145,6 +144,7 @@ class FakeTrainer:
         self.published: list[int] = []
         self.scored: list[bool] = []  # whether the canary was, in each publication
         self.is_finite = True
+        self.refuses: tuple[int, ...] = ()  # optimiser steps of a batch that are out of bounds; the others are not
         self.metrics: Callable[[int], dict[str, float]] = lambda step: {"loss": 0.5}  # of a step
         self.failing_broadcasts = 0
 
@@ -158,9 +158,9 @@ class FakeTrainer:
                 self.batches.append(command)
                 metrics = self.metrics(command.step)
                 refused = refusal(command.limits, metrics) if self.is_finite else ""
-                applied = self.is_finite and not refused
+                applied = self.is_finite and (not refused or bool(self.refuses))
                 self.version += applied
-                return StepReport(command.step, self.version, applied, metrics, refused)
+                return StepReport(command.step, self.version, applied, metrics, refused, self.refuses)
             case FormGroup():
                 self.formed.append(command.group.members)
                 self.transports.append(command.group.transport)
@@ -307,7 +307,7 @@ class SmallRing:
         self.guard = StepGuard(config.guard)
         self.guarding = Guarding(self.guard, self.buffer, config.admission, file=guard_file)
         self.loop = TrainLoop(
-            config, self.buffer, link, self.weight_sync, make_estimator("grpo"), FlopCost(1.0, 0.0),
+            config, self.buffer, link, self.weight_sync, FlopCost(1.0, 0.0),
             step=0, version=0, wake=self.generate, guarding=self.guarding,
         )  # fmt: skip
         self._trainer_client = batches.connect(RANK_0)

@@ -15,6 +15,7 @@ from rlhpc.buffer.event_log import RolledBack, Trained
 from rlhpc.buffer.history import RecordedStep, Replay, rollback_due
 from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.config import Config
+from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.config_sections import GuardConfig
 from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile, read_guard_file
@@ -196,6 +197,31 @@ async def test_a_repeated_step_is_skipped_or_applied_as_it_was_and_noted_once(tm
         assert [record.report.applied for record in ring.records] == [True, True, False, False]
         assert ring.records[2].report.refused == AS_BEFORE
     assert [(entry.step, entry.action) for entry in read_guard_file(file)] == [(3, "skip")]  # of which nothing is known
+
+
+async def test_the_same_optimiser_steps_of_a_batch_are_refused_when_it_is_repeated(tmp_path: Path) -> None:
+    config = guarded("skip")
+    algorithm = AlgorithmConfig(proximal="recompute", minibatches=3)
+    async with small_ring(config.model_copy(update={"algorithm": algorithm}), tmp_path) as ring:
+        ring.trainer.metrics = lambda _: FINE
+        recorded = {
+            0: Trained(0, 0, True),
+            1: Trained(1, 1, True, FINE, "entropy", (0, 2)),
+            2: Trained(2, 2, False, FINE, "entropy"),  # as versions before had it: all of them
+        }
+        await repeat(ring, recorded, 3)
+        assert [batch.limits.skip for batch in ring.trainer.batches] == [(), (0, 2), (0, 1, 2)]
+
+
+async def test_an_alarm_says_which_optimiser_steps_were_refused(tmp_path: Path) -> None:
+    file = tmp_path / "guard.jsonl"
+    async with small_ring(guarded("skip"), tmp_path, guard_file=GuardFile(file)) as ring:
+        ring.trainer.metrics = lambda _: BAD
+        ring.trainer.refuses = (1,)  # of every batch, and no more
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+    texts = [entry.text for entry in read_guard_file(file)]
+    assert any("its optimiser steps 1, counted from 0, skipped on all ranks" in text for text in texts), texts
 
 
 async def test_an_end_that_was_reached_before_is_not_reached_again_by_repeating(tmp_path: Path) -> None:

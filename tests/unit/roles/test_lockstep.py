@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.buffer.event_log import Trained
 from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import DropReason
@@ -151,7 +152,7 @@ def test_groups_that_came_back_without_spread_do_not_count(tmp_path: Path) -> No
 
     async def count() -> tuple[bool, bool]:
         async with small_ring(in_lockstep(1), tmp_path) as ring:
-            lockstep = Lockstep(ring.buffer, ring.config.admission)
+            lockstep = Lockstep(ring.buffer, ring.config.admission, RewardShaping())
             sample(ring)
             sample(ring, rewards=(0.0, 0.0))
             before = lockstep.is_settled(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlhpc.messages import Heartbeat, Hello
@@ -65,6 +67,18 @@ def test_a_heartbeat_of_someone_unknown_changes_nothing(registry: ProcessRegistr
     assert not registry.record("generator-7", beat(capacity=64))
     assert registry.names() == []
     assert registry.capacity("generator-7") == 0
+
+
+def test_a_heartbeat_of_a_process_whose_hello_was_lost_does_not_count_for_its_predecessor(
+    registry: ProcessRegistry,
+) -> None:
+    """Who answers it asks for the Hello once more; until then it would be thought to have its predecessor's weights."""
+    registry.register("generator-0", hello(incarnation="3.0.0-first"))
+    assert registry.record("generator-0", replace(beat(capacity=8), incarnation="3.0.0-first"))
+    assert not registry.record("generator-0", replace(beat(capacity=64), incarnation="3.0.1-second"))
+    assert registry.capacity("generator-0") == 8
+    registry.register("generator-0", hello(incarnation="3.0.1-second"))
+    assert registry.record("generator-0", replace(beat(capacity=64), incarnation="3.0.1-second"))
 
 
 def test_credit_is_what_the_last_heartbeat_said_and_nothing_before_the_first(registry: ProcessRegistry) -> None:

@@ -65,3 +65,27 @@ async def test_a_generator_that_connects_again_has_lost_nothing(tmp_path: Path) 
         assert record is not None
         assert record.attempts == 1
         assert all(member.is_free for member in record.members)
+
+
+@pytest.mark.parametrize("state_of_it", ["running", "draining"])
+async def test_a_lease_on_its_way_to_one_that_leaves_is_nobodys_fault(tmp_path: Path, state_of_it: str) -> None:
+    """It is granted again; only of one that died the prompt may be the cause."""
+    config, clock = small_config(), ManualClock()
+    async with small_ring(config, tmp_path) as ring:
+        context = RoleContext("controller", 0, 1, 0, None, "first", RunLayout(tmp_path), config, config_hash(config))
+        registry = ProcessRegistry(config_hash(config), 15.0, clock)
+        buffer: Any = ring.buffer
+        state: Any = ControllerState(Any, None, buffer.segments, buffer.journal, buffer, Membership(), Totals(), 0, 0)
+        processes = RunProcesses(context, ring.control, registry, ring.weight_sync, state)
+        buffer.admit(prompt(0), 0)
+        await processes.greet("generator-0", hello("0.0.0-first"))
+        lease = buffer.grant("generator-0", 2)
+        assert lease is not None
+        await processes.beat("generator-0", Heartbeat(state_of_it, "", 3, 0, {}))
+        clock.advance(16.0)
+        assert await processes.lose_silent()
+        record = buffer.open_record(lease.group_id)
+        assert record is not None
+        assert all(member.is_free for member in record.members)
+        assert state.totals.leases_regranted == 1
+        assert {member.lost_leases for member in record.members} == {int(state_of_it == "running")}

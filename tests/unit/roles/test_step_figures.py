@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.algorithms.advantages import make_estimator
-from rlhpc.algorithms.losses import make_policy_loss
-from rlhpc.algorithms.samples import to_samples
-from rlhpc.config_sections import AlgorithmConfig
+from rlhpc.algorithms.advantages.group_relative import grpo
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
@@ -19,7 +19,8 @@ from rlhpc.packing.layout import pack
 from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
 from rlhpc.roles.controller.rollout_sink import IntakeStats
 from rlhpc.roles.controller.step_record import StepRecord
-from rlhpc.types import RolloutGroup
+from rlhpc.types import PackedBatch, RolloutGroup
+from tests.unit.algorithms.token_rows import token_row
 from tests.unit.roles.small_ring import prompt, scored
 
 REPORT = dict.fromkeys(
@@ -38,8 +39,8 @@ def group(group_id: int, admitted_version: int, *rewards: float) -> RolloutGroup
 @pytest.fixture
 def record() -> StepRecord:
     groups = (group(0, 1, 0.0, 1.0), group(1, 2, 1.0, 0.0))
-    samples = [sample for g in groups for sample in to_samples(g, make_estimator("grpo"))]
-    batch = pack(samples, token_budget=16, num_ranks=1, cost=FlopCost(1.0, 0.0), step=3, policy_version=3)
+    minibatch = pack(SampleMaker(grpo)(groups), token_budget=16, num_ranks=1, cost=FlopCost(1.0, 0.0))
+    batch = PackedBatch(3, 3, (minibatch,))
     return StepRecord(StepReport(3, 4, True, REPORT), batch, groups, 3, 1.0, 0.1, 0.01, 0.2, 0.3, 0.4)
 
 
@@ -55,8 +56,8 @@ def test_every_name_is_in_the_table(record: StepRecord) -> None:
 @pytest.mark.parametrize("proximal", ["behaviour", "loglinear", "current"])
 def test_every_metric_of_a_loss_has_a_row_of_the_table(record: StepRecord, proximal: str) -> None:
     tokens = torch.zeros(3)
-    loss = make_policy_loss(AlgorithmConfig.model_validate({"proximal": proximal}))
-    _, sums = loss(tokens, behaviour=tokens, proximal=tokens, advantages=tokens, loss_mask=tokens == 0)
+    loss = make_policy_loss(AlgorithmConfig.model_validate({"proximal": proximal}), 3)
+    _, sums = loss(tokens, token_row(tokens, versions=torch.tensor([1, 2, 3])))
     record = replace(record, report=StepReport(3, 4, True, {name: value.item() for name, value in sums.items()}))
     for name in training_figures(record, 16):
         find_metric(name)  # raises KeyError

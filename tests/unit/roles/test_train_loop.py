@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhpc.buffer.event_log import Trained
@@ -14,6 +15,7 @@ from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.config import Config
+from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.errors import CheckpointError, LedgerError, RoleFailed, TrainingError
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSyncLimits
@@ -41,7 +43,7 @@ async def test_a_run_trains_every_step_on_a_full_batch_and_releases_everything(t
         await asyncio.wait_for(ring.start_training(), PATIENCE_S)
         assert [batch.step for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
         assert [batch.policy_version for batch in ring.trainer.batches] == [0, 1, 2, 3, 4]
-        assert {batch.num_samples for batch in ring.trainer.batches} == {4}
+        assert {minibatch.num_samples for batch in ring.trainer.batches for minibatch in batch.minibatches} == {4}
         assert [record.trained_version for record in ring.records] == [0, 1, 2, 3, 4]
         assert ring.weight_sync.live_version == 5
         assert ring.ledger.counts()["released"] == 10
@@ -536,3 +538,16 @@ async def test_weights_are_published_only_when_what_made_them_is_on_disk(tmp_pat
         assert ring.trainer.published == [0]
         is_on_disk.set()
         await until(lambda: 3 in ring.trainer.published)
+
+
+async def test_the_rate_of_a_batch_falls_with_the_age_of_its_tokens_if_that_is_asked_for(tmp_path: Path) -> None:
+    config = small_config(num_steps=6, max_staleness=4)
+    asked = config.model_copy(update={"algorithm": AlgorithmConfig(scale_rate_by_age=True)})
+    for settings, is_scaled in ((config, False), (asked, True)):
+        async with small_ring(settings, tmp_path / str(is_scaled)) as ring:
+            await ring.add_generator()
+            await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+            for batch in ring.trainer.batches:
+                ages = np.concatenate([batch.policy_version - row.versions[row.loss_mask] for row in batch.rows])
+                expected = 1 / max(1.0, float(ages.mean())) if is_scaled else 1.0
+                assert batch.rate_factor == pytest.approx(expected)

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.contracts import StepResult
+from rlhpc.errors import ConfigError
 from rlhpc.messages import PublishReport, PublishWeights, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.trainer.batch_figures import BatchFigures
 from rlhpc.roles.trainer.role import Trainer
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
-from rlhpc.types import PackedBatch, PackedMicrobatch, StepLimits
+from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
 from tests.contracts.trainer_textbook import load_hf
 from tests.tiny_models import make_tiny_checkpoint
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row, tiny_config
@@ -38,6 +42,7 @@ class Ear:
 
 
 pytestmark = pytest.mark.starts
+NONE = StepLimits()
 
 
 @pytest.fixture
@@ -48,9 +53,7 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 
 
 def batch_of(row: PackedMicrobatch, step: int) -> PackedBatch:
-    return PackedBatch(
-        step=step, policy_version=0, ranks=((row,),), num_loss_tokens=num_loss_tokens([row]), num_samples=2
-    )
+    return PackedBatch(step, 0, (PackedMinibatch(((row,),), num_loss_tokens([row]), 2),))
 
 
 def test_a_step_outside_the_limits_of_its_batch_is_refused_and_its_figures_are_told(
@@ -63,7 +66,7 @@ def test_a_step_outside_the_limits_of_its_batch_is_refused_and_its_figures_are_t
     trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
     batch = batch_of(pack_row(draw_samples((5, 9))), 0)
     before = {name: tensor.clone() for name, tensor in backend.weights()}
-    refusals = [StepLimits(highs={"grad_norm": 1e-9, "entropy": 1e-9}), StepLimits(must_skip=True)]
+    refusals = [StepLimits(highs={"grad_norm": 1e-9, "entropy": 1e-9}), StepLimits(skip=(0,))]
     for limits in (*refusals, StepLimits(highs={"grad_norm": 1e9})):
         assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
         trainer.obey(replace(batch, limits=limits))
@@ -108,3 +111,70 @@ def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any,
     assert before.canary[0] == 0
     assert np.abs(after.canary - before.canary).max() > 1e-5
     assert without.canary is None
+
+
+def minibatches_of(rows: list[PackedMicrobatch], order: tuple[int, ...], limits: StepLimits = NONE) -> PackedBatch:
+    minibatches = tuple(PackedMinibatch(((row,),), num_loss_tokens([row]), 1) for row in rows)
+    return PackedBatch(0, 0, minibatches, order, limits)
+
+
+def trainer_on(backend: Any, tmp_path: Path, ear: Ear, **algorithm: object) -> Trainer:
+    config = tiny_config(tmp_path / "model")
+    config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
+    context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash")
+    return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_several_minibatches_is_as_many_optimiser_steps_and_one_version(
+    backend: Any, tmp_path: Path
+) -> None:
+    ear = Ear()
+    trainer = trainer_on(backend, tmp_path, ear, proximal="recompute", minibatches=2, epochs=2)
+    rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)]
+    trainer.obey(minibatches_of(rows, (0, 1, 1, 0)))
+    assert backend.num_steps_applied == 4
+    [report] = ear.answers
+    assert (report.applied, report.policy_version, report.skipped) == (True, 1, ())
+
+
+def test_the_ratio_is_of_the_policy_at_the_start_of_the_batch(backend: Any, tmp_path: Path) -> None:
+    """Exactly 1 in the first optimiser step, and not in the second: the anchor stays where it was."""
+    ratios = []
+    for rows, order in (([0], (0,)), ([0], (0, 0))):
+        ear = Ear()
+        packed = [pack_row(draw_samples((5, 9), seed=seed)) for seed in rows]
+        trainer = trainer_on(backend, tmp_path, ear, proximal="recompute", epochs=len(order), minibatches=1)
+        trainer.obey(minibatches_of(packed, order))
+        ratios.append(ear.answers[0].metrics["ratio"])
+    assert ratios[0] == 1.0
+    assert ratios[1] != 1.0
+
+
+def test_optimiser_steps_that_are_refused_are_named_and_the_others_count(backend: Any, tmp_path: Path) -> None:
+    ear = Ear()
+    trainer = trainer_on(backend, tmp_path, ear, proximal="recompute", minibatches=3)
+    rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1, 2)]
+    trainer.obey(minibatches_of(rows, (0, 1, 2), StepLimits(skip=(0, 2))))
+    trainer.obey(replace(minibatches_of(rows, (0, 1, 2), StepLimits(skip=(0, 1, 2))), step=1, policy_version=1))
+    first, second = ear.answers
+    assert (first.applied, first.policy_version, first.refused, first.skipped) == (True, 1, "as before", (0, 2))
+    assert (second.applied, second.policy_version, second.skipped) == (False, 1, (0, 1, 2))
+    assert backend.num_steps_applied == 1
+
+
+def test_figures_of_a_batch_are_means_over_the_tokens_of_all_its_optimiser_steps() -> None:
+    figures = BatchFigures()
+    figures.add(StepResult(True, 2.0, {"loss": 6.0}), 3, "")
+    figures.add(StepResult(True, 4.0, {"loss": 1.0}), 1, "")
+    figures.add(StepResult(False, float("nan"), {"loss": float("nan")}), 5, "")
+    assert figures.means() == {"loss": 7 / 4, "grad_norm": 3.0}
+    assert (figures.is_applied, figures.refused, figures.skipped) == (True, "", ())
+    broken = BatchFigures()
+    broken.add(StepResult(False, float("nan"), {"loss": float("inf")}), 5, "")
+    assert broken.means()["loss"] == float("inf")
+    assert not broken.is_applied
+
+
+def test_a_loss_that_is_not_there_is_told_before_the_first_batch(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.loss='no_such_module:loss': cannot import no_such_module"):
+        trainer_on(backend, tmp_path, Ear(), loss="no_such_module:loss")

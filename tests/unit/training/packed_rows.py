@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.config import Config
+from rlhpc.contracts import TokenRow
 from rlhpc.types import PackedMicrobatch, TrainingSample
 
 
@@ -43,6 +44,7 @@ def pack_row(samples: Sequence[TrainingSample]) -> PackedMicrobatch:
         behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in samples]),
         advantages=np.concatenate([s.advantages for s in samples]),
         versions=np.concatenate([s.versions for s in samples]),
+        loss_weights=np.array([s.loss_weight for s in samples], np.float32),
     )
 
 
@@ -67,10 +69,14 @@ def num_loss_tokens(rows: Sequence[PackedMicrobatch]) -> int:
     return sum(int(row.loss_mask.sum()) for row in rows)
 
 
-def clipped_loss(
-    current: Tensor, *, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_loss(current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's surrogate times a capped importance weight, written down again so that these tests need no algorithms/."""
+    return clipped_surrogate(current, row.behaviour, row.proximal, row.advantages, row.loss_mask)
+
+
+def clipped_surrogate(
+    current: Tensor, behaviour: Tensor, proximal: Tensor, advantages: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     ratio = (current - proximal).exp()
     weight = (proximal - behaviour).exp().clamp(max=2.0)
     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) * weight

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhpc.contracts import TokenRow
 from rlhpc.training.deepspeed.backend import DeepSpeedBackend, ZeroSettings
 from rlhpc.training.hf_model import load_causal_lm
 from rlhpc.training.process_group import RankContext, close_process_group, open_process_group
@@ -176,8 +177,8 @@ def infinite_loss_with_finite_gradients(rank: Rank, *, model: Path) -> Any:
     backend = rank.open(model)
     before = weights_of(backend)
 
-    def loss(current: torch.Tensor, **others: Any) -> Any:
-        loss_sum, metrics = clipped_loss(current, **others)
+    def loss(current: torch.Tensor, row: TokenRow) -> Any:
+        loss_sum, metrics = clipped_loss(current, row)
         return loss_sum + (torch.inf if rank.rank == 1 else 0.0), metrics
 
     mine = ROWS[rank.rank :: 2]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhpc.contracts import TokenRow
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.row_plan import RowPlan, row_order
@@ -49,10 +50,10 @@ class Copies(TorchDispatchMode):
 
 
 def loss_on_gpu() -> None:
-    def loss(current: Tensor, **others: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return current.sum(), others
+    def loss(current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+        return current.sum(), {}
 
-    loss_of_row(loss, torch.zeros(len(ROW.token_ids), device=GPU), ROW, None)  # type: ignore[arg-type]
+    loss_of_row(loss, torch.zeros(len(ROW.token_ids), device=GPU), ROW, None)
 
 
 def padded_attention() -> None:

@@ -22,6 +22,7 @@ from rlhpc.types import (
     Lease,
     PackedBatch,
     PackedMicrobatch,
+    PackedMinibatch,
     Prefix,
     Prompt,
     Rollout,
@@ -63,8 +64,9 @@ def lease() -> Lease:
 def batch(num_tokens: int) -> PackedBatch:
     ints = np.arange(num_tokens, dtype=np.int32)
     floats = ints.astype(np.float32)
-    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints)
-    return PackedBatch(4, 4, ((row, row), (row, row)), 4 * (num_tokens - 1), 4)
+    row = PackedMicrobatch(ints, ints, np.array([0, num_tokens], np.int32), ints > 0, floats, floats, ints, floats[:1])
+    minibatch = PackedMinibatch(((row, row), (row, row)), 4 * (num_tokens - 1), 4)
+    return PackedBatch(4, 4, (minibatch, minibatch), (0, 1, 1, 0))
 
 
 MESSAGES = [

@@ -13,7 +13,7 @@ from rlhpc.algorithms.diagnostics import staleness
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
-from rlhpc.packing.layout import packing_fill
+from rlhpc.packing.layout import packing_fill, tokens_trained
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
@@ -107,7 +107,7 @@ class RunRecorder:
         """Add one step to the totals; return the metrics derived from them."""
         totals, now = self._totals, self._clock()
         rollouts = [member.rollout for group in record.groups for member in group.members]
-        num_tokens = sum(len(row.token_ids) for rows in record.batch.ranks for row in rows)
+        num_tokens = tokens_trained(record.batch)
         idle_s = record.report.metrics.get("wait_for_batch_s", 0.0)
         generator_s, generator_idle_s = self._generators.look()
         self._trained.add(now, num_tokens)

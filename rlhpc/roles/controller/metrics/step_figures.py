@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhpc.algorithms.diagnostics import (
+    age_figures,
     completion_lengths,
     effective_sample_share,
     length_figures,
@@ -33,6 +34,7 @@ _REPORTED = {
     "ratio": "policy/ratio_mean",
     "importance_weight": "policy/importance_weight_mean",
     "importance_capped": "policy/importance_capped_share",
+    "importance_masked": "policy/importance_masked_share",
     "mismatch_abs": "policy/mismatch_abs_mean",
 }
 
@@ -41,7 +43,10 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
     """Metrics of the batch and of the optimiser step; what a loss reports under a new name NAME is policy/NAME."""
     report = dict(record.report.metrics)
     squares = report.pop("importance_weight_squared", None)
-    figures = {_REPORTED.get(name, f"policy/{name}"): value for name, value in report.items()}
+    by_age = {name: report.pop(name) for name in list(report) if name.startswith("age_")}
+    # A loss of the user's own names a family itself.
+    names = {name: _REPORTED.get(name, name if "/" in name else f"policy/{name}") for name in report}
+    figures = {names[name]: value for name, value in report.items()} | age_figures(by_age)
     if squares is not None:  # the report holds means: n of each cancels in the ratio
         figures["policy/ess"] = effective_sample_share(record.report.metrics, 1)
     return (
@@ -49,7 +54,7 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
         | staleness_figures(record.groups, record.trained_version)
         | {
             "packing/fill": packing_fill(record.batch, token_budget),
-            "packing/num_microbatches": float(len(record.batch.ranks[0])),
+            "packing/num_microbatches": float(sum(len(minibatch.ranks[0]) for minibatch in record.batch.minibatches)),
             "packing/lockstep_slowdown": record.lockstep_slowdown,
             "time/wait_for_groups_s": record.wait_for_groups_s,
             "time/pack_s": record.pack_s,
@@ -64,7 +69,8 @@ def training_figures(record: StepRecord, token_budget: int) -> dict[str, float]:
 
 def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
-    return reward_figures(stats.groups) | length_figures(stats.groups)
+    shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
+    return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
 
 
 def histograms(record: StepRecord) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
-"""Load what a trainer would send into vLLM's own model of a large recipe, on the meta device: names and shapes.
+"""Load what a trainer would send into vLLM's own model of a large run, on the meta device: names and shapes.
 
-Arguments: recipes.  Prints one line of JSON for each: parameters of vLLM's model that nothing was loaded into, with all
-tensors and with the last one left out.  A shape that vLLM does not expect raises in its loaders, but for q, k and v, of
-which it takes the rows that it wants: they are compared with transformers.
+Arguments: run files of configs, without .toml.  Prints one line of JSON for each: parameters of vLLM's model that
+nothing was loaded into, with all tensors and with the last one left out.  A shape that vLLM does not expect raises in
+its loaders, but for q, k and v, of which it takes the rows that it wants: they are compared with transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from rlhpc.training.megatron.hf_layout import tensor_specs
 from rlhpc.types import TensorSpec
-from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES, make_model_directory
+from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, make_model_directory
 from tests.unit.training.megatron.test_large_layouts import META, maps_of
 
 
@@ -49,10 +49,8 @@ def config_of(directory: Path) -> VllmConfig:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        places = {
-            name: make_model_directory(Path(scratch) / name, CONFIGS[LARGE_RECIPES[name]]) for name in sys.argv[1:]
-        }
-        mixture = next(name for name in places if "num_experts" in CONFIGS[LARGE_RECIPES[name]])
+        places = {name: make_model_directory(Path(scratch) / name, CONFIGS[LARGE_RUNS[name]]) for name in sys.argv[1:]}
+        mixture = next(name for name in places if "num_experts" in CONFIGS[LARGE_RUNS[name]])
         with set_current_vllm_config(config_of(places[mixture])):  # only for a mixture vLLM opens all its groups
             init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
             initialize_model_parallel(1, 1)

@@ -62,7 +62,8 @@ def mixed_row(seed: int, vocabulary: int, lengths: tuple[int, ...]) -> PackedMic
     mask[borders[:-1]] = False
     zeros = np.zeros(len(tokens), dtype=np.float32)
     positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    return PackedMicrobatch(tokens, positions, borders, mask, zeros, zeros, np.zeros(len(tokens), dtype=np.int32))
+    weights = np.ones(len(borders) - 1, np.float32)
+    return PackedMicrobatch(tokens, positions, borders, mask, zeros, zeros, np.zeros(len(tokens), np.int32), weights)
 
 
 def rank_results(rank: int, world_size: int, cases: list[Case], rows: list[PackedMicrobatch]) -> list[Seen]:

@@ -1,4 +1,4 @@
-"""The large recipes' layouts, tensor by tensor, without their memory: what ranks hold, what leaves them.
+"""Layouts of run files for published models, tensor by tensor, without memory: what ranks hold, what leaves them.
 
 Everything is on the meta device: names and shapes, no numbers.  Megatron's own modules are built for ranks of the real
 world size; its process groups are torch's "fake" backend, which connects to nobody.
@@ -28,40 +28,42 @@ from rlhpc.training.megatron.hf_layout import ParameterMap, exported, fill_local
 from rlhpc.training.megatron.hf_weights import sharded_weights
 from rlhpc.types import TensorSpec
 from rlhpc.weights.buckets import buckets_of, make_manifest, manifest_bytes
-from tests.unit.launch.public_models import CONFIGS, LARGE_RECIPES
+from tests.unit.launch.public_models import CONFIGS, LARGE_RUNS, RECIPES
 from tests.unit.training.rank_processes import run_ranks
 
 ROOT = Path(__file__).parents[4]
 META = torch.device("meta")
+RUNS = LARGE_RUNS | RECIPES
 
 
-def recipe(name: str) -> tuple[Config, Any, ParallelLayout]:
+def run_of(name: str) -> tuple[Config, Any, ParallelLayout]:
     """Run file, transformers configuration of its model, and layout."""
-    config = load_config(ROOT / "configs" / "large" / f"{name}.toml")
-    numbers = dict(CONFIGS[LARGE_RECIPES[name]])
+    config = load_config(ROOT / "configs" / f"{name}.toml")
+    numbers = dict(CONFIGS[RUNS[name]])
     return config, AutoConfig.for_model(numbers.pop("model_type"), **numbers), ParallelLayout.of(config.trainer)
 
 
 def maps_of(name: str) -> tuple[ParameterMap, ...]:
-    _, model, layout = recipe(name)
+    _, model, layout = run_of(name)
     return parameter_maps(model, layout)
 
 
 def expected_by_engines(name: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of an HF checkpoint of this model, which is what engines read."""
     with META:
-        module = AutoModelForCausalLM.from_config(recipe(name)[1])
+        module = AutoModelForCausalLM.from_config(run_of(name)[1])
     specs = (TensorSpec(key, "bfloat16", tuple(tensor.shape)) for key, tensor in module.named_parameters())
     return {each.name: each.shape for spec in specs for each in on_disk(spec)}
 
 
-def test_every_large_recipe_is_looked_at() -> None:
-    assert {path.stem for path in (ROOT / "configs" / "large").glob("*.toml")} == set(LARGE_RECIPES)
+def test_every_run_file_is_looked_at() -> None:
+    files = (ROOT / "configs").glob("*/*.toml")
+    assert {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in files} == set(RUNS) - {"gsm8k"}
 
 
-@pytest.mark.parametrize("name", LARGE_RECIPES)
+@pytest.mark.parametrize("name", RUNS)
 def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(name: str) -> None:
-    config, model, layout = recipe(name)
+    config, model, layout = run_of(name)
     items = sharded_weights(model, layout, torch.bfloat16)
     left: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -74,7 +76,7 @@ def test_every_tensor_that_an_engine_expects_leaves_the_trainer_and_no_other(nam
     assert left == expected_by_engines(name)
 
 
-@pytest.mark.parametrize("name", LARGE_RECIPES)
+@pytest.mark.parametrize("name", RUNS)
 def test_shards_are_filled_from_the_checkpoint_and_every_number_of_it_is_read_once(name: str) -> None:
     """Rows and columns counted: slabs of all shards of a parameter together are its tensors, nothing twice."""
     for place in exported(maps_of(name)):
@@ -91,12 +93,12 @@ def test_shards_are_filled_from_the_checkpoint_and_every_number_of_it_is_read_on
         assert read == {tensor.name: torch.Size(tensor.shape).numel() for tensor in place.tensors}
 
 
-@pytest.mark.parametrize("name", LARGE_RECIPES)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: str) -> None:
     """It knows sizes and not the order within a layer, so that a border may lie a tensor further."""
-    config, _, _ = recipe(name)
+    config, _, _ = run_of(name)
     manifest = make_manifest(1, 1, tensor_specs(maps_of(name), "bfloat16"), config.weights.bucket_bytes)
-    shape = ModelShape.of(CONFIGS[LARGE_RECIPES[name]])
+    shape = ModelShape.of(CONFIGS[RUNS[name]])
     assert shape is not None
     assert manifest_bytes(manifest) == 2 * shape.num_parameters
     sent, counted = [bucket.num_bytes for bucket in buckets_of(manifest)], bucket_sizes(config, shape)
@@ -109,13 +111,13 @@ def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: st
 def test_vllms_own_models_take_every_tensor_and_are_whole_then() -> None:
     """In a process of its own; the engine's ranks cut what they take by vLLM's own rules."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.training.megatron.engine_on_meta", *LARGE_RECIPES],
+        [sys.executable, "-m", "tests.unit.training.megatron.engine_on_meta", *LARGE_RUNS],
         capture_output=True, text=True, cwd=ROOT, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["qwen')]
-    assert [name for name, *_ in answers] == list(LARGE_RECIPES)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["large/')]
+    assert [name for name, *_ in answers] == list(LARGE_RUNS)
     for name, missing, missing_without_the_last in answers:
         assert missing == [], name
         assert len(missing_without_the_last) == 1, name
@@ -143,7 +145,7 @@ def ranks_to_build(layout: ParallelLayout) -> list[int]:
 
 
 def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
-    """In a process of its own: build Megatron's modules as these ranks do.  Returns how many of each recipe."""
+    """In a process of its own: build Megatron's modules as these ranks do.  Returns how many of each run."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -154,7 +156,7 @@ def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
 
     built: dict[str, int] = {}
     for name in names:
-        config, model, layout = recipe(name)
+        config, model, layout = run_of(name)
         maps = parameter_maps(model, layout)
         for each in ranks_to_build(layout):
             if distributed.is_initialized():
@@ -173,5 +175,5 @@ def build(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
 
 @pytest.mark.starts
 def test_megatron_builds_on_every_kind_of_rank_what_the_plan_says(tmp_path: Path) -> None:
-    (built,) = run_ranks(1, build, tmp_path, list(LARGE_RECIPES), timeout_s=600)
-    assert set(built) == set(LARGE_RECIPES)
+    (built,) = run_ranks(1, build, tmp_path, list(RUNS), timeout_s=600)
+    assert set(built) == set(RUNS)

@@ -1,0 +1,193 @@
+"""Does asynchrony cost learning?  The demo's task, several seeds: synchronous, and S = 1, 4, 8 by five methods.
+
+Every run makes the same number of steps on the same number of rollouts, with 4 optimiser steps on each batch; what
+differs is how stale a rollout may be and how that is corrected.  Prints a table and draws a picture.  A run takes a
+minute or two; runs that are there already are not repeated, so that it can be stopped and gone on with.
+
+    python -m bench.staleness --directory runs/staleness --seeds 5
+    python -m bench.staleness --directory runs/staleness --seeds 1 --methods decoupled gspo --staleness 4 --steps 30
+
+method      objective       anchor of the ratio      importance weight (docs/algorithms.md)
+ppo         clipped         the sampler              none
+decoupled   clipped         start of the batch       truncated at 5, as in AReaL
+tis         clipped         start of the batch       truncated at 2
+loglinear   clipped         interpolated by age      truncated at 2
+gspo        of sequences    start of the batch       truncated at 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from launch.demo.report import running_mean
+from launch.demo.run import NUM_PROBLEMS, RUN_FILE
+from launch.demo.task import write_dataset
+from launch.demo.warm_start import make_model
+from rlhpc.algorithms.diagnostics import effective_sample_share
+from rlhpc.buffer.event_log import Trained, event_paths, read_events
+from rlhpc.run_layout import RunLayout
+
+GOAL = 0.8  # reward
+SMOOTHED_OVER = 9  # versions
+LAST = 10  # versions whose mean is the final reward
+METHODS: dict[str, tuple[str, ...]] = {
+    "ppo": ("algorithm.proximal=behaviour", "algorithm.importance_cap=off"),
+    "decoupled": ("algorithm.proximal=recompute", "algorithm.importance_cap=5.0"),
+    "tis": ("algorithm.proximal=recompute",),
+    "loglinear": ("algorithm.proximal=loglinear",),
+    "gspo": (
+        "algorithm.proximal=recompute",
+        "algorithm.loss=gspo",
+        "algorithm.aggregation=sequence",
+        "algorithm.clip_low=3e-4",
+        "algorithm.clip_high=4e-4",
+    ),
+}
+SYNCHRONOUS = ("decoupled", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One setting, all seeds."""
+
+    method: str
+    staleness: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-s{self.staleness}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run."""
+
+    final_reward: float
+    rollouts_to_goal: float  # nan: it did not get there
+    ess: float  # mean over steps
+    staleness: float  # worst
+    curve: tuple[float, ...]  # running mean of the reward by version
+
+
+def main() -> int:
+    """Run what is missing, then print and draw everything that is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs/staleness"), help="of runs, model and picture")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--minibatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=120)
+    options = parser.parse_args()
+    root = options.directory.absolute()
+    make_model(root / "model", on_step=lambda phase, done, loss: None)
+    write_dataset(root / "model" / "train.jsonl", NUM_PROBLEMS, seed=0)
+    arms = [Arm(*SYNCHRONOUS), *(Arm(method, bound) for bound, method in product(options.staleness, options.methods))]
+    found: dict[Arm, list[Outcome]] = {arm: [] for arm in arms}
+    for seed, arm in product(range(options.seeds), arms):
+        layout = RunLayout(root / f"{arm.name}-{seed}")
+        if not layout.summary.exists():
+            _run(arm, seed, root, layout, options.steps, options.minibatches)
+        found[arm].append(outcome_of(layout))
+        print(f"{arm.name}-{seed}: {found[arm][-1].final_reward:.3f}", file=sys.stderr, flush=True)
+    print(table(found, options.steps, options.minibatches))
+    draw(root / "staleness.png", found)
+    return 0
+
+
+def _run(arm: Arm, seed: int, root: Path, layout: RunLayout, num_steps: int, num_minibatches: int) -> None:
+    words = [
+        f"run.name={arm.name}-{seed}", f"run.directory={layout.root}", f"run.seed={seed}", f"run.num_steps={num_steps}",
+        f"model.path={root / 'model'}", f"data.path={root / 'model' / 'train.jsonl'}",
+        f"admission.max_staleness={arm.staleness}", f"algorithm.minibatches={num_minibatches}", *METHODS[arm.method],
+    ]  # fmt: skip
+    again = "--resume" if layout.attempts.exists() else "--fresh"
+    command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *words, again]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+
+
+def outcome_of(layout: RunLayout) -> Outcome:
+    """Read a complete run."""
+    summary = json.loads(layout.summary.read_bytes())
+    rewards = [mean for _, mean, _ in summary["reward_by_version"]]
+    rollouts = np.cumsum([count for _, _, count in summary["reward_by_version"]])
+    curve = running_mean(rewards, SMOOTHED_OVER)
+    reached = next((int(rollouts[i]) for i, value in enumerate(curve) if value >= GOAL), None)
+    return Outcome(
+        final_reward=float(np.mean(rewards[-LAST:])),
+        rollouts_to_goal=float("nan") if reached is None else float(reached),
+        ess=statistics.fmean(_ess(layout)),
+        staleness=float(summary["staleness_max"]),
+        curve=tuple(curve),
+    )
+
+
+def _ess(layout: RunLayout) -> Iterator[float]:
+    for path in event_paths(layout.rollouts):
+        for event in read_events(path).events.values():
+            if isinstance(event, Trained) and "importance_weight_squared" in event.metrics:
+                yield effective_sample_share(event.metrics, 1)
+
+
+def table(found: dict[Arm, list[Outcome]], num_steps: int, num_minibatches: int) -> str:
+    """Mean ± standard deviation over seeds; rollouts to the goal over those that reached it."""
+    lines = [
+        f"{num_steps} steps, {num_minibatches} optimiser steps on each batch",
+        "",
+        f"| method | S | worst staleness | final reward | rollouts to {GOAL} | reached it | ESS |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, outcomes in found.items():
+        reached = [one.rollouts_to_goal for one in outcomes if one.rollouts_to_goal == one.rollouts_to_goal]
+        lines.append(
+            f"| {arm.method} | {arm.staleness} | {max(one.staleness for one in outcomes):.0f} "
+            f"| {_spread([one.final_reward for one in outcomes], '.3f')} | {_spread(reached, ',.0f')} "
+            f"| {len(reached)} of {len(outcomes)} | {statistics.fmean(one.ess for one in outcomes):.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "–"
+    return f"{statistics.fmean(values):{form}} ± {statistics.pstdev(values):{form}}"
+
+
+def draw(path: Path, found: dict[Arm, list[Outcome]]) -> None:
+    """Reward over versions, a panel for each staleness, beside the synchronous runs."""
+    from matplotlib.figure import Figure
+
+    bounds = sorted({arm.staleness for arm in found} - {SYNCHRONOUS[1]})
+    figure = Figure(figsize=(4.2 * len(bounds), 3.6), dpi=130, layout="constrained")
+    for place, bound in enumerate(bounds, 1):
+        axes = figure.add_subplot(1, len(bounds), place)
+        for arm, outcomes in found.items():
+            if arm.staleness not in (bound, SYNCHRONOUS[1]):
+                continue
+            length = min(len(one.curve) for one in outcomes)
+            mean = np.mean([one.curve[:length] for one in outcomes], axis=0)
+            is_synchronous = arm.staleness == SYNCHRONOUS[1]
+            axes.plot(mean, color="black" if is_synchronous else None, linewidth=2 if is_synchronous else 1.2,
+                      label="synchronous" if is_synchronous else arm.method)  # fmt: skip
+        axes.set(title=f"staleness up to {bound}", xlabel="policy version", ylabel="mean reward", ylim=(0, 1.02))
+        axes.grid(visible=True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    print(f"picture: {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`rlhpc recipes`: the run files that reproduce published runs, and copies of them.
+
+Input: configs/gsm8k.toml and configs/recipes/*.toml of a checkout.  Output: a table, or one file in a directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.common.text_table import aligned
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
+
+DIRECTORY = Path(__file__).parents[2] / "configs"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A run file whose head says what it reproduces."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """As people give it."""
+        return self.path.stem
+
+    @property
+    def head(self) -> list[str]:
+        """Lines of the comment that the file begins with, without their marks."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+        return [line.removeprefix("#").removeprefix(" ") for line in lines[:end]]
+
+    def part(self, label: str) -> str:
+        """What the head says after "LABEL: ", in one line; empty where it does not have it."""
+        found: list[str] = []
+        for line in self.head:
+            if line.startswith(f"{label}: "):
+                found.append(line.partition(": ")[2])
+            elif found and line.startswith("  "):
+                found.append(line.strip())
+            elif found:
+                break
+        return " ".join(found)
+
+    @property
+    def config(self) -> Config:
+        """Its settings."""
+        return load_config(self.path)
+
+
+def known_recipes(directory: Path = DIRECTORY) -> dict[str, Recipe]:
+    """By name, the smallest first.  Raises ConfigError: rlhpc is installed without a checkout, where they lie."""
+    folder = directory / "recipes"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} does not exist: recipes are files of a checkout, which the package does not hold; "
+            "legal: `rlhpc recipes` of an installation from a checkout (pip install -e .)"
+        )
+    recipes = [Recipe(path) for path in (directory / "gsm8k.toml", *sorted(folder.glob("*.toml")))]
+    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda each: sum(num_gpus(each.config)))}
+
+
+def num_gpus(config: Config) -> tuple[int, int]:
+    """Of trainer ranks, of engines."""
+    return config.trainer.num_ranks, config.generation.num_replicas * config.generation.tensor_parallel
+
+
+def recipe_table(directory: Path = DIRECTORY) -> str:
+    """One line a recipe: its name, GPUs that train and that generate, the first sentence of its head."""
+    rows = [("recipe", "GPUs", "")]
+    for name, recipe in known_recipes(directory).items():
+        train, generate = num_gpus(recipe.config)
+        rows.append((name, f"{train} + {generate}", recipe.head[0]))
+    return "\n".join(aligned(rows))
+
+
+def copy_recipe(name: str, into: Path, directory: Path = DIRECTORY) -> Path:
+    """Write the recipe's file into a directory that exists; return its path.  Raises ConfigError."""
+    recipes = known_recipes(directory)
+    if name not in recipes:
+        meant = difflib.get_close_matches(name, recipes, n=1)
+        hint = f" (did you mean {meant[0]}?)" if meant else ""
+        raise ConfigError(f"recipe {name!r}: unknown; legal: {', '.join(recipes)}{hint}")
+    if not into.is_dir():
+        raise ConfigError(f"{into} is no directory; legal: one that exists")
+    copy = into / f"{name}.toml"
+    try:
+        with copy.open("x", encoding="utf-8") as file:
+            file.write(recipes[name].path.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise ConfigError(f"{copy} exists already; legal: another directory, or move it away") from error
+    return copy

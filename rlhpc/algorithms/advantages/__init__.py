@@ -1,0 +1,1 @@
+"""Rewards into advantages: one file for each estimator.  Loads without torch."""

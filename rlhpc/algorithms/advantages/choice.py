@@ -1,0 +1,38 @@
+"""The estimator that a run file names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rlhpc.algorithms.advantages.group_relative import grpo, grpo_no_std, rloo
+from rlhpc.algorithms.advantages.opo import opo
+from rlhpc.algorithms.advantages.own import load_own_estimator
+from rlhpc.algorithms.advantages.pass_at_k import PassAtK
+from rlhpc.algorithms.advantages.reward_itself import reward_itself
+from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.contracts import AdvantageEstimator
+
+BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
+    {
+        "grpo": grpo,
+        "grpo_no_std": grpo_no_std,
+        "rloo": rloo,
+        "opo": opo,
+        "reinforce_pp": reward_itself,
+        "reinforce_pp_baseline": grpo_no_std,
+    }
+)
+OVER_BATCH = ("reinforce_pp", "reinforce_pp_baseline")  # normalised over the batch by definition
+
+
+def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
+    """Return what algorithm.advantage names.  Raises ConfigError for a function that is not there, or does not fit."""
+    if config.advantage == "pass_at_k":
+        return PassAtK(config.pass_k)
+    return BY_GROUP.get(config.advantage) or load_own_estimator(config.advantage)
+
+
+def normalization(config: AlgorithmConfig) -> str:
+    """Over what advantages are normalised after that: "off", "batch", "task"."""
+    return "batch" if config.advantage in OVER_BATCH else config.advantage_normalization

@@ -1,0 +1,158 @@
+"""Keys that would have no effect beside others: refused, because who sets one expects something of it.
+
+Input: Config.  Each rule raises ValueError with the key, its value and what would be legal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhpc.config_sections import as_toml
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+
+def loss_knows_its_keys(config: Config) -> None:
+    """Some keys are of one loss, or of one kind of advantage."""
+    algorithm = config.algorithm
+    beside = f"algorithm.loss={algorithm.loss!r}"
+    if algorithm.loss in ("reinforce", "sapo"):
+        _refuse_without_effect(config, "algorithm.clip_low", beside, "a loss with bounds")
+        _refuse_without_effect(config, "algorithm.clip_high", beside, "a loss with bounds")
+    if algorithm.loss != "ppo":
+        _refuse_without_effect(config, "algorithm.dual_clip", beside, "algorithm.loss='ppo'")
+    if algorithm.loss != "sapo":
+        _refuse_without_effect(config, "algorithm.sapo_tau_positive", beside, "algorithm.loss='sapo'")
+        _refuse_without_effect(config, "algorithm.sapo_tau_negative", beside, "algorithm.loss='sapo'")
+    beside = f"algorithm.advantage={algorithm.advantage!r}"
+    if algorithm.advantage != "pass_at_k":
+        _refuse_without_effect(config, "algorithm.pass_k", beside, "algorithm.advantage='pass_at_k'")
+    if algorithm.advantage.startswith("reinforce_pp"):
+        beside += ", which is normalised over the batch"
+        _refuse_without_effect(config, "algorithm.advantage_normalization", beside, "another algorithm.advantage")
+
+
+def clip_has_a_ratio(config: Config) -> None:
+    """One optimiser step a batch: where the ratio starts at the policy before the step, it is 1."""
+    algorithm = config.algorithm
+    if algorithm.proximal in ("current", "recompute") and algorithm.num_optimiser_steps == 1:
+        beside = f"algorithm.proximal={algorithm.proximal!r}, where the ratio is 1 and nothing is clipped"
+        other = "algorithm.proximal='behaviour' or 'loglinear', or more algorithm.minibatches"
+        for key in ("clip_low", "clip_high", "dual_clip", "sapo_tau_positive", "sapo_tau_negative"):
+            _refuse_without_effect(config, f"algorithm.{key}", beside, other)
+
+
+def cap_has_a_weight(config: Config) -> None:
+    """PPO around the sampler has no importance weight."""
+    if config.algorithm.proximal == "behaviour":
+        beside = "algorithm.proximal='behaviour', where the importance weight is 1"
+        other = "another algorithm.proximal"
+        for key in ("importance_level", "mask_below", "mask_above", "veto_below"):
+            _refuse_without_effect(config, f"algorithm.{key}", beside, other)
+        if config.algorithm.importance_cap != "off":
+            _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
+
+
+def tokens_become_older(config: Config) -> None:
+    """No token is older than its rollout."""
+    age, bound = config.algorithm.max_token_age, config.admission.max_staleness
+    if age != "off" and age >= bound:
+        beside = f"admission.max_staleness={bound}, which bounds the age of every token"
+        other = f"up to {bound - 1}" if bound else "a larger admission.max_staleness"
+        _refuse_without_effect(config, "algorithm.max_token_age", beside, other)
+
+
+def tokens_have_an_age(config: Config) -> None:
+    """Where no rollout is older than a version, nothing is divided."""
+    if config.admission.max_staleness <= 1:
+        beside = f"admission.max_staleness={config.admission.max_staleness}: no token is older than that"
+        _refuse_without_effect(config, "algorithm.scale_rate_by_age", beside, "admission.max_staleness of 2 or more")
+
+
+def something_is_shaped(config: Config) -> None:
+    """Without a term for lengths there is nothing to choose."""
+    shaping = config.shaping
+    if not shaping.overlong_tokens:
+        beside = "shaping.overlong_tokens=0"
+        _refuse_without_effect(config, "shaping.overlong_penalty", beside, "shaping.overlong_tokens of 1 or more")
+        if not shaping.length_weight:
+            beside += " and shaping.length_weight=0: shaped rewards vary as the others do"
+            _refuse_without_effect(config, "shaping.variance", beside, "either")
+
+
+def utilization_decides(config: Config) -> None:
+    """A KV cache of a given size leaves nothing to measure."""
+    if config.generation.kv_cache_bytes is not None:
+        beside = f"generation.kv_cache_bytes={config.generation.kv_cache_bytes}, which says how much the engine takes"
+        _refuse_without_effect(config, "generation.gpu_memory_utilization", beside, "no generation.kv_cache_bytes")
+
+
+def something_is_sampled_at_an_update(config: Config) -> None:
+    """Synchronous: all slots belong to the batch that was trained."""
+    if config.admission.max_staleness == 0:
+        beside = "admission.max_staleness=0: nothing is being sampled when weights are updated"
+        _refuse_without_effect(config, "generation.recompute_kv", beside, "admission.max_staleness of 1 or more")
+
+
+def samples_may_differ(config: Config) -> None:
+    """A deterministic run seeds every sample, and updates weights only between rollouts."""
+    if config.run.deterministic:
+        beside = "run.deterministic=true, which seeds every sample"
+        _refuse_without_effect(config, "generation.seeded_samples", beside, "no run.deterministic")
+        beside = "run.deterministic=true: nothing is being sampled when weights are updated"
+        _refuse_without_effect(config, "generation.recompute_kv", beside, "no run.deterministic")
+
+
+def schedule_has_an_end(config: Config) -> None:
+    """A constant rate goes nowhere."""
+    if config.trainer.lr_schedule == "constant":
+        _refuse_without_effect(
+            config,
+            "trainer.min_learning_rate",
+            "trainer.lr_schedule='constant'",
+            "trainer.lr_schedule='linear' or 'cosine'",
+        )
+
+
+def gradients_are_summed(config: Config) -> None:
+    """One rank has nobody to sum with."""
+    trainer = config.trainer
+    if trainer.num_ranks == trainer.pipeline_parallel:
+        beside = (
+            f"one rank in a pipeline stage (trainer.num_ranks={trainer.num_ranks}): no gradients are summed over ranks"
+        )
+        _refuse_without_effect(config, "trainer.overlap_grad_reduce", beside, "more trainer.num_ranks")
+
+
+def reports_renew_leases(config: Config) -> None:
+    """Some reports may be lost."""
+    if config.buffer.partial_interval_s > (longest := config.admission.longest_report_interval_s):
+        beside = f"admission.lease_deadline_s={config.admission.lease_deadline_s:g}, which reports renew"
+        _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
+
+
+def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
+    """other: what else would be legal."""
+    section, _, key = name.partition(".")
+    table = getattr(config, section)
+    value, default = getattr(table, key), type(table).model_fields[key].default
+    if value != default:
+        text, plain = (as_toml(v) for v in (value, default))
+        raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
+
+
+EFFECTS = (
+    loss_knows_its_keys,
+    clip_has_a_ratio,
+    cap_has_a_weight,
+    tokens_become_older,
+    tokens_have_an_age,
+    something_is_shaped,
+    utilization_decides,
+    something_is_sampled_at_an_update,
+    samples_may_differ,
+    schedule_has_an_end,
+    gradients_are_summed,
+    reports_renew_leases,
+)

@@ -1,0 +1,91 @@
+"""Settings under which the statistics of a run would be wrong: refused, with the reason.
+
+Input: Config.  Each rule raises ValueError with the keys, their values and what is legal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+
+def group_has_reward_variance(config: Config) -> None:
+    """Group-relative advantages need a group; the reward itself does not, unless groups of one are replaced."""
+    advantage = config.algorithm.advantage
+    if config.admission.group_size > 1:
+        return
+    if advantage != "reinforce_pp":
+        raise ValueError(
+            f"admission.group_size=1 with algorithm.advantage={advantage!r}: the rewards of a group of one have zero "
+            "variance, so every advantage is zero; legal: 2 or more"
+        )
+    if config.admission.active_sampling:
+        raise ValueError(
+            "admission.group_size=1 with admission.active_sampling=true: a group of one has zero variance and is "
+            "replaced; legal: 2 or more, or admission.active_sampling=false"
+        )
+
+
+def sets_differ(config: Config) -> None:
+    """Of a group of k members there is one set of k."""
+    algorithm, size = config.algorithm, config.admission.group_size
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= size:
+        raise ValueError(
+            f"algorithm.pass_k={algorithm.pass_k} with admission.group_size={size}: all sets of k are one, so every "
+            f"advantage is zero; legal: 2 to {size - 1}, or a larger group"
+        )
+
+
+def sequence_ratios_have_own_bounds(config: Config) -> None:
+    """The mean over a sequence varies less than the ratio of a token, by the square root of its length and more."""
+    algorithm = config.algorithm
+    is_bounded = algorithm.proximal not in ("current", "recompute") or algorithm.num_optimiser_steps > 1
+    if algorithm.loss == "gspo" and is_bounded and not {"clip_low", "clip_high"} <= algorithm.model_fields_set:
+        raise ValueError(
+            f"algorithm.loss='gspo' with algorithm.clip_low={algorithm.clip_low:g}, algorithm.clip_high="
+            f"{algorithm.clip_high:g}, which are bounds for ratios of tokens: say both, the paper has 3e-4 and 4e-4"
+        )
+
+
+def cushion_leaves_room(config: Config) -> None:
+    """A penalty on every completion, however short, is one on length: there is a key for that."""
+    cushion, longest = config.shaping.overlong_tokens, config.generation.max_completion_tokens
+    if cushion >= longest:
+        raise ValueError(
+            f"shaping.overlong_tokens={cushion} with generation.max_completion_tokens={longest}: every completion "
+            f"would be overlong; legal: 0 to {longest - 1}"
+        )
+
+
+def ratio_starts_at_the_batch(config: Config) -> None:
+    """With several optimiser steps the current policy is not that of the batch's start any more."""
+    algorithm = config.algorithm
+    if algorithm.num_optimiser_steps > 1 and algorithm.proximal == "current":
+        raise ValueError(
+            f"algorithm.proximal='current' with algorithm.minibatches={algorithm.minibatches} and algorithm.epochs="
+            f"{algorithm.epochs}: the ratio would be 1 in every optimiser step, and nothing would bound how far they "
+            "go together; legal: 'recompute', 'loglinear' or 'behaviour'"
+        )
+
+
+def minibatches_have_samples(config: Config) -> None:
+    """Each has one at least."""
+    admission, minibatches = config.admission, config.algorithm.minibatches
+    num_samples = admission.groups_per_step * admission.group_size
+    if minibatches > num_samples:
+        raise ValueError(
+            f"algorithm.minibatches={minibatches} with admission.groups_per_step · group_size = {num_samples} samples "
+            f"in a batch; legal: 1 to {num_samples}"
+        )
+
+
+STATISTICS = (
+    group_has_reward_variance,
+    sets_differ,
+    sequence_ratios_have_own_bounds,
+    cushion_leaves_room,
+    ratio_starts_at_the_batch,
+    minibatches_have_samples,
+)

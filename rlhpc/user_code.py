@@ -1,0 +1,115 @@
+"""Find and load what a run file names as "package.module:name": code of the user's own.
+
+Input: the key and such a path.  Output: the object.  It can be looked up without importing anything of the user's, so
+that a login node can say what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhpc.errors import ConfigError
+
+Result = TypeVar("Result")
+_IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+
+
+def is_import_path(text: str) -> bool:
+    """Whether it has the form package.module:name."""
+    return _IMPORT_PATH.fullmatch(text) is not None
+
+
+def look_up(key: str, path: str, said: str | None = None) -> None:
+    """Check that it may be there, without importing it; cheap enough for a login node.
+
+    said: what the run file has for `key`, where that is not the path itself.
+    Raises ConfigError if the top-level package is not found, or the source of the module has a syntax error or does not
+    bind the name.
+    """
+    value = f"{key}={said or repr(path)}"
+    module, name = _parts(path)
+    package, *inner = module.split(".")
+    # Only the top-level package: looking up "a.b" would import "a".
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ConfigError(
+            f"{value}: there is no module {package!r} here; install it or put its directory on PYTHONPATH"
+        )
+    source = _source_file(spec, inner)
+    if source is None:
+        return  # compiled, or a package in several places: who loads it will tell
+    try:
+        module_text = ast.parse(source.read_bytes())
+    except SyntaxError as error:
+        raise ConfigError(f"{value}: {source}:{error.lineno}: {error.msg}") from error
+    if not _may_bind(module_text, name):
+        names = [node.name for node in module_text.body if isinstance(node, ast.FunctionDef)]
+        functions = [name for name in names if not name.startswith("_")] or ["none"]
+        raise ConfigError(f"{value}: {source} has no {name!r}; its functions: {', '.join(functions)}")
+
+
+def load(key: str, path: str, said: str | None = None) -> Any:
+    """Import it; said: see look_up.
+
+    Raises ConfigError if the module cannot be imported, or what is there under this name cannot be called.
+    """
+    value = f"{key}={said or repr(path)}"
+    module_name, name = _parts(path)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{value}: cannot import {module_name}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{value}: {module_name} has no function {name!r}")
+    return found
+
+
+def try_out(key: str, path: str, on: str, trial: Callable[[], Result]) -> Result:
+    """What `trial` returns, which calls what was loaded; on: a few words for what it is tried on.
+
+    Raises ConfigError for whatever a user's code raises: in a run's first second, and not in its first hour.
+    """
+    try:
+        return trial()
+    except Exception as error:  # it is not our code
+        raise ConfigError(f"{key}={path!r}, tried on {on}: {error!r}") from error
+
+
+def _parts(path: str) -> tuple[str, str]:
+    match = _IMPORT_PATH.fullmatch(path)
+    assert match is not None, f"{path!r} is no import path"
+    return match["module"], match["name"]
+
+
+def _source_file(spec: ModuleSpec, inner: Sequence[str]) -> Path | None:
+    """The Python file of a module below a top-level package, found by its path alone; None if that finds none."""
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not inner:
+        files = [Path(spec.origin or "")]
+    else:
+        files = [place.joinpath(*inner).with_suffix(".py") for place in places]
+        files += [place.joinpath(*inner, "__init__.py") for place in places]
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
+
+
+def _may_bind(module_text: ast.Module, name: str) -> bool:
+    """False if nothing in the text of a module can make a global variable of this name."""
+    for node in ast.walk(module_text):
+        match node:
+            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) | ast.Name(id=bound, ctx=ast.Store()):
+                if bound in (name, "__getattr__"):
+                    return True
+            case ast.alias(name=imported, asname=renamed):
+                if imported == "*" or (renamed or imported) == name:
+                    return True
+            case ast.Name(id="globals" | "exec"):
+                return True
+    return False

@@ -1,0 +1,109 @@
+"""A loss and an estimator of the user's own are tried before anything is trained with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from token_rows import ragged_row
+
+from rlhpc.algorithms.advantages.choice import make_estimator
+from rlhpc.algorithms.losses.policy_loss import make_policy_loss
+from rlhpc.config_algorithm import AlgorithmConfig
+from rlhpc.errors import ConfigError
+
+GOOD = """
+import torch
+
+def loss(current, row):
+    kept = torch.where(row.loss_mask, current, 0.0)
+    advantages = torch.where(row.loss_mask, row.advantages * row.weights, 0.0)
+    return -(advantages * kept).sum(), {"kept": row.loss_mask.sum().float()}
+
+def median(rewards, lengths):
+    import numpy as np
+    return rewards - np.median(rewards)
+"""
+BROKEN_LOSSES = {
+    "a mean": (
+        "torch.where(row.loss_mask, current, 0.0).mean(), {}",
+        "two sequences apart give -2.5, together -1.25: not a sum over sequences",
+    ),
+    "nan behind the mask": ("-(row.loss_mask * row.advantages * current).sum(), {}", "nan off the loss mask changes"),
+    "hidden nan": (
+        "torch.where(row.loss_mask, current, 0.0).nan_to_num().sum(), {}",
+        "a log-probability of nan gives a finite loss",
+    ),
+    "metrics per token": (
+        "torch.where(row.loss_mask, current, 0.0).sum(), {'ratio': current.detach()}",
+        "metrics are not scalars",
+    ),
+    "metrics with gradient": (
+        "(s := torch.where(row.loss_mask, current, 0.0).sum()), {'s': s}",
+        "metrics are not scalars without gradient",
+    ),
+    "raises": ("undefined, {}", r"tried on a row of four tokens: NameError\("),
+    "no pair": ("current.sum()", "tried on a row of four tokens: "),
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A file that can be imported under its name, which no other test uses."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / f"own_{abs(hash(request.node.name))}.py"
+
+
+def test_a_loss_of_ones_own_is_used_and_its_metrics_have_a_family(module: Path) -> None:
+    module.write_text(GOOD)
+    current, row = ragged_row(0)
+    value, metrics = make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 7)(current, row)
+    expected = -(row.weights * row.advantages * current)[row.loss_mask].sum()
+    torch.testing.assert_close(value, expected)
+    assert metrics == {"own_loss/kept": row.loss_mask.sum().float()}
+
+
+@pytest.mark.parametrize("kind", BROKEN_LOSSES)
+def test_a_loss_that_breaks_the_contract_is_refused_with_what_is_wrong(module: Path, kind: str) -> None:
+    expression, message = BROKEN_LOSSES[kind]
+    module.write_text(f"import torch\ndef loss(current, row):\n    return {expression}\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        make_policy_loss(AlgorithmConfig(loss=f"{module.stem}:loss"), 0)
+    assert str(error.value).startswith(f"algorithm.loss='{module.stem}:loss'")
+
+
+def test_an_estimator_of_ones_own_is_used(module: Path) -> None:
+    module.write_text(GOOD)
+    estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:median"))
+    found = estimator(np.array([1, 0, 0, 5], np.float32), np.ones(4, np.int32))
+    assert found.tolist() == [0.5, -0.5, -0.5, 4.5]
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("rewards.sum()", "returned 1.5 for 3 rewards"),
+        ("rewards * float('nan')", "returned"),
+        ("rewards[:2]", "for 3 rewards"),
+    ],
+)
+def test_an_estimator_that_does_not_fit_is_refused(module: Path, expression: str, message: str) -> None:
+    module.write_text(f"def mine(rewards, lengths):\n    return {expression}\n")
+    with pytest.raises(ConfigError, match=f"tried on rewards 1, 0, 0.5 of 3, 1, 2 tokens: .*{message}"):
+        make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+
+
+def test_an_estimator_that_fails_later_says_so(module: Path) -> None:
+    module.write_text("def mine(rewards, lengths):\n    return rewards[:3]\n")
+    estimator = make_estimator(AlgorithmConfig(advantage=f"{module.stem}:mine"))
+    with pytest.raises(ValueError, match=rf"algorithm\.advantage='{module.stem}:mine' returned .* for 4 rewards"):
+        estimator(np.zeros(4, np.float32), np.ones(4, np.int32))
+
+
+@pytest.mark.parametrize("key", ["loss", "advantage"])
+def test_a_name_that_is_none_is_refused_with_those_that_are(key: str) -> None:
+    with pytest.raises(ValueError, match=r"legal: (ppo|grpo), .*, or package\.module:name of your own"):
+        AlgorithmConfig.model_validate({key: "gppo"})
