@@ -81,9 +81,11 @@ def assert_sampled_by(subject: Subject, version: int, rollout: Rollout) -> None:
     np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=TOLERANCE)
 
 
-async def until_sampling() -> None:
-    """Long enough for requests to be under way; a long one takes several times as long."""
-    await asyncio.sleep(0.1)
+async def until_sampling(subject: Subject, *requests: RolloutRequest) -> None:
+    """Wait until the first token of each is there; they have hundreds to go."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(subject.engine.num_sampled(request.request_id) for request in requests):
+            await asyncio.sleep(0.001)
 
 
 async def test_log_probabilities_are_those_of_the_policy(subject: Subject) -> None:
@@ -109,7 +111,7 @@ async def test_a_completion_ends_at_a_stop_token_or_at_its_length(subject: Subje
 
 async def test_an_aborted_request_returns_what_there_is(subject: Subject) -> None:
     running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
-    await until_sampling()
+    await until_sampling(subject, *(_long(index) for index in range(4)))
     for index in range(4):
         await subject.engine.abort(_long(index).request_id)
     rollouts = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
@@ -134,7 +136,7 @@ async def test_an_abort_right_after_the_request_is_not_lost(subject: Subject) ->
 
 async def test_a_cancelled_request_is_gone(subject: Subject) -> None:
     running = asyncio.create_task(subject.engine.generate(_long(2)))
-    await until_sampling()
+    await until_sampling(subject, _long(2))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -202,7 +204,7 @@ async def test_a_request_is_shown_from_any_token_on_whether_its_prefix_or_its_ow
 async def test_a_request_that_waited_while_weights_changed_is_shown_like_any_other(subject: Subject) -> None:
     requests = [request_of(index, max_tokens=MAX_TOKENS) for index in range(20)]  # four more than are sampled at once
     running = [asyncio.create_task(subject.engine.generate(request)) for request in requests]
-    await until_sampling()
+    await until_sampling(subject, *requests[:16])
     await subject.update(subject.engine.policy_version + 1)
     shown: dict[int, Prefix] = {}
     while not all(task.done() for task in running):
@@ -268,7 +270,7 @@ async def test_requests_go_on_while_weights_change(subject: Subject) -> None:
     assert_sampled_by(subject, old, before)
 
     running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(8)]
-    await until_sampling()
+    await until_sampling(subject, *(_long(index) for index in range(8)))
     timing = await subject.update(new)
     assert isinstance(timing, WeightTiming)
     assert subject.engine.policy_version == new
@@ -365,7 +367,7 @@ async def test_a_publisher_that_dies_at_any_bucket_leaves_nothing_torn_to_sample
         pytest.skip("a small model has few buckets")
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
-    await until_sampling()
+    await until_sampling(subject, _long(1))
     if ends[boundary] < ends[-1]:
         with pytest.raises(TornWeights):
             await subject.update(old + 1, cut_off_after=ends[boundary])
@@ -386,7 +388,7 @@ async def test_a_damaged_bucket_is_never_sampled_from(
         pytest.skip("a small model has few buckets")
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
-    await until_sampling()
+    await until_sampling(subject, _long(1))
     sums = itertools.count()
     with monkeypatch.context() as damage:
         damage.setattr(
@@ -407,7 +409,7 @@ async def test_an_engine_with_torn_weights_hands_back_what_it_has(
     monkeypatch.setattr(subject, "bucket_bytes", SMALL_BUCKET)
     old = subject.engine.policy_version
     running = asyncio.create_task(subject.engine.generate(_long(1)))
-    await until_sampling()
+    await until_sampling(subject, _long(1))
     with pytest.raises(TornWeights, match="no token is sampled before a whole version has arrived"):
         await subject.update(old + 1, cut_off_after=len(subject.weights(0)) - 1)
     await subject.engine.abort(_long(1).request_id)
@@ -432,7 +434,7 @@ async def test_a_row_is_scored_as_the_policy_scores_it(subject: Subject) -> None
 
 async def test_a_row_is_scored_before_requests_that_wait(subject: Subject) -> None:
     running = [asyncio.create_task(subject.engine.generate(_long(index, 60 + 10 * index))) for index in range(48)]
-    await until_sampling()
+    await until_sampling(subject, _long(15, 210))  # the last of those that are sampled at first
     score = await asyncio.wait_for(subject.engine.score(LONG_PROMPT[:64]), PATIENCE_S)
     num_done = sum(task.done() for task in running)
     await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
@@ -445,7 +447,7 @@ async def test_a_row_is_scored_before_requests_that_wait(subject: Subject) -> No
 async def test_a_row_that_was_scored_while_weights_changed_is_of_no_version(subject: Subject) -> None:
     await subject.update(13)
     running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(32)]
-    await until_sampling()
+    await until_sampling(subject, *(_long(index) for index in range(16)))
     scoring = asyncio.create_task(subject.engine.score(LONG_PROMPT[:64]))
     await asyncio.sleep(0)
     await subject.update(14)
@@ -481,7 +483,7 @@ async def test_an_engine_goes_back_to_an_earlier_version(subject: Subject) -> No
     """A trainer was resumed from an earlier checkpoint; the engine outlives it."""
     late = subject.engine.policy_version
     abandoned = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
-    await until_sampling()
+    await until_sampling(subject, *(_long(index) for index in range(4)))
     for task in abandoned:
         task.cancel()
     await asyncio.gather(*abandoned, return_exceptions=True)
@@ -491,7 +493,7 @@ async def test_an_engine_goes_back_to_an_earlier_version(subject: Subject) -> No
     assert subject.engine.policy_version == late - 2
     assert_sampled_by(subject, late - 2, await subject.engine.generate(request_of(5, prompt=LONG_PROMPT)))
     running = asyncio.create_task(subject.engine.generate(_long(0)))
-    await until_sampling()
+    await until_sampling(subject, _long(0))
     await subject.update(late - 1)
     assert set((await running).versions) == {late - 2, late - 1}
     assert_sampled_by(subject, late - 1, await subject.engine.generate(request_of(5, prompt=LONG_PROMPT)))
@@ -510,7 +512,7 @@ async def test_statistics_count(subject: Subject) -> None:
 
 async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject) -> None:
     running = asyncio.create_task(subject.engine.generate(_long(1, 200)))
-    await until_sampling()
+    await until_sampling(subject, _long(1, 200))
     for process in living_children():
         for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             process.send_signal(notice)
@@ -520,7 +522,7 @@ async def test_signals_meant_for_the_role_do_not_end_the_engine(subject: Subject
 async def test_a_dead_engine_fails_what_is_pending_and_leaves_nothing_behind(subject: Subject) -> None:
     """Last: the engine does not come back."""
     running = asyncio.create_task(subject.engine.generate(_long(1)))
-    await until_sampling()
+    await until_sampling(subject, _long(1))
     if isinstance(subject, VllmSubject):
         for process in living_children():
             process.kill()
@@ -546,7 +548,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
         await subject.join()
         await subject.update(0)
         running = [asyncio.create_task(subject.engine.generate(_long(index))) for index in range(4)]
-        await until_sampling()
+        await until_sampling(subject, *(_long(index) for index in range(4)))
         await subject.update(1)
         rollouts = await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
         for rollout in rollouts:
@@ -556,7 +558,7 @@ async def test_vllm_recomputes_keys_and_values_if_told_to_and_closes_in_order(tm
             # One step may have been taken on the old cache, before it was cleared; from then on it is all new.
             np.testing.assert_allclose(rollout.behaviour_logprobs[border + 1 :], by_new[border + 1 :], atol=TOLERANCE)
         last = asyncio.create_task(subject.engine.generate(_long(1)))
-        await until_sampling()
+        await until_sampling(subject, _long(1))
     finally:
         await subject.engine.close()
         subject.publisher.dissolve()

@@ -7,7 +7,7 @@ Rules:
 1. A generator that has come, or has failed, is not trusted before it has passed, under weights that arrived since.
 2. All have to pass at the first publication, and every `every` versions; until they fail they stay trusted.
 3. Generators whose checksums of the same version differ have to pass at once, the fewer if there are fewer; until then
-   they are not trusted.
+   they are not trusted, and no further version is published.
 4. An answer counts for the publication that it was asked for, and if one version scored all of it: else another is due.
 """
 
@@ -100,6 +100,10 @@ class Canary:
     def is_waiting_for(self, name: str) -> bool:
         """Whether this generator has to pass in this publication, and has not answered yet."""
         return name in self._waiting
+
+    def is_suspected(self, name: str) -> bool:
+        """Whether this generator's checksum is not that of others, and its canary has not told yet who is right."""
+        return name in self._waiting and name in self._differing
 
     # ------------------------------------------------------------------------------------------------- publications
 

@@ -251,11 +251,14 @@ class WeightSync:
     def _is_settled(self, version: int) -> bool:
         """All have acknowledged; and if nobody is trusted with the version yet, nobody's canary is under way.
 
-        A version does not wait for canaries while somebody is trusted: who has to pass gets its leases later.
+        A version does not wait for canaries while somebody is trusted: who has to pass gets its leases later.  It does
+        where checksums differ: the next weights would heal the damage before it is known whose tokens it is in.
         """
         if self._membership.waiting_for(version):
             return False
         live = self._membership.live_members(version)
+        if any(self._canary.is_suspected(name) for name in live):
+            return False
         return bool(self._trusted_members(version)) or not any(map(self._canary.is_waiting_for, live))
 
     async def _current_group(self) -> WeightGroup | None:

@@ -247,6 +247,25 @@ async def test_of_two_that_hold_different_bits_both_take_the_canary_and_who_pass
         assert ring.weight_sync.num_checksums_differed == 2
 
 
+async def test_no_version_heals_one_that_holds_other_bits_before_its_verdict(tmp_path: Path) -> None:
+    async with small_ring(small_config(num_steps=8), tmp_path, canary_every=0) as ring:
+        slow, fast = [await ring.add_generator(f"generator-{index}") for index in range(2)]
+        holding(slow, 4)
+        slow.damage = lambda version: 1.0 * (version == 4)
+        holding(fast, TRAINED)
+        training = ring.start_training()
+        await until(lambda: slow.version == 3, during=training)
+        slow.may_score.clear()
+        await until(lambda: fast.canaries == [0, 4], during=training)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert ring.weight_sync.ready_members == {"generator-1"}
+        slow.may_score.set()
+        await asyncio.wait_for(training, PATIENCE_S)
+        assert slow.canaries == [0, 4, 5]
+        assert [quarantine.newest_good for quarantine in slow.quarantines] == [0]
+
+
 # -------------------------------------------------------------------------------------------------- the row of a run
 
 
