@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ class Script:
     token_s: float = 0.0  # time one token takes; 0: as fast as the event loop turns
     max_num_seqs: int = 256
     die_after_tokens: int | None = None  # the engine dies after generating this many
-    tally: str = ""  # a file that gets a line "group sample position" for every token drawn; "": none
+    tally: str = ""  # a file that gets a line "group sample position pid" for every token drawn; "": none
 
 
 @dataclass(slots=True)
@@ -266,7 +267,7 @@ class ScriptedEngine(GenerationEngine):
             flight.versions.append(self._policy_version)
             self._num_tokens += 1
             if self.script.tally:
-                _append(self.script.tally, f"{request.group_id} {request.sample_index} {position}\n")
+                _append(self.script.tally, f"{request.group_id} {request.sample_index} {position} {os.getpid()}\n")
             if token in stops:
                 return "stop"
         return "length"
