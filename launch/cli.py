@@ -17,6 +17,7 @@ from launch.commands.arguments import (
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
+    takes_evaluation,
     takes_list,
     takes_overrides,
     takes_recipe,
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     takes_run_directory(export)
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     export.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
+    takes_evaluation(command("evaluate", _evaluate, "Sample a dataset with a model; print pass@k, with intervals."))
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument(
@@ -291,6 +293,12 @@ def _export(options: argparse.Namespace) -> int:
 
     print(export_run(_layout(options), options.out, options.step))
     return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from launch.commands.evaluate.command import evaluate
+
+    return evaluate(options)
 
 
 def _recipes(options: argparse.Namespace) -> int:

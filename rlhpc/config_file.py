@@ -30,25 +30,33 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths in the result are made absolute from the current directory.
     Raises ConfigError: file missing, not TOML, unknown key, wrong type, illegal value, keys that contradict each other.
     """
+    return settled(_read_toml(path), overrides, str(path))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: a directory, not a run file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    for word in overrides:
-        _apply_override(document, word)
-    return _with_absolute_paths(_validate(document, str(path)))
 
 
 def override(config: Config, words: Sequence[str]) -> Config:
     """Apply ``dotted.key=value`` overrides to settings read before.  Raises ConfigError as load_config does."""
-    document = config.model_dump(mode="json")
-    for word in words:
+    return settled(config.model_dump(mode="json"), words, "overrides")
+
+
+def settled(document: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    """Settings from the tables of a run file, which this changes, and overrides.
+
+    source: what faults are put down to.  Raises ConfigError as load_config does.
+    """
+    for word in overrides:
         _apply_override(document, word)
-    return _with_absolute_paths(_validate(document, "overrides"))
+    return _with_absolute_paths(_validate(document, source))
 
 
 def config_hash(config: Config) -> str:

@@ -324,6 +324,7 @@ class RewardOutcome:
     is_correct: bool
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
+    answer: str = ""  # what was given as the answer, for majority votes in evaluations; "": none, or not said
 
 
 class RewardFunction(Protocol):

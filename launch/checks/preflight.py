@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,20 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     shape = _shape_that_fits_the_layout(config, model)
     if roles_run_here:
         _parts_are_installed(config)
-    validate_task(config.data.task)
     _own_code_is_there(config)
+    return _look_at_prompts(config, model, shape)
+
+
+def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
+    """As preflight(), where nothing is trained.  Raises ConfigError."""
+    model = _model_config(config)
+    if roles_run_here:
+        _engine_is_installed(config)
+    return _look_at_prompts(config, model, None)
+
+
+def _look_at_prompts(config: Config, model: dict[str, Any], shape: ModelShape | None) -> Findings:
+    validate_task(config.data.task)
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
@@ -110,8 +122,17 @@ def _parts_are_installed(config: Config) -> None:
         needed.append(("deepspeed", backend, "extra 'deepspeed'"))
     if trainer.transformer_engine:
         needed.append(("transformer_engine", "trainer.transformer_engine=true", "NVIDIA's wheels, or set it to false"))
+    _engine_is_installed(config)
+    _require(needed)
+
+
+def _engine_is_installed(config: Config) -> None:
     if config.generation.engine == "vllm":
-        needed.append(("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'"))
+        _require([("vllm", "generation.engine='vllm'", "extra 'cpu' or 'gpu'")])
+
+
+def _require(needed: Iterable[tuple[str, str, str]]) -> None:
+    """needed: (module, the key that needs it, where it comes from)."""
     for module, key, source in needed:
         if not _is_installed(module):
             raise ConfigError(

@@ -56,6 +56,27 @@ def takes_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
 
+def takes_evaluation(parser: argparse.ArgumentParser) -> None:
+    """A model, a dataset, and how much to sample."""
+    model = "HF checkpoint, run directory, or one checkpoint in it"
+    parser.add_argument("model", type=Path, metavar="MODEL|RUN_DIR", help=model)
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .parquet file, or a directory of them")
+    text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest sound one")
+    parser.add_argument("--samples", type=number, default=1, metavar="K", help="of each prompt (default 1)")
+    parser.add_argument("--prompts", type=number, metavar="N", help="that many, drawn at random; default: all")
+    text = "of sampling; 0: the most likely token each time (default 1)"
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=text)
+    text = "where samples and figures go; default: evaluations/ in the run directory, or here"
+    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
+    parser.add_argument("--fresh", action="store_true", help="delete samples that are there, and start over")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+    text = "site file: submit it as a Slurm job, with the GPUs of [generation] on one node"
+    parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
+
+
 def takes_recipe(parser: argparse.ArgumentParser) -> None:
     """Nothing, or the action copy with a name and a directory."""
     actions = parser.add_subparsers(metavar="ACTION", dest="action")

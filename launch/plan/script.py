@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from launch.plan.jobs import Component, Job, JobPlan
 from launch.plan.site_file import PrologueConfig
@@ -48,6 +48,12 @@ def render_script(plan: JobPlan, job: Job) -> str:
         lines += ["#SBATCH hetjob"] if index else []
         lines += [f"#SBATCH {directive}" for directive in component_directives(component)]
     return "\n".join([*lines, "", _OPENING, *_prologue(plan.prologue), _start(plan, job), ""])
+
+
+def render_command(plan: JobPlan, directives: Iterable[str], words: Sequence[str]) -> str:
+    """A script that does one command after the site's prologue, without a supervisor."""
+    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives)]
+    return "\n".join([*lines, "", _OPENING, *_prologue(plan.prologue), f"exec {shlex.join(words)}", ""])
 
 
 def component_directives(component: Component) -> Iterator[str]:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from rlhpc.config import Config
 from rlhpc.data.records import SUFFIXES
@@ -70,14 +71,22 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
 
     A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
     """
-    model, data = config.model.path, config.data.path
-    weights = sorted(path.name for path in model.glob(f"*{WEIGHTS}"))
-    paths = {name: model / name for name in (*MODEL_FILES, *weights)}
-    files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
     return Inputs(
-        _read_all(paths, known.model if known is not None else {}),
-        _read_all({path.name: path for path in files}, known.data if known is not None else {}),
+        look_at_model(config.model.path, known.model if known is not None else {}),
+        look_at_data(config.data.path, known.data if known is not None else {}),
     )
+
+
+def look_at_model(model: Path, known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:
+    """Read the files of an HF checkpoint, as look_at_inputs does."""
+    weights = sorted(path.name for path in model.glob(f"*{WEIGHTS}"))
+    return _read_all({name: model / name for name in (*MODEL_FILES, *weights)}, known)
+
+
+def look_at_data(data: Path, known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:
+    """Read a dataset, as look_at_inputs does."""
+    files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
+    return _read_all({path.name: path for path in files}, known)
 
 
 def read_inputs(layout: RunLayout) -> Inputs | None:

@@ -110,7 +110,7 @@ def supervise_locally(
     save; 4: another start has taken the run over; otherwise the status of the process that failed (128 + signal).
     """
     plan, job = read_plan(layout.local_plan, "local"), ThisJob.without_slurm()
-    temporary = _private_temporary_directory()
+    temporary = private_temporary_directory()
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     supervisor = ControllerJobSupervisor(
         plan, job, NoTimeLimit(), TerminalLog(tell, attempt.index), signals, first=attempt, tether=tether, begins=begins
@@ -131,8 +131,8 @@ def supervise_locally(
     return Cause.INTERRUPTED.status
 
 
-def _private_temporary_directory() -> Path:
-    """Make the directory for all temporary files of this run, mode 0700; it is deleted at the end.
+def private_temporary_directory() -> Path:
+    """Make the directory for all temporary files of a run, mode 0700; whoever calls deletes it at the end.
 
     vLLM leaves the sockets between its processes behind, and sends pickle over them: no other user may reach them.
     """

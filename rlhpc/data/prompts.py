@@ -75,6 +75,10 @@ class SeededPrompts(PromptSource):
         token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
         return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
 
+    def source(self, prompt_id: int) -> str:
+        """File and line of the record behind a prompt of the order."""
+        return self._records[self._record_index(prompt_id)].source
+
     def prompt_tokens(self, record: Record) -> Int32:
         """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""
         token_ids = self._encode(self._template.format(**{name: record.text(name) for name in self._fields}))

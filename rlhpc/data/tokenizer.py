@@ -65,6 +65,10 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=not keep_special_tokens)
         return text
 
+    def decode_completion(self, token_ids: Int32, *, has_ended: bool) -> str:
+        """Text of a completion; has_ended: without the last token, which ended it."""
+        return self.decode(token_ids[:-1] if has_ended else token_ids)
+
     @property
     def vocab_size(self) -> int:
         """Tokens that the tokenizer knows; the model's embedding may have more rows."""

@@ -34,6 +34,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     parts: dict[str, float]
     detail: str
     error: str
+    answer: str = ""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -30,7 +30,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
         return RewardOutcome(0.0, is_correct=False, detail=f"no integer at the end of {tail!r}")
     # Both spellings are canonical, so text equality is integer equality, for any number of digits.
     is_correct = answer == wanted
-    return RewardOutcome(float(is_correct), is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}")
+    return RewardOutcome(float(is_correct), is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}", answer=answer)
 
 
 def final_answer(completion: str) -> str | None:

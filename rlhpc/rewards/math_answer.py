@@ -60,7 +60,8 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     if not answer_text or len(answer_text) > _LONGEST_ANSWER:
         return RewardOutcome(0.0, is_correct=False, detail=f"answer of {len(answer_text)} characters")
     is_correct = _is_equal(wanted, answer_text)
-    return RewardOutcome(float(is_correct), is_correct, detail=f"answer {answer_text[:_SHOWN_CHARACTERS]}")
+    shown = f"answer {answer_text[:_SHOWN_CHARACTERS]}"
+    return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
 def last_marked_answer(text: str) -> str | None:

@@ -27,12 +27,13 @@ _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict and reward of one completion; becomes part of a ScoredRollout."""
+    """Verdict and reward of one completion; becomes part of a ScoredRollout, or of an evaluation's sample."""
 
     reward: float  # 0.0 and meaningless when the verdict is VERIFIER_ERROR
     verdict: Verdict
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
+    answer: str = ""
 
 
 class RewardPool:
@@ -180,4 +181,4 @@ def _judgement(task: str, reply: Reply) -> Judgement:
     if reply.error:
         return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {reply.error}")
     verdict = Verdict.CORRECT if reply.is_correct else Verdict.WRONG
-    return Judgement(reply.reward, verdict, reply.parts, reply.detail)
+    return Judgement(reply.reward, verdict, reply.parts, reply.detail, reply.answer)

@@ -71,7 +71,8 @@ def _checked(outcome: object) -> Reply:
             return _error(f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}")
     parts = {str(name): float(value) for name, value in outcome.parts.items()}
     detail = str(outcome.detail)[:_LONGEST_DETAIL]
-    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, error="")
+    answer = str(outcome.answer)[:_LONGEST_DETAIL]
+    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, error="", answer=answer)
 
 
 def _error(why: str) -> Reply:

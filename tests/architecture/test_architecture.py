@@ -70,6 +70,7 @@ STAGES = {
     "weights": {"HeldChecksum"},
     "transport": set(),
     "metrics": set(),
+    "evaluation": set(),
 }
 # Everywhere: array types, which say nothing about a stage, and the way of the weights, which crosses two stages.
 _ANYWHERE = {"Int32", "Float32", "Bool", "UInt8", "WeightGroup", "WeightManifest", "TensorSpec"}

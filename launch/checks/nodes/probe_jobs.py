@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import secrets
-import shlex
 import shutil
 import time
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,9 @@ from typing import Any
 
 from launch.checks.nodes.channel_probe import ROLES, channel_layout
 from launch.checks.nodes.probe import write
-from launch.plan.jobs import Component, Job, JobPlan
+from launch.plan.jobs import Component, JobPlan
 from launch.plan.report import role_command, srun_sizes
-from launch.plan.script import component_directives, render_script
+from launch.plan.script import component_directives, render_command
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import cancel, own_job_ids, own_states_and_reasons
 from launch.slurm.sbatch import submit_once
@@ -102,8 +101,6 @@ def job_name(directory: Path, component: str) -> str:
 
 def probe_script(plan: JobPlan, component: Component, directory: Path) -> str:
     """The script of the run with its prologue, and the probe in the supervisor's place."""
-    whole = render_script(plan, Job(component.name, (component,)))
-    body = whole.rstrip().rpartition("\nexec ")[0].splitlines()
     directives = [
         f"--job-name={job_name(directory, component.name)}",
         f"--output={directory / component.name}.log",
@@ -113,9 +110,7 @@ def probe_script(plan: JobPlan, component: Component, directory: Path) -> str:
     ]
     step = [] if component.runs_in_batch_step else ["srun", "--kill-on-bad-exit=0", *srun_sizes(component)]
     words = [*step, *role_command(plan, component), str(directory / "probe.py"), str(directory), component.name]
-    lines = [body[0], *(f"#SBATCH {directive}" for directive in directives)]
-    lines += [line for line in body[1:] if not line.startswith("#SBATCH")]
-    return "\n".join([*lines, "exec " + shlex.join(words), ""])
+    return render_command(plan, directives, words)
 
 
 def _prepare(directory: Path) -> str:

@@ -129,7 +129,7 @@ def parse_role(arguments: list[str]) -> RoleContext:
 
 
 def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
-    """Do a role's work and turn how it ended into an exit status; the reason is the last line of its log."""
+    """Do a role's work in a process of its own; return its exit status."""
     # All roles die at once: none is left to finish the step that SIGTERM would let the controller wait for.
     end_with_parent(signal.SIGINT if context.role == "controller" else signal.SIGTERM)
     faulthandler.register(signal.SIGQUIT)  # kill -QUIT prints every thread's stack
@@ -142,10 +142,19 @@ def run_role(context: RoleContext, work: Callable[[RoleContext], None]) -> int:
     if text := openness(context.layout.root).text:
         log.warning("%s", text)
     Guard(context.fence).start()
-    try:
+
+    def checked_work() -> None:
         if context.fence is not None:
             context.fence.check()
         work(context)
+
+    return exit_status_of(checked_work, log)
+
+
+def exit_status_of(work: Callable[[], None], log: logging.Logger) -> int:
+    """Do it and return the exit status of its process; the reason is the last line of its log."""
+    try:
+        work()
     except ConfigError as error:
         log.error("settings: %s", error)  # noqa: TRY400  the message is for the user; a traceback would bury it
         return EXIT_CONFIG

@@ -187,10 +187,11 @@ class Sampling:
 
     async def _judge(self, rollout: Rollout) -> ScoredRollout:
         """Ask for a verdict, again if the verifier failed; a verifier error is never a reward of zero."""
+        has_ended = rollout.finish_reason is FinishReason.STOP
         request = RewardRequest(
             request_id=0,  # the RPC client numbers calls
             task=rollout.prompt.task,
-            completion=self._completion_text(rollout),
+            completion=self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended),
             reference=rollout.prompt.reference,
         )
         link = await self._next_link()
@@ -213,11 +214,6 @@ class Sampling:
         except ChannelTimeout as error:  # every replica was asked
             return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error))
         return ScoredRollout(rollout, reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
-
-    def _completion_text(self, rollout: Rollout) -> str:
-        """The completion without the token that ended it."""
-        ends = rollout.finish_reason is FinishReason.STOP
-        return self._tokenizer.decode(rollout.token_ids[:-1] if ends else rollout.token_ids)
 
     async def _next_link(self, other_than: Link | None = None) -> Link:
         """Wait for a session, where there is none."""

@@ -1,0 +1,75 @@
+"""The directory of an evaluation: one command at a time, one kind of samples.
+
+Input: settings, and what an earlier command has left.  Output: the directory, locked, ready to be continued.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.run_directory.directory_lock import DirectoryLock, LockHeld, lock_directory
+from rlhpc.errors import RunDirectoryError
+from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
+from rlhpc.privacy import PRIVATE
+from rlhpc.run_layout import RunLayout
+
+LOCK = RunLayout(Path()).lock.name
+LONGEST_VALUE = 80  # characters of a value in a message
+
+
+@contextmanager
+def evaluation_directory(
+    directory: Path, settings: EvaluationSettings, *, is_fresh: bool, tell: Callable[[str], None]
+) -> Iterator[DirectoryLock]:
+    """Own the directory while the block runs, with these settings written to it.
+
+    is_fresh: delete what is there.  Raises RunDirectoryError: another command uses it, it holds something else, or
+    samples of other settings.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+    names = {path.name for path in directory.iterdir()}
+    if names - {LOCK} and NAME not in names:
+        raise RunDirectoryError(f"{directory}: holds something, and no evaluation; --out names another directory")
+    try:
+        lock = lock_directory(RunLayout(directory))
+    except LockHeld:
+        raise RunDirectoryError(f"{directory}: another `rlhpc evaluate` is at work there") from None
+    try:
+        before = read_settings(directory)
+        if before is not None and not is_fresh:
+            _refuse_other_samples(directory, before, settings)
+        elif before is not None:
+            tell(f"{directory} is deleted, and the evaluation begun anew")
+            _clear(directory)
+        settings.write(directory)
+        yield lock
+    finally:
+        lock.close()
+
+
+def _refuse_other_samples(directory: Path, before: EvaluationSettings, now: EvaluationSettings) -> None:
+    old, new = before.identity, now.identity
+    lines = [f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}" for key in sorted({*old, *new})
+             if old.get(key) != new.get(key)]  # fmt: skip
+    if lines:
+        head = f"{directory}: holds samples of another evaluation:"
+        advice = "--out DIRECTORY keeps both; --fresh deletes these samples"
+        raise RunDirectoryError("\n".join([head, *lines, advice]))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _clear(directory: Path) -> None:
+    """All but the lock; the settings last, so that a directory that is cleared in part is still known as ours."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == NAME):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()

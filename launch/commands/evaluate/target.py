@@ -1,0 +1,89 @@
+"""The model that is evaluated: an HF checkpoint, or what a run has saved.
+
+Input: a path.  Output: a Target, which says what an evaluation of it begins with, and gives its weights as an HF
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.run_directory.inputs import look_at_model
+from rlhpc.config import Config
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import COMPLETE, Fate, KnownCheckpoints
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, and the settings that come with it."""
+
+    title: str  # for people, also in the names of files
+    home: Path  # directory for evaluations of it, unless the user says otherwise
+    settings: Config | None  # of the run that it is from
+    checkpoint: Path | None  # a step of that run; None: `model` is an HF checkpoint
+    model: Path  # HF checkpoint: the model itself, or what the run began with
+
+    @property
+    def digest(self) -> Any:
+        """Of everything that the model is.  Raises OSError, RunDirectoryError."""
+        if self.checkpoint is None:
+            return {name: entry.digest for name, entry in look_at_model(self.model).items()}
+        return hashlib.blake2b((self.checkpoint / COMPLETE).read_bytes(), digest_size=16).hexdigest()
+
+    def weights(self, place: Path) -> Path:
+        """An HF checkpoint with its weights; one that has to be written is `place`.
+
+        Raises CheckpointError, ConfigError.
+        """
+        if self.checkpoint is None:
+            return self.model
+        # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
+        from rlhpc.training.checkpoint.export import export_hf
+
+        export_hf(self.checkpoint, self.model, place)
+        return place
+
+
+def find_target(path: Path, step: int | None) -> Target:
+    """path: HF checkpoint, run directory, or a checkpoint in one.  step: of a run; None: the newest sound one.
+
+    Raises ConfigError, CheckpointError.
+    """
+    if (match := _STEP.fullmatch(path.name)) and RunLayout(path.parent.parent).is_run:
+        if step is not None:
+            raise ConfigError(f"--step {step}: {path} is a step already")
+        return _of_run(RunLayout(path.parent.parent), int(match[1]))
+    if RunLayout(path).is_run:
+        return _of_run(RunLayout(path), step)
+    if step is not None:
+        raise ConfigError(f"--step {step}: {path} is no run directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: neither an HF checkpoint directory (no config.json) nor a run directory")
+    return Target(path.name, Path("evaluations").absolute(), None, None, path)
+
+
+def _of_run(layout: RunLayout, step: int | None) -> Target:
+    config, _ = read_resolved(layout)
+    checkpoint = _sound_checkpoint(layout, step)
+    title = f"{config.run.name}-{checkpoint.name}"
+    return Target(title, layout.root / "evaluations", config, checkpoint, config.model.path)
+
+
+def _sound_checkpoint(layout: RunLayout, step: int | None) -> Path:
+    known, problems = KnownCheckpoints(layout.checkpoints), []
+    for state in known.newest_first(lambda at: step in (None, at)):
+        if state.fate is Fate.SOUND:
+            return state.path
+        problems.append(f"{state.path.name}: {state.problem}")
+    there = ", ".join(str(at) for at, _ in known.steps()) or "none"
+    what = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
+    raise CheckpointError("\n".join([f"{layout.checkpoints}: {what}; steps there are: {there}", *problems]))

@@ -1,0 +1,78 @@
+"""What an evaluation samples: written once to its directory, read by its processes.
+
+evaluation.json     these settings
+samples-0.jsonl     samples of its first process (samples_file.py)
+summary.json        the figures, once all samples are there
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhpc.config import HAS_BEGUN, Config
+from rlhpc.errors import ConfigError
+from rlhpc.files import write_atomically
+
+NAME = "evaluation.json"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """Model, data and engine as a run file has them, and how much is sampled."""
+
+    config: Config
+    title: str  # the model and the data, for people
+    samples_per_prompt: int
+    num_prompts: int  # the first ones in the seeded order
+    temperature: float  # 0: the most likely token each time
+    inputs: dict[str, Any]  # digests of what the samples depend on
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides about a sample, by key: samples under other values of it do not belong together."""
+        config = self.config
+        return {
+            **{f"inputs.{name}": value for name, value in self.inputs.items()},
+            **{f"data.{key}": value for key, value in config.data.model_dump(mode="json", exclude={"path"}).items()},
+            "generation.engine": config.generation.engine,
+            "generation.max_prompt_tokens": config.generation.max_prompt_tokens,
+            "generation.max_completion_tokens": config.generation.max_completion_tokens,
+            "model.dtype": config.model.dtype,
+            "run.seed": config.run.seed,
+            "temperature": self.temperature,
+        }
+
+    @property
+    def num_samples(self) -> int:
+        """In all."""
+        return self.num_prompts * self.samples_per_prompt
+
+    def write(self, directory: Path) -> None:
+        """Raises OSError."""
+        document = {
+            "config": self.config.model_dump(mode="json"),
+            **{name: getattr(self, name) for name in _PLAIN},
+        }
+        write_atomically(directory / NAME, json.dumps(document, indent=1).encode())
+
+
+_PLAIN = ("title", "samples_per_prompt", "num_prompts", "temperature", "inputs")
+
+
+def read_settings(directory: Path) -> EvaluationSettings | None:
+    """None if there are none.  Raises ConfigError if the file is damaged."""
+    path = directory / NAME
+    try:
+        document = json.loads(path.read_bytes())
+        config = Config.model_validate(document["config"], context=HAS_BEGUN)
+        return EvaluationSettings(config, **{name: document[name] for name in _PLAIN})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise ConfigError(f"{path}: damaged: {error}") from error

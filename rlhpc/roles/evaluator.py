@@ -1,0 +1,141 @@
+"""Samples the prompts of an evaluation and has them judged: `python -m rlhpc.roles.evaluator DIRECTORY --share I/N`.
+
+Input: the settings in the directory, and the samples that are there.  Output: the missing ones of every N-th prompt, in
+samples-I.jsonl.  One engine with the weights of the checkpoint, one pool of reward workers; no controller, no trainer.
+A sample is drawn by (seed, prompt, number), so that what a killed process had begun is drawn again alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from rlhpc.contracts import GenerationEngine
+from rlhpc.data.prompts import SeededPrompts, open_prompts
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ConfigError
+from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
+from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
+from rlhpc.generation.factory import engine_seed, start_engine
+from rlhpc.privacy import leave_no_core_file
+from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.roles.common.lifecycle import exit_status_of, stop_event
+from rlhpc.types import FinishReason, RolloutRequest, SamplingParams, Verdict
+
+log = logging.getLogger("rlhpc.evaluator")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 0 also where it was asked to stop."""
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.roles.evaluator", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="the prompts p with p mod N = I")
+    options = parser.parse_args(arguments)
+    index, num_shares = map(int, options.share.split("/"))
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s evaluator-{index} %(name)s %(levelname)s %(message)s",
+    )
+    leave_no_core_file()
+    return exit_status_of(lambda: asyncio.run(_evaluate(options.directory, index, num_shares)), log)
+
+
+async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
+    settings = read_settings(directory)
+    if settings is None:
+        raise ConfigError(f"{directory}: no {NAME}; `rlhpc evaluate` writes it")
+    stop, config = stop_event(), settings.config
+    there = {(each.prompt, each.sample) for each in read_samples(directory)}
+    mine = [place for place in _places(settings) if place[0] % num_shares == index and place not in there]
+    log.info("%d samples to draw", len(mine))
+    if not mine:
+        return
+    async with AsyncExitStack() as stack:
+        file = stack.enter_context(SamplesFile(directory, index))
+        engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
+        stack.push_async_callback(engine.close)
+        rewards = config.rewards
+        pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(config.data.task,))
+        await stack.enter_async_context(pool)
+        await Evaluator(settings, engine, pool, file).sample(mine, stop)
+
+
+def _places(settings: EvaluationSettings) -> Iterator[tuple[int, int]]:
+    """(prompt, sample) of all, those of a prompt one after the other: they share its KV cache."""
+    return ((p, s) for p in range(settings.num_prompts) for s in range(settings.samples_per_prompt))
+
+
+class Evaluator:
+    """Keeps an engine busy until all samples are on disk."""
+
+    def __init__(
+        self, settings: EvaluationSettings, engine: GenerationEngine, pool: RewardPool, file: SamplesFile
+    ) -> None:
+        self._settings, self._engine, self._pool, self._file = settings, engine, pool, file
+        self._prompts: SeededPrompts = open_prompts(settings.config)
+        self._tokenizer = PromptTokenizer(settings.config.model.path)
+        self._sampling = SamplingParams(
+            max_tokens=settings.config.generation.max_completion_tokens,
+            temperature=settings.temperature,
+            stop_token_ids=self._tokenizer.eos_token_ids,
+        )
+
+    async def sample(self, places: list[tuple[int, int]], stop: asyncio.Event) -> None:
+        """Draw, judge and write the samples at these places, (prompt, sample); return early once `stop` is set.
+
+        Raises EngineError, RoleFailed, OSError.
+        """
+        waiting = iter(places)
+        num_seqs = self._settings.config.generation.max_num_seqs
+        async with asyncio.TaskGroup() as group:
+            # A quarter more than the engine decodes at once: while some are judged, others take their places.
+            workers = [group.create_task(self._work(waiting)) for _ in range(num_seqs + num_seqs // 4)]
+            watch = group.create_task(self._cancel_when(stop, workers))
+            await asyncio.wait(workers)
+            watch.cancel()
+
+    async def _cancel_when(self, stop: asyncio.Event, workers: list[asyncio.Task[None]]) -> None:
+        await stop.wait()
+        log.info("asked to stop")
+        for worker in workers:
+            worker.cancel()
+
+    async def _work(self, waiting: Iterator[tuple[int, int]]) -> None:
+        for prompt, sample in waiting:
+            self._file.append(await self._sample(prompt, sample))
+
+    async def _sample(self, prompt_id: int, sample: int) -> EvaluatedSample:
+        prompt = self._prompts.peek(prompt_id)
+        rollout = await self._engine.generate(RolloutRequest(prompt_id, sample, prompt, self._sampling))
+        has_ended = rollout.finish_reason is FinishReason.STOP
+        text = self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended)
+        judge = partial(self._pool.judge, prompt.task, text, prompt.reference)
+        judgement: Judgement = await judge()
+        for _ in range(1, self._settings.config.rewards.max_attempts):
+            if judgement.verdict is not Verdict.VERIFIER_ERROR:
+                break
+            judgement = await judge()
+        return EvaluatedSample(
+            prompt=prompt_id,
+            sample=sample,
+            source=self._prompts.source(prompt_id),
+            completion=text,
+            num_tokens=len(rollout.token_ids),
+            finish_reason=rollout.finish_reason.value,
+            verdict=judgement.verdict.value,
+            reward=judgement.reward,
+            answer=judgement.answer,
+            detail=judgement.detail,
+            parts=judgement.parts,
+        )
+
+
+if __name__ == "__main__":  # engine workers are spawned: they import this module again
+    sys.exit(main(sys.argv[1:]))

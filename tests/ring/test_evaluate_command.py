@@ -1,0 +1,168 @@
+"""Whole evaluations by `rlhpc evaluate`, with all their processes: to the end, killed, interrupted, failing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhpc.evaluation.samples_file import EvaluatedSample, read_samples
+from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
+from tests.ring.run_kit import Lab, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
+
+pytestmark = pytest.mark.ring
+PROMPTS, SAMPLES = 12, 4
+SETTINGS = ["data.task=tests.ring.ring_rewards:parity", "generation.max_prompt_tokens=12", "model.dtype=float32"]
+SCRIPTED = [*SETTINGS, "generation.engine=scripted", "generation.max_completion_tokens=24"]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return make_lab(tmp_path)
+
+
+def words_of(lab: Lab, out: str, *words: str) -> list[str]:
+    how = ["--samples", str(SAMPLES), "--prompts", str(PROMPTS), "--out", str(lab.root / out)]
+    return ["evaluate", str(lab.model), str(lab.dataset), *how, *words]
+
+
+def slow_down(lab: Lab, token_s: float) -> None:
+    path = lab.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scripted_engine": {"token_s": token_s}}))
+
+
+def completions(directory: Path) -> dict[tuple[int, int], str]:
+    return {(each.prompt, each.sample): each.completion for each in read_samples(directory)}
+
+
+def drawn(directory: Path) -> Counter[tuple[int, int]]:
+    return Counter((each.prompt, each.sample) for each in read_samples(directory))
+
+
+@contextmanager
+def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """The command; everything that it has started ends with the block."""
+    command = [sys.executable, "-m", "launch.cli", *words]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=command_environment()) as process:
+        try:
+            yield process
+        finally:
+            for each in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+                each.kill()
+            process.kill()
+
+
+def wait_for_samples(directory: Path, number: int) -> None:
+    def there() -> int:
+        return len(list(read_samples(directory))) if directory.exists() else 0
+
+    wait_while_it_moves(lambda: there() >= number, there, "samples", lambda: str(there()))
+
+
+def evaluators(directory: Path) -> list[psutil.Process]:
+    """Processes that work in this directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        found += [process] if "rlhpc.roles.evaluator" in words and str(directory) in words else []
+    return found
+
+
+def test_two_processes_draw_what_one_draws_and_the_same_command_again_draws_nothing(lab: Lab) -> None:
+    alone = rlhpc(*words_of(lab, "one", *SCRIPTED, "--json"))
+    assert alone.returncode == 0, alone.stderr
+    together = rlhpc(*words_of(lab, "two", *SCRIPTED, "generation.num_replicas=2", "--json"))
+    assert together.returncode == 0, together.stderr
+    assert (
+        json.loads(together.stdout)
+        == json.loads(alone.stdout)
+        == json.loads((lab.root / "one/summary.json").read_text())
+    )
+    assert completions(lab.root / "two") == completions(lab.root / "one")
+    assert set(drawn(lab.root / "two").values()) == {1}
+    assert len(drawn(lab.root / "two")) == PROMPTS * SAMPLES
+    assert {path.name for path in (lab.root / "two").glob("samples-*")} == {"samples-0.jsonl", "samples-1.jsonl"}
+    again = rlhpc(*words_of(lab, "two", *SCRIPTED, "--json"))
+    assert again.stdout == together.stdout
+    more = rlhpc(*words_of(lab, "two", *SCRIPTED, "--samples", "5", "--json"))
+    assert json.loads(more.stdout)["samples_per_prompt"] == 5
+    assert len(drawn(lab.root / "two")) == PROMPTS * 5
+    assert set(drawn(lab.root / "two").values()) == {1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_after_its_end_in_the_middle_the_same_command_draws_what_is_missing(lab: Lab, number: signal.Signals) -> None:
+    whole = rlhpc(*words_of(lab, "whole", *SCRIPTED))
+    assert whole.returncode == 0, whole.stderr
+    slow_down(lab, 0.05)
+    directory = lab.root / "cut"
+    # The slowness stands in config.json, which is part of what a model is.
+    words = words_of(lab, "cut", *SCRIPTED, "generation.num_replicas=2", "generation.max_num_seqs=4")
+    with started(words) as process:
+        wait_for_samples(directory, 5)
+        process.send_signal(number)
+        _, said = process.communicate()
+        wait_while_it_moves(lambda: not evaluators(directory), lambda: len(evaluators(directory)), "ends", lambda: said)
+    before = drawn(directory)
+    assert 5 <= len(before) < PROMPTS * SAMPLES
+    if number is signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == EXIT_INTERRUPTED
+        there = f"{len(before)} of {PROMPTS * SAMPLES} samples are in {directory}; the same command draws the others"
+        assert there in said
+    assert rlhpc(*words).returncode == 0
+    assert set(drawn(directory).values()) == {1}
+    assert completions(directory) == completions(lab.root / "whole")
+
+
+def test_a_process_that_fails_ends_the_command_which_says_why(lab: Lab) -> None:
+    slow_down(lab, 0.05)
+    directory = lab.root / "failed"
+    with started(
+        words_of(lab, "failed", *SCRIPTED, "generation.num_replicas=2", "generation.max_num_seqs=4")
+    ) as process:
+        wait_for_samples(directory, 1)
+        evaluators(directory)[0].kill()
+        _, said = process.communicate()
+    assert process.returncode == EXIT_CONFIG
+    assert "ended with signal 9" in said
+    assert "evaluator-" in said
+    assert not evaluators(directory)
+
+
+def test_what_no_verifier_can_judge_is_counted_and_left_out(lab: Lab) -> None:
+    found = rlhpc(*words_of(lab, "out", *SCRIPTED, "data.task=tests.ring.ring_rewards:fail", "--json"))
+    assert found.returncode == 0, found.stderr
+    summary = json.loads(found.stdout)
+    assert summary["figures"] == {}
+    assert summary["num_not_judged"] == PROMPTS * SAMPLES
+
+
+@pytest.mark.vllm
+def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
+    layout = run_to_the_end(lab, "trained", trainer={"learning_rate": 0.01})
+    exported = lab.root / "exported"
+    assert rlhpc("export", str(layout.root), str(exported)).returncode == 0
+    words = [*SETTINGS, "generation.engine=vllm", "generation.max_completion_tokens=8", "--prompts", "6", "--json"]
+    greedy = ["--temperature", "0"]
+    found: list[tuple[dict[str, Any], list[EvaluatedSample]]] = []
+    for model in (layout.root, exported, lab.model):
+        out = lab.root / f"of-{model.name}"
+        done = rlhpc("evaluate", str(model), str(lab.dataset), *words, *greedy, "--out", str(out), timeout_s=600)
+        assert done.returncode == 0, done.stderr
+        assert not (out / "model").exists()
+        found.append((json.loads(done.stdout), sorted(read_samples(out), key=lambda each: each.prompt)))
+    run, same, untrained = found
+    assert [each.completion for each in run[1]] == [each.completion for each in same[1]]
+    assert [each.completion for each in run[1]] != [each.completion for each in untrained[1]]
+    assert run[0]["title"] == "trained-step_000006 on train"

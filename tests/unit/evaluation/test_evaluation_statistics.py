@@ -1,0 +1,91 @@
+"""The figures of an evaluation, against counting everything out, and their intervals, against drawing many times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhpc.evaluation.statistics import JudgedSample, estimates, majority, mean, pass_at_k, share
+
+RIGHT, WRONG = JudgedSample(True, "4", 1.0), JudgedSample(False, "5", 0.0)
+ANSWERS = st.sampled_from([("4", True), ("4.0", True), ("5", False), ("6", False), ("", False)])
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 8))
+def test_pass_at_k_is_the_share_of_all_sets_of_k_samples_with_a_correct_one(verdicts: list[bool], k: int) -> None:
+    k = min(k, len(verdicts))
+    sets = list(itertools.combinations(verdicts, k))
+    assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(sum(map(any, sets)) / len(sets), abs=1e-12)
+
+
+@given(st.lists(ANSWERS, max_size=7))
+def test_a_majority_is_right_as_often_as_drawing_among_the_most_frequent_answers(
+    given_: list[tuple[str, bool]],
+) -> None:
+    spelt = [("4" if right else answer) for answer, right in given_ if answer]
+    most = max(Counter(spelt).values(), default=0)
+    best = [answer for answer in ("4", "5", "6") if most and spelt.count(answer) == most]
+    expected = best.count("4") / len(best) if best else 0.0
+    assert majority([JudgedSample(right, answer, 0.0) for answer, right in given_]) == expected
+
+
+def test_a_correct_sample_votes_even_if_its_function_names_no_answer() -> None:
+    assert majority([JudgedSample(True, "", 1.0), WRONG]) == 0.5
+
+
+@pytest.mark.parametrize(("number", "expected"), [(10, 0.278), (100, 0.037)])
+def test_where_all_prompts_are_alike_the_interval_is_wilsons(number: int, expected: float) -> None:
+    for value, bounds in ((0.0, (0.0, expected)), (1.0, (1 - expected, 1.0))):
+        found = share(np.full(number, value))
+        assert (found.value, found.num_prompts) == (value, number)
+        assert (found.low, found.high) == pytest.approx(bounds, abs=5e-4)
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("spread", ["alike", "easy and hard prompts"])
+def test_an_interval_holds_the_truth_as_often_as_it_says(chance: float, num_samples: int, spread: str) -> None:
+    rng, num_prompts, num_draws = np.random.default_rng(7), 80, 2000
+    chances = np.full((num_draws, num_prompts), chance)
+    if spread != "alike":
+        chances = rng.beta(chance / 2, (1 - chance) / 2, (num_draws, num_prompts))  # mean: chance
+    values = rng.binomial(num_samples, chances) / num_samples
+    found = [share(row) for row in values]
+    assert 0.925 < np.mean([each.low <= chance <= each.high for each in found]) < 0.995
+
+
+def test_samples_of_one_prompt_are_not_counted_as_independent() -> None:
+    ones_and_zeros = np.repeat([0.0, 1.0], 20)  # forty prompts; 100 samples of each would not tell more
+    width = share(ones_and_zeros)
+    assert width.high - width.low == pytest.approx(2 * 1.96 * math.sqrt(0.25 / 40), rel=0.06)
+
+
+def test_the_mean_reward_has_a_normal_interval() -> None:
+    found = mean(np.array([-1.0, 0.0, 4.0]))
+    half = 1.959964 * np.std([-1, 0, 4], ddof=1) / math.sqrt(3)
+    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1 - half, 1 + half))
+
+
+def test_figures_are_there_for_powers_of_two_and_for_all_samples() -> None:
+    found = estimates([[RIGHT, WRONG] * 3, [WRONG] * 6], 6)
+    assert list(found) == ["pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "reward"]
+    assert [each.value for each in found.values()] == pytest.approx([0.25, 0.4, 0.5, 0.5, 0.25, 0.25])
+
+
+def test_what_could_not_be_judged_counts_nowhere() -> None:
+    found = estimates([[RIGHT], [RIGHT, WRONG], []], 2)
+    assert (found["pass@1"].value, found["pass@1"].num_prompts) == (0.75, 2)
+    assert (found["pass@2"].value, found["pass@2"].num_prompts) == (1.0, 1)
+    assert (found["maj@2"].value, found["maj@2"].num_prompts) == (0.5, 1)
+    assert estimates([[], []], 2) == {}
+
+
+def test_there_is_no_majority_of_one_and_none_without_answers() -> None:
+    assert "maj@1" not in estimates([[RIGHT]], 1)
+    assert "maj@2" not in estimates([[JudgedSample(True, "", 1.0), JudgedSample(False, "", 0.0)]], 2)

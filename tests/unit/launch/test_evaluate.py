@@ -1,0 +1,229 @@
+"""`rlhpc evaluate` before it starts anything: what it takes, what it refuses, and what it makes of samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.commands.evaluate.directory import evaluation_directory
+from launch.commands.evaluate.report import report_of
+from launch.commands.evaluate.settings import evaluation_config
+from launch.commands.evaluate.target import Target, find_target
+from launch.demo.task import write_dataset
+from rlhpc.config_file import write_resolved
+from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
+from rlhpc.evaluation.samples_file import EvaluatedSample
+from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import begin, complete
+from tests.tiny_models import make_tiny_checkpoint
+from tests.unit.roles.small_ring import small_config
+
+NEEDED = ["data.task=integer_arithmetic", "generation.max_prompt_tokens=12", "generation.max_completion_tokens=8"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_dataset(tmp_path / "test.jsonl", 6, seed=0)
+    return make_tiny_checkpoint(tmp_path / "model")
+
+
+def settings_of(model: Path, *words: str) -> EvaluationSettings:
+    config = evaluation_config(find_target(model, None), model.parent / "test.jsonl", [*NEEDED, *words])
+    return EvaluationSettings(config, "model on test", 2, 3, 1.0, {"model": "m", "data": ["d"]})
+
+
+def a_run(model: Path, *steps: int) -> RunLayout:
+    layout = RunLayout(model.parent / "runs" / "first")
+    layout.root.mkdir(parents=True)
+    config = small_config()
+    tables = {"model": {"path": str(model), "dtype": "float32"}, "data": {"path": "d", "task": "integer_arithmetic"}}
+    tables["run"] = {"name": "small", "num_steps": 12, "seed": 7}
+    tables["generation"] = {"max_prompt_tokens": 5, "max_completion_tokens": 6, "kv_cache_bytes": 1, "temperature": 0.5}
+    write_resolved(type(config).model_validate(config.model_dump() | tables), layout, "")
+    for step in steps:
+        place = begin(layout.checkpoint(step))
+        (place / "trainer").mkdir()
+        (place / "trainer" / "weights").write_bytes(bytes([step]))
+        complete(place, layout.checkpoint(step), {"attempt": 0})
+    return layout
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(model: Path) -> None:
+    layout = a_run(model, 4, 12)
+    target = find_target(layout.root, None)
+    assert (target.title, target.checkpoint) == ("small-step_000012", layout.checkpoint(12))
+    config = evaluation_config(target, model.parent / "test.jsonl", ["generation.max_completion_tokens=64"])
+    assert (config.data.task, config.model.dtype) == ("integer_arithmetic", "float32")
+    assert (config.generation.max_prompt_tokens, config.generation.max_completion_tokens) == (5, 64)
+    assert config.generation.kv_cache_bytes is None  # the engine has its GPU to itself
+    assert config.has_seeded_samples
+    assert config.run.seed == 0 != target.settings.run.seed  # all models get the same prompts
+    assert config.data.path == model.parent / "test.jsonl"
+
+
+def test_one_step_of_a_run_is_meant_by_number_or_by_its_directory(model: Path) -> None:
+    layout = a_run(model, 4, 12)
+    by_number, by_path = find_target(layout.root, 4), find_target(layout.checkpoint(4), None)
+    assert by_number == by_path
+    assert by_number.digest == by_path.digest != find_target(layout.root, 12).digest
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
+    layout = a_run(model, 4, 12)
+    (layout.checkpoint(12) / "trainer" / "weights").write_bytes(b"x")
+    assert find_target(layout.root, None).checkpoint == layout.checkpoint(4)
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 12; steps there are: 4, 12\nstep_000012: "):
+        find_target(layout.root, 12)
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint of step 7; steps there are: 4, 12$"):
+        find_target(layout.root, 7)
+
+
+def test_a_changed_model_has_another_digest(model: Path) -> None:
+    before = find_target(model, None).digest
+    weights = next(model.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert find_target(model, None).digest != before
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["no-model", "test.jsonl"],
+            "no-model: neither an HF checkpoint directory (no config.json) nor a run directory",
+        ),
+        (["model", "test.jsonl", "--step", "3"], "--step 3: "),
+        (["model", "test.jsonl"], "generation.max_completion_tokens: missing; it has no default"),
+        (["model", "no.jsonl", *NEEDED], "no.jsonl does not exist"),
+        (["model", "test.jsonl", *NEEDED, "data.path=x"], "the dataset is the second argument"),
+        (["model", "test.jsonl", *NEEDED, "generation.temperature=0.5"], "an evaluation has --temperature for it"),
+        (["model", "test.jsonl", *NEEDED, "trainer.learning_rate=1"], "not a setting of an evaluation; legal: data.…"),
+        (["model", "test.jsonl", *NEEDED, "generation.max_completion=3"], "did you mean"),
+        (["model", "test.jsonl", *NEEDED, "data.task=sums"], "data.task='sums' is not a task"),
+        (["model", "test.jsonl", *NEEDED, "data.prompt_template={q}"], "no field 'q'"),
+        (["model", "test.jsonl", *NEEDED, "--samples", "0"], "--samples 0; legal: 1 or more"),
+        (["model", "test.jsonl", *NEEDED, "--prompts", "0"], "--prompts 0; legal: 1 or more"),
+        (["model", "test.jsonl", *NEEDED, "--temperature", "-1"], "--temperature -1; legal: 0"),
+        (["model", "test.jsonl", *NEEDED, "--temperature", "0", "--samples", "2"], "would be the same"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
+    words: list[str], text: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(model.parent)
+    before = sorted(model.parent.iterdir())
+    assert main(["evaluate", *words]) == EXIT_CONFIG
+    assert text in capsys.readouterr().err
+    assert sorted(model.parent.iterdir()) == before
+
+
+# --------------------------------------------------------------------------------------------------------- directory
+
+
+def open_directory(directory: Path, settings: EvaluationSettings, *, is_fresh: bool = False) -> list[str]:
+    said: list[str] = []
+    with evaluation_directory(directory, settings, is_fresh=is_fresh, tell=said.append):
+        pass
+    return said
+
+
+def test_settings_come_back_as_they_were(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model)
+    assert read_settings(tmp_path) is None
+    settings.write(tmp_path)
+    assert read_settings(tmp_path) == settings
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(ConfigError, match=f"{NAME}: damaged"):
+        read_settings(tmp_path)
+
+
+def test_more_samples_and_other_engines_go_on_with_what_is_there(model: Path, tmp_path: Path) -> None:
+    open_directory(tmp_path / "e", settings_of(model))
+    more = replace(settings_of(model, "generation.num_replicas=2"), samples_per_prompt=8, num_prompts=6)
+    assert open_directory(tmp_path / "e", more) == []
+    assert read_settings(tmp_path / "e") == more
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "text"),
+    [
+        (["generation.max_completion_tokens=9"], {}, "generation.max_completion_tokens: 9, of the samples 8"),
+        (["data.prompt_template=Q: {prompt}"], {}, "data.prompt_template: 'Q: {prompt}', of the samples '{prompt}'"),
+        (["run.seed=1"], {}, "run.seed: 1, of the samples 0"),
+        ([], {"temperature": 0.5}, "temperature: 0.5, of the samples 1.0"),
+        ([], {"inputs": {"model": "other", "data": ["d"]}}, "inputs.model: 'other', of the samples 'm'"),
+    ],
+)
+def test_samples_of_another_evaluation_are_not_mixed_in(
+    words: list[str], changes: dict[str, object], text: str, model: Path, tmp_path: Path
+) -> None:
+    open_directory(tmp_path / "e", settings_of(model))
+    (tmp_path / "e" / "samples-0.jsonl").touch()
+    other = replace(settings_of(model, *words), **changes)  # type: ignore[arg-type]
+    with pytest.raises(RunDirectoryError) as refusal:
+        open_directory(tmp_path / "e", other)
+    assert text in str(refusal.value)
+    assert (tmp_path / "e" / "samples-0.jsonl").exists()
+    assert open_directory(tmp_path / "e", other, is_fresh=True) == [
+        f"{tmp_path / 'e'} is deleted, and the evaluation begun anew"
+    ]
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".lock", NAME]
+
+
+def test_one_command_at_a_time_and_no_directory_of_somebody_else(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model)
+    with (
+        evaluation_directory(tmp_path / "e", settings, is_fresh=False, tell=print),
+        pytest.raises(RunDirectoryError, match="another `rlhpc evaluate` is at work there"),
+    ):
+        open_directory(tmp_path / "e", settings)
+    for is_fresh in (False, True):
+        with pytest.raises(RunDirectoryError, match="holds something, and no evaluation"):
+            open_directory(model, settings, is_fresh=is_fresh)
+    assert not (model / ".lock").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def sample(prompt: int, number: int, verdict: str = "correct", finish_reason: str = "stop") -> EvaluatedSample:
+    reward, answer = float(verdict == "correct"), {"correct": "4", "wrong": "5"}.get(verdict, "")
+    return EvaluatedSample(prompt, number, "test.jsonl:1", "", 10 * prompt, finish_reason, verdict, reward, answer)
+
+
+def test_a_report_needs_all_samples_and_only_those_that_were_asked_for(model: Path) -> None:
+    settings = settings_of(model)  # three prompts, two samples each
+    samples = [
+        sample(0, 0), sample(0, 1, "wrong"), sample(1, 0, "verifier_error"), sample(1, 1, finish_reason="length"),
+        sample(2, 0, "wrong"), sample(2, 1, "wrong"),
+    ]  # fmt: skip
+    assert report_of(settings, samples[1:]) is None
+    report = report_of(settings, [*samples, samples[0], sample(0, 2, "wrong"), sample(7, 0, "wrong")])
+    assert report is not None
+    assert report.as_text().splitlines() == [
+        "model on test: 3 prompts × 2 samples, temperature 1",
+        "  pass@1  0.500  [0.125, 0.875]",
+        "  pass@2  0.500  [0.055, 0.945]   of 2 prompts",
+        "  maj@2   0.250  [0.037, 0.744]   of 2 prompts",
+        "  reward  0.500  [-0.066, 1.066]",
+        "  10 tokens on average, 16.7 % cut off",
+        "  1 samples that no verifier could judge are left out",
+    ]
+    assert json.loads(json.dumps(report.as_json()))["figures"]["pass@1"]["value"] == 0.5
+
+
+def test_evaluations_of_a_run_lie_in_its_directory(model: Path) -> None:
+    layout = a_run(model, 4)
+    assert find_target(layout.root, None).home == layout.root / "evaluations"
+    assert isinstance(find_target(model, None), Target)
