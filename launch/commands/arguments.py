@@ -72,6 +72,15 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
     parser.add_argument("--fresh", action="store_true", help="delete samples that are there, and start over")
     parser.add_argument("--json", action="store_true", help="JSON output for programs")
+    text = "evaluate each newest checkpoint of a run, until it is over; with curves for TensorBoard"
+    parser.add_argument("--follow", action="store_true", help=text)
+    parser.add_argument("--every", type=number, metavar="N", help="least steps between two evaluations (--follow)")
+    text = "keep the model with the best one, such as pass@1, as an HF checkpoint (--follow)"
+    parser.add_argument("--keep-best", metavar="FIGURE", help=text)
+    text = "stop the run after N evaluations without a better one (--follow --keep-best)"
+    parser.add_argument("--stop-after", type=number, metavar="N", help=text)
+    text = "without a sign of life of the run, before it is given up (--follow; default 3600)"
+    parser.add_argument("--patience-s", type=float, default=3600.0, metavar="S", help=text)
     text = "site file: submit it as a Slurm job, with the GPUs of [generation] on one node"
     parser.add_argument("--site", type=Path, metavar="SITE.toml", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")

@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhpc.evaluation.samples_file import EvaluatedSample, read_samples
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
-from tests.ring.run_kit import Lab, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
+from rlhpc.run_layout import RunLayout
+from tests.ring.run_kit import Lab, Run, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
 
 pytestmark = pytest.mark.ring
 PROMPTS, SAMPLES = 12, 4
@@ -49,10 +51,12 @@ def drawn(directory: Path) -> Counter[tuple[int, int]]:
 
 
 @contextmanager
-def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+def started(words: list[str], stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """The command; everything that it has started ends with the block."""
     command = [sys.executable, "-m", "launch.cli", *words]
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=command_environment()) as process:
+    with subprocess.Popen(
+        command, text=True, stdout=stdout, stderr=subprocess.PIPE, env=command_environment()
+    ) as process:
         try:
             yield process
         finally:
@@ -166,3 +170,69 @@ def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
     assert [each.completion for each in run[1]] == [each.completion for each in same[1]]
     assert [each.completion for each in run[1]] != [each.completion for each in untrained[1]]
     assert run[0]["title"] == "trained-step_000006 on train"
+
+
+# ----------------------------------------------------------------------------------------------------- following a run
+
+
+FEW = ["--prompts", "5", "--samples", "2"]
+
+
+def figures_of(layout: RunLayout) -> dict[int, float]:
+    """pass@1 by step."""
+    found = {}
+    for path in (layout.root / "evaluations").glob("*/summary.json"):
+        step = int(path.parent.name.rpartition("step_")[2].partition("-")[0])
+        found[step] = json.loads(path.read_text())["figures"]["pass@1"]["value"]
+    return dict(sorted(found.items()))
+
+
+def test_a_run_is_followed_until_it_is_complete_and_its_best_model_kept(lab: Lab) -> None:
+    layout = lab.layout("followed")
+    sections = {"run": {"num_steps": 12}, "data": {"task": "tests.ring.ring_rewards:very_slow_parity"}}
+    with Run(lab.run_file("followed", **sections), layout) as run:
+        run.wait_for_step(1)
+        words = ["evaluate", str(layout.root), str(lab.dataset), *FEW, "--follow", "--keep-best", "pass@1", "--json"]
+        with started(words, stdout=subprocess.PIPE) as process:
+            assert run.finish() == 0, run.story()
+            output, said = process.communicate()
+    assert process.returncode == 0, said
+    printed = [json.loads(line) for line in output.splitlines()]
+    evaluated = figures_of(layout)
+    assert max(evaluated) == 12
+    assert [each["figures"]["pass@1"]["value"] for each in printed] == list(evaluated.values())
+    assert [each["title"] for each in printed] == [f"followed-step_{step:06d} on train" for step in evaluated]
+    accumulator = EventAccumulator(str(layout.root / "evaluations" / "tensorboard"))
+    accumulator.Reload()
+    curve = [(point.step, point.value) for point in accumulator.Scalars("evaluation/train/pass@1")]
+    assert curve == [(step, pytest.approx(value)) for step, value in evaluated.items()]
+    best = json.loads((layout.root / "evaluations" / "best-train" / "rlhpc_figures.json").read_text())
+    first_best = min(step for step, value in evaluated.items() if value == max(evaluated.values()))
+    assert best["title"] == f"followed-step_{first_best:06d} on train"
+    again = rlhpc("evaluate", str(layout.root / "evaluations" / "best-train"), str(lab.dataset), *FEW, *SCRIPTED,
+                  "--out", str(lab.root / "again"), "--json")  # fmt: skip
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:
+    layout = lab.layout("stopped")
+    with Run(lab.run_file("stopped", run={"num_steps": 100_000}), layout) as run:
+        run.wait_for_step(4)
+        how = ["--follow", "--every", "4", "--keep-best", "reward", "--stop-after", "1"]
+        with started(["evaluate", str(layout.root), str(lab.dataset), *FEW, *how]) as process:
+            assert run.finish() == 0, run.story()
+            _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "reward is no better than" in said
+    assert len(figures_of(layout)) == 2
+    assert run.status()["step"] < 100_000
+
+
+def test_a_run_without_a_sign_of_life_is_given_up(lab: Lab) -> None:
+    layout = run_to_the_end(lab, "silent")
+    layout.summary.unlink()
+    words = ["evaluate", str(layout.root), str(lab.dataset), *FEW, "--follow", "--patience-s", "0.1"]
+    given_up = rlhpc(*words)
+    assert given_up.returncode == 1
+    assert "no sign of life for 0.1 s" in given_up.stderr
+    assert list(figures_of(layout)) == [6]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from launch.commands.evaluate.target import Target
+from launch.commands.evaluate.evaluation import Evaluation
 from launch.common.paths import without_dots
 from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
 from launch.plan.report import role_command, shared_layout
@@ -21,7 +21,6 @@ from launch.plan.site_file import load_site
 from launch.slurm.sbatch import submit_once
 from rlhpc.config import with_values
 from rlhpc.errors import ConfigError
-from rlhpc.evaluation.settings import EvaluationSettings
 from rlhpc.files import write_atomically
 
 SCRIPT = "job.sbatch"
@@ -36,10 +35,11 @@ class EvaluationJob:
     script: str
 
     @classmethod
-    def plan(cls, settings: EvaluationSettings, target: Target, directory: Path, options: argparse.Namespace) -> Self:
+    def plan(cls, evaluation: Evaluation, options: argparse.Namespace) -> Self:
         """Writes nothing.  Raises ConfigError: a fault of the site file, or replicas that do not fit one node."""
+        directory = evaluation.directory
         site = load_site(options.site)
-        config = with_values(settings.config, {"run.directory": directory, "run.name": "evaluation"})
+        config = with_values(evaluation.settings.config, {"run.directory": directory, "run.name": "evaluation"})
         plan = plan_jobs(config, site, shared_layout(config, site))
         component = _on_one_node(
             next(part for job in plan.jobs for part in job.components if part.name == "generation")
@@ -52,7 +52,7 @@ class EvaluationJob:
             "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue",
             *component_directives(component),
         ]
-        words = [*role_command(plan, component), "-m", "launch.cli", *_words(options, target, directory)]
+        words = [*role_command(plan, component), "-m", "launch.cli", *_words(options, evaluation)]
         return cls(plan, directory, render_command(plan, directives, words))
 
     def submit(self, tell: Callable[[str], None]) -> None:
@@ -81,8 +81,9 @@ def _on_one_node(component: Component) -> Component:
     )
 
 
-def _words(options: argparse.Namespace, target: Target, directory: Path) -> list[str]:
+def _words(options: argparse.Namespace, evaluation: Evaluation) -> list[str]:
     """The command on the node, where relative paths mean nothing, and when the run may have saved another step."""
+    target, directory = evaluation.target, evaluation.directory
     words = ["evaluate", str(target.checkpoint or target.model), str(without_dots(options.data)), *options.overrides]
     words += ["--samples", str(options.samples), "--temperature", f"{options.temperature:g}", "--out", str(directory)]
     return words if options.prompts is None else [*words, "--prompts", str(options.prompts)]

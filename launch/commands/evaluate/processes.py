@@ -132,7 +132,7 @@ class _Progress:
         if now - self._told_s < self._pause_s:
             return
         self._told_s, self._pause_s = now, WORD_S
-        left = ""
+        left = "" if self._began is not None else ", engines are starting"
         if self._began is not None and num_done > self._began[1]:
             rate = (num_done - self._began[1]) / (now - self._began[0])
             left = f", {span(int((self._num_samples - num_done) / rate))} left"

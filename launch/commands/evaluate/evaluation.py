@@ -1,0 +1,120 @@
+"""One evaluation on this machine: everything checked, samples drawn, figures written.
+
+Input: a target and the options of the command.  Output: Report, and the files of the evaluation's directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.checks.gpus import gpus_here
+from launch.checks.preflight import preflight_sampling
+from launch.commands.evaluate.directory import evaluation_directory
+from launch.commands.evaluate.processes import sample_all
+from launch.commands.evaluate.report import Report, report_of
+from launch.commands.evaluate.settings import evaluation_config
+from launch.commands.evaluate.target import Target
+from launch.common.paths import without_dots
+from launch.plan.gpu_map import map_gpus
+from launch.run_directory.inputs import look_at_data
+from rlhpc.config import with_values
+from rlhpc.errors import ConfigError
+from rlhpc.evaluation.samples_file import read_samples
+from rlhpc.evaluation.settings import SUMMARY, EvaluationSettings
+from rlhpc.files import write_atomically
+
+MODEL = "model"  # in the directory, while samples are drawn: weights of a run's checkpoint as an HF checkpoint
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What is to be evaluated, on what, and where samples go."""
+
+    target: Target
+    settings: EvaluationSettings
+    directory: Path
+
+    def report(
+        self, tell: Tell, *, is_fresh: bool = False, done: Callable[[Report, Path], None] = lambda report, model: None
+    ) -> Report:
+        """The figures; draws what is missing.
+
+        done: called with the figures and the HF checkpoint of the model, which may be moved away, unless there are figures.
+        Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
+        """
+        directory, settings = self.directory, self.settings
+        with evaluation_directory(directory, settings, is_fresh=is_fresh, tell=tell) as lock:
+            report = report_of(settings, read_samples(directory))
+            if report is None or not (directory / SUMMARY).exists():  # then `done` has not been called to its end
+                try:
+                    report = self._draw(tell, lock.descriptor, done)
+                except KeyboardInterrupt:
+                    number = sum(1 for _ in read_samples(directory))
+                    where = f"{number} of {settings.num_samples} samples are in {directory}"
+                    raise KeyboardInterrupt(f"{where}; the same command draws the others") from None
+                finally:
+                    shutil.rmtree(directory / MODEL, ignore_errors=True)
+            write_atomically(directory / SUMMARY, json.dumps(report.as_json(), indent=1).encode())
+            tell(f"all samples are in {directory}")
+        return report
+
+    def _draw(self, tell: Tell, descriptor: int, done: Callable[[Report, Path], None]) -> Report:
+        directory = self.directory
+        gpus = map_gpus(self.settings.config, gpus_here(os.environ))
+        shutil.rmtree(directory / MODEL, ignore_errors=True)  # of a command that was killed
+        model = self.target.weights(directory / MODEL)
+        settings = replace(self.settings, config=with_values(self.settings.config, {"model.path": model}))
+        settings.write(directory)
+        sample_all(directory, settings, gpus, descriptor, tell)
+        report = report_of(settings, read_samples(directory))
+        assert report is not None, "every process has said that it is done"
+        done(report, model)
+        return report
+
+
+def plan_evaluation(target: Target, options: argparse.Namespace) -> Evaluation:
+    """Everything that the options say, checked; writes nothing.  Raises ConfigError, DataError."""
+    config, runs_here = evaluation_config(target, options.data, options.overrides), options.site is None
+    if runs_here:
+        map_gpus(config, gpus_here(os.environ))
+    wanted, num_records = options.prompts, preflight_sampling(config, roles_run_here=runs_here).dataset.num_records
+    settings = EvaluationSettings(
+        config=config,
+        title=f"{target.title} on {config.data.path.stem}",
+        samples_per_prompt=_at_least_one("--samples", options.samples),
+        num_prompts=num_records if wanted is None else min(num_records, _at_least_one("--prompts", wanted)),
+        temperature=_temperature(options),
+        inputs={
+            "model": target.digest,
+            "data": [entry.digest for entry in look_at_data(config.data.path).values()],
+        },
+    )
+    return Evaluation(target, settings, without_dots(options.out or target.home / _name(target, config.data.path)))
+
+
+def _name(target: Target, data: Path) -> str:
+    return f"{target.title}-{data.stem}"
+
+
+def _at_least_one(option: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{option} {value}; legal: 1 or more")
+    return value
+
+
+def _temperature(options: argparse.Namespace) -> float:
+    temperature: float = options.temperature
+    if not 0 <= temperature <= 2:
+        raise ConfigError(f"--temperature {temperature:g}; legal: 0 (the most likely token each time) to 2")
+    if temperature == 0 and options.samples > 1:
+        raise ConfigError(
+            f"--temperature 0 with --samples {options.samples}: all samples of a prompt would be the same"
+        )
+    return temperature
