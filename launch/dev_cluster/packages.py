@@ -44,7 +44,7 @@ def private(cache: Path | None = None, *, has_accounting: bool = False, release:
     release: another Debian suite, with its own C library (17 MB, with accounting 33); None: packages of this
     distribution (4 MB, with accounting 11).
     """
-    name = f"debian-{release}-{platform.machine()}" if release else _own_name()
+    name = f"debian-{release}-{platform.machine()}-{releases.EDITION}" if release else _own_name()
     prefix = (cache or default_cache()) / (name + ("-accounting" if has_accounting else ""))
     here = Installation(prefix)
     if not (prefix / "COMPLETE").exists():
