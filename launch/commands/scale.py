@@ -85,7 +85,7 @@ def _submitted(layout: RunLayout) -> tuple[RunLayout, str]:
 
 
 def _refuse_lifeless(layout: RunLayout, records: list[JobRecord]) -> None:
-    look = look_at_jobs(record.job_id for record in records if record.hosts_controller)
+    look = look_at_jobs((record.job_id for record in records if record.hosts_controller), patience_s=PATIENCE_S)
     if look.trouble:
         raise SlurmError(look.trouble)
     if not any(row.state.is_alive for row in look.rows):
@@ -146,7 +146,7 @@ def _time_s(time: str | None) -> int | None:
 
 def _retire(layout: RunLayout, count: int, records: list[JobRecord], *, dry_run: bool, tell: Tell) -> None:
     elastic = {record.job_id: record for record in records if record.is_elastic}
-    look = look_at_jobs(elastic)
+    look = look_at_jobs(elastic, patience_s=PATIENCE_S)
     if look.trouble:
         raise SlurmError(look.trouble)
     rows = [row for row in look.rows if row.state.is_alive]

@@ -115,13 +115,17 @@ def look_at_my_jobs(timeout_s: float = ANSWER_S) -> MyQueue:
     return MyQueue(tuple(jobs))
 
 
-def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S) -> QueueLook:
-    """Ask Slurm about jobs.  timeout_s: of each command.  Raises nothing."""
+def look_at_jobs(job_ids: Iterable[int], timeout_s: float = ANSWER_S, patience_s: float = BLINK_S) -> QueueLook:
+    """Ask Slurm about jobs.  Raises nothing.
+
+    timeout_s: of each command.  patience_s: with a slurmctld that is away; PATIENCE_S of control.py for what can be
+    asked only once.
+    """
     wanted = list(dict.fromkeys(job_ids))
     if not wanted:
         return QueueLook(())
     try:
-        rows = _of_squeue(wanted, timeout_s)
+        rows = _of_squeue(wanted, timeout_s, patience_s)
     except SlurmError as error:
         return QueueLook((), trouble=f"Slurm did not answer: {error}")
     missing = [job for job in wanted if job not in {row.job_id for row in rows}]
@@ -148,11 +152,11 @@ def _drained(timeout_s: float) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------------- squeue
 
 
-def _of_squeue(jobs: Sequence[int], timeout_s: float) -> list[JobRow]:
+def _of_squeue(jobs: Sequence[int], timeout_s: float, patience_s: float) -> list[JobRow]:
     # For a single unknown id squeue fails with "Invalid job id specified"; for two ids it prints nothing.
     listed = ",".join(map(str, [*jobs, jobs[0]]))
     words = ("squeue", "--all", "--noheader", "--states=all", f"--jobs={listed}", f"--Format={_SQUEUE_FORMAT}")
-    answer = slurm(*words, timeout_s=timeout_s, patience_s=min(BLINK_S, timeout_s))
+    answer = slurm(*words, timeout_s=timeout_s, patience_s=max(patience_s, min(BLINK_S, timeout_s)))
     rows = [_squeue_row(line) for line in answer.splitlines() if line.strip()]
     return [row for row in rows if row is not None and row.job_id in jobs]
 
