@@ -23,9 +23,9 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _TOOLS = {"apt-get": "apt", "dpkg": "dpkg", "patchelf": "patchelf"}  # and the packages that have them
 # Of what apt would install: no interpreters, no init scripts, no documentation.
 _WANTED = re.compile(r"lib|slurm|munge|mariadb|gcc-.*-base|zlib")
-# Taken from another suite.  The MariaDB client 3.4.10 allows no column in an answer unless told how many, which slurmdbd
-# does not do: every query fails, and the daemon ends at once.  sid has it, and trixie since an update; bookworm has 3.3.
-_BORROWED = {suite: ("bookworm", ("libmariadb3",)) for suite in ("trixie", "sid")}
+# Taken from another suite.  The MariaDB client 3.4.10, that of sid and by an update of trixie, allows no column in an
+# answer unless told how many, which slurmdbd does not do: every query fails, and the daemon ends at once.
+_BORROWED = dict.fromkeys(("trixie", "sid"), ("bookworm", ("libmariadb3",)))
 EDITION = 2  # of what is unpacked: a prefix of an earlier one in a cache is not used
 _FETCH_S = 300.0
 _ELF = b"\x7fELF"

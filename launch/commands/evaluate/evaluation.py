@@ -46,7 +46,7 @@ class Evaluation:
     ) -> Report:
         """The figures; draws what is missing.
 
-        done: called with the figures and the HF checkpoint of the model, which may be moved away, unless there are figures.
+        done: called with new figures and the HF checkpoint of the model, which it may move away.
         Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
         """
         directory, settings = self.directory, self.settings
