@@ -1,7 +1,7 @@
 """An evaluation as one Slurm job: the command itself, on a node with the GPUs of the site's [generation].
 
 Input: settings, the directory of the evaluation, the words of the command.  Output: a script, and a job in the queue.
-A job that is pre-empted is requeued and goes on with what is there.
+A job that is preempted is requeued and goes on with what is there.
 """
 
 from __future__ import annotations
