@@ -134,7 +134,7 @@ def test_a_job_behind_a_cut_link_runs_twice_until_the_link_is_healed(networked: 
     faults.declare_up(cluster, first)
     wait_until(lambda: not old.is_alive, "the old life is ended")
     cluster.wait_up()
-    assert not cluster.job_processes(first)
+    wait_until(lambda: not cluster.job_processes(first), "what it had started is ended")
     assert cluster.job_processes(other)
 
 
