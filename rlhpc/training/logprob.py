@@ -9,7 +9,7 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
     with the gradient of entropy, backward has ⅛ more of its C·V
-On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices with entropy too.
+On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices for everything.
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
 The cost is one more multiplication by the head in backward: logits are recomputed, chunk by chunk.
 """

@@ -190,6 +190,24 @@ def test_a_strong_pull_keeps_the_policy_near_the_reference_and_none_lets_it_go(t
     assert reported[3.0][-1] == pytest.approx(distances[3.0], rel=0.5)
 
 
+def test_a_reference_that_is_held_and_asked_without_a_coefficient_changes_no_bit_of_training(tmp_path: Path) -> None:
+    rows, model = [pack_row(draw_samples((5, 9, 14)))], make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
+    ends = []
+    for is_asked in (False, True):
+        ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
+        trainer = trainer_on(backend, tmp_path, ear, 1e-2, kl_coefficient=0.0, entropy_coefficient=0.0)
+        for step in range(3):
+            if is_asked:
+                backend.hold_reference("host")
+                backend.logprobs(rows, of_reference=True)
+            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+        figures = [(a.metrics["loss"], a.metrics["grad_norm"], a.metrics["entropy"]) for a in ear.answers]
+        ends.append((figures, [tensor.clone() for _, tensor in backend.weights()]))
+        backend.close()
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(here, there) for here, there in zip(ends[0][1], ends[1][1], strict=True))
+
+
 def test_entropy_is_kept_by_its_bonus(tmp_path: Path) -> None:
     rows, entropies = [pack_row(draw_samples((5, 9, 14)))], {}
     model = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
