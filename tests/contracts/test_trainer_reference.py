@@ -69,9 +69,9 @@ def test_every_estimator_and_the_bonus_are_those_of_unpacked_samples_in_float64(
     for results, _ in answers:
         for result, (loss, norm, divergence), algorithm in zip(results, expected, ALGORITHMS, strict=True):
             assert result.metrics["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-4), algorithm  # a sum over 115 tokens
-            assert result.grad_norm == pytest.approx(norm, rel=1e-6, abs=1e-6), algorithm
+            assert result.grad_norm == pytest.approx(norm, rel=5e-6), algorithm
             if "kl_coefficient" in algorithm:
-                assert result.metrics["kl_reference"] == pytest.approx(divergence, rel=1e-6)
+                assert result.metrics["kl_reference"] == pytest.approx(divergence, rel=5e-6)
             else:
                 assert "kl_reference" not in result.metrics
     for name, tensor in answers[0][1].items():  # a step of Adam is up to 10 times as far off as its gradient

@@ -195,13 +195,8 @@ class DeepSpeedBackend(TrainerBackend):
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            current, entropy, entropy_sum = self._token_logprobs(
-                microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
-            )
-            row = token_row(microbatch, entropy, proximal=of_row(proximal, index), reference=of_row(reference, index))
-            loss_sum, figures = loss(current, row)
-            self._backward(loss_sum, current, num_loss_tokens)
-            sums.add({**figures, "entropy": entropy_sum, "loss": loss_sum.detach()})
+            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
+            sums.add(self._accumulate(microbatch, loss, anchors, num_loss_tokens, has_entropy_gradient))
         metrics = sums.over_ranks(self._device)
         with self._gate.asking(
             lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
@@ -211,13 +206,25 @@ class DeepSpeedBackend(TrainerBackend):
             self._forget_gradients(zero)
         return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
-    def _backward(self, loss_sum: Tensor, current: Tensor, num_loss_tokens: int) -> None:
-        """Add the gradient of one micro-batch's share of the loss."""
+    def _accumulate(
+        self,
+        microbatch: PackedMicrobatch,
+        loss: PolicyLoss,
+        anchors: Mapping[str, Tensor | None],
+        num_loss_tokens: int,
+        has_entropy_gradient: bool,
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
+        current, entropy, entropy_sum = self._token_logprobs(
+            microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
+        )
+        loss_sum, metrics = loss(current, token_row(microbatch, entropy, **anchors))
         # DeepSpeed divides by the number of ranks.
         share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
         # A loss can be infinite while its gradient is finite: then none of the gradient may count.
         poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(share * poison, scale_wrt_gas=False)
+        return {**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()}
 
     def _token_logprobs(
         self,

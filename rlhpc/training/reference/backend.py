@@ -8,7 +8,7 @@ float32 master weights; log-probabilities, loss, gradient sums and moments are f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -160,14 +160,8 @@ class ReferenceBackend(TrainerBackend):
         self._optimizer.zero_gradients()
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
-            current, entropy, entropy_sum = self._token_logprobs(
-                microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
-            )
-            row = token_row(microbatch, entropy, proximal=of_row(proximal, index), reference=of_row(reference, index))
-            loss_sum, figures = loss(current, row)
-            if loss_sum.requires_grad:  # not so for a row without loss tokens
-                (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
-            sums.add({**figures, "entropy": entropy_sum, "loss": loss_sum.detach()})
+            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
+            sums.add(self._accumulate(microbatch, loss, anchors, num_loss_tokens, has_entropy_gradient))
         metrics = sums.over_ranks(self._device)
         self._sum_gradients()
         grad_norm = self._optimizer.gradient_norm()
@@ -179,6 +173,23 @@ class ReferenceBackend(TrainerBackend):
             self._optimizer.step(learning_rate=learning_rate, weight_decay=weight_decay)
         is_known = applied or (is_finite and not is_allowed)
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
+
+    def _accumulate(
+        self,
+        microbatch: PackedMicrobatch,
+        loss: PolicyLoss,
+        anchors: Mapping[str, Tensor | None],
+        num_loss_tokens: int,
+        has_entropy_gradient: bool,
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
+        current, entropy, entropy_sum = self._token_logprobs(
+            microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
+        )
+        loss_sum, metrics = loss(current, token_row(microbatch, entropy, **anchors))
+        if loss_sum.requires_grad:  # not so for a row without loss tokens
+            (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
+        return {**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()}
 
     def _token_logprobs(
         self,
