@@ -60,6 +60,8 @@ def row(part: slice = slice(None)) -> TokenRow:
     return TokenRow(
         behaviour=behaviour[part],
         proximal=behaviour[part],
+        reference=behaviour[part],
+        entropy=torch.zeros(size),
         advantages=advantages[part],
         loss_mask=mask[part],
         versions=torch.zeros(size, dtype=torch.int32),

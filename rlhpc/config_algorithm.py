@@ -64,6 +64,12 @@ class AlgorithmConfig(Section):
     """A sequence with a token that has become less likely by this factor counts nothing; sensible is 1e-4, 0: never."""
     max_token_age: NonNegative | Literal["off"] = "off"
     """A token that was sampled more versions ago counts nothing; admission.max_staleness bounds whole rollouts."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of a term in the loss that pulls the policy towards a frozen reference, the model at model.path; 0: none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """That term of a token (docs/algorithms.md has the formulas).  "k1" is refused: its gradient pulls nowhere."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
     scale_rate_by_age: bool = False
     """The learning rate of a batch is divided by the mean age of its loss tokens, in versions, if that is above 1."""
     proximal: Literal["current", "recompute", "loglinear", "behaviour"] = "current"

@@ -54,6 +54,17 @@ def cap_has_a_weight(config: Config) -> None:
             _refuse_without_effect(config, "algorithm.importance_cap", beside, f"'off', or {other}")
 
 
+def reference_is_asked(config: Config) -> None:
+    """Without a coefficient nothing is held."""
+    if not config.algorithm.kl_coefficient:
+        beside, other = "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"
+        _refuse_without_effect(config, "algorithm.kl_estimator", beside, other)
+        _refuse_without_effect(config, "trainer.reference_memory", beside, other)
+    elif config.trainer.parameter_offload:
+        beside = "trainer.parameter_offload=true: the reference is held as the parameters are, in host memory"
+        _refuse_without_effect(config, "trainer.reference_memory", beside, "trainer.parameter_offload=false")
+
+
 def tokens_become_older(config: Config) -> None:
     """No token is older than its rollout."""
     age, bound = config.algorithm.max_token_age, config.admission.max_staleness
@@ -146,6 +157,7 @@ EFFECTS = (
     loss_knows_its_keys,
     clip_has_a_ratio,
     cap_has_a_weight,
+    reference_is_asked,
     tokens_become_older,
     tokens_have_an_age,
     something_is_shaped,

@@ -70,6 +70,16 @@ def ratio_starts_at_the_batch(config: Config) -> None:
         )
 
 
+def divergence_has_a_gradient(config: Config) -> None:
+    """The mean of ∇k1 = ∇log π over a policy's own samples is 0, and ∇k1 does not know the reference."""
+    algorithm = config.algorithm
+    if algorithm.kl_coefficient > 0 and algorithm.kl_estimator == "k1":
+        raise ValueError(
+            f"algorithm.kl_estimator='k1' with algorithm.kl_coefficient={algorithm.kl_coefficient:g}: in a loss its "
+            "gradient is that of log π, whatever the reference is, and on average zero; legal: 'k2' or 'k3'"
+        )
+
+
 def minibatches_have_samples(config: Config) -> None:
     """Each has one at least."""
     admission, minibatches = config.admission, config.algorithm.minibatches
@@ -87,5 +97,6 @@ STATISTICS = (
     sequence_ratios_have_own_bounds,
     cushion_leaves_room,
     ratio_starts_at_the_batch,
+    divergence_has_a_gradient,
     minibatches_have_samples,
 )

@@ -350,6 +350,8 @@ class TokenRow:
 
     behaviour: Tensor  # float32 [T] log-probability by the policy that sampled the token
     proximal: Tensor  # float32 [T] as handed to TrainerBackend.step; without any: behaviour
+    reference: Tensor  # float32 [T] the same, by a frozen model
+    entropy: Tensor  # float32 [T] of the distribution that the current policy has for the token
     advantages: Tensor  # float32 [T]
     loss_mask: Tensor  # bool [T] what counts; anything may stand elsewhere
     versions: Tensor  # int32 [T] policy version that sampled the token; −1 off the mask
@@ -416,10 +418,20 @@ class TrainerBackend(ABC):
         """True on the one rank that weights() yields on and that speaks to the controller."""
 
     @abstractmethod
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
+    def hold_reference(self, memory: str) -> None:
+        """Keep a frozen copy of the parameters as they are now, shared out like them and in their dtype.
+
+        memory: where, "device" (theirs) or "host".  A second call replaces the copy.
+        """
+
+    @abstractmethod
+    def logprobs(
+        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
+    ) -> list[Tensor]:
         """Log-probability of every token under the current parameters, without gradient.
 
-        temperature: None for that of the run.
+        temperature: None for that of the run.  of_reference: under the copy of hold_reference, which changes places
+        with the parameters meanwhile; no bit of them is another one after it, also if it raises.
         float32 [T] per micro-batch, 0 on the first token of a segment; on the device of the model.
         """
 
@@ -430,6 +442,8 @@ class TrainerBackend(ABC):
         loss: PolicyLoss,
         *,
         proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
         num_loss_tokens: int,
         learning_rate: float,
         weight_decay: float,
@@ -438,7 +452,8 @@ class TrainerBackend(ABC):
     ) -> StepResult:
         """Forward, backward, vote, clip, optimiser step.
 
-        `proximal`: float32 [T] per micro-batch, handed to the loss as it is; None: the behaviour log-probabilities.
+        `proximal`, `reference`: float32 [T] per micro-batch, handed to the loss as they are; None: the behaviour
+        log-probabilities.  `has_entropy_gradient`: whether TokenRow.entropy carries one; else it is a figure.
         Raises nothing for non-finite numbers: every rank skips the step, as where `may_apply` says no, and reports it.
         """
 

@@ -35,6 +35,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
             "Gradient norm": ("trainer/grad_norm",),
             "Clipped": ("policy/clip_low_share", "policy/clip_high_share", "policy/importance_capped_share"),
             "KL": ("policy/kl_k1", "policy/kl_k3", "policy/mismatch_kl"),
+            "KL from the reference": ("policy/kl_reference",),
             "Importance weights": ("policy/importance_weight_mean", "policy/ess"),
             "Masked": ("policy/importance_masked_share",),
         },

@@ -54,7 +54,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "rollout/spanning_update_share": Metric("share", "rollouts whose tokens were sampled by several versions"),
         "rollout/num_versions_max": Metric("versions", "most versions that sampled one rollout of the batch"),
         # The optimiser step.
-        "trainer/loss": Metric("nats", "policy loss, mean over loss tokens", on_every_axis=True),
+        "trainer/loss": Metric("nats", "with KL term and entropy bonus, mean over loss tokens", on_every_axis=True),
         "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite where the step was skipped"),
         "trainer/learning_rate": Metric("1", "of this step"),
         "trainer/entropy": Metric("nats", "of the current policy, mean over loss tokens", on_every_axis=True),
@@ -78,6 +78,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/mismatch_k1": Metric("nats", "as mismatch_kl, estimator k1 (may be negative)"),
         "policy/mismatch_chi2": Metric("1", "χ² divergence of proximal policy from sampler: variance of the weights"),
         "policy/mismatch_log_perplexity": Metric("nats", "|mean of proximal − sampler log-probability| of a rollout"),
+        "policy/kl_reference": Metric("nats", "KL of current policy from the frozen reference, estimator k3"),
         "own_loss/*": Metric("-", "what a loss of your own reports (algorithm.loss), mean over loss tokens"),
         # The same for the loss tokens of one age: versions between sampling and training; 4 stands for all above too.
         "age_tokens_share/*": Metric("share", "loss tokens of that age"),

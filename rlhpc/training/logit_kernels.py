@@ -54,15 +54,21 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    logits, targets, log_partition, row_factors, gradient, vocabulary, temperature, block: tl.constexpr
+    logits, targets, log_partition, row_factors, entropy, entropy_factors, gradient, vocabulary, temperature,
+    has_entropy: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < vocabulary
     values = tl.load(logits + row * vocabulary + columns, mask=is_inside, other=0.0) / temperature
-    probability = tl.exp(values - tl.load(log_partition + row))
+    log_probability = values - tl.load(log_partition + row)
+    probability = tl.exp(log_probability)
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     result = (chosen - probability) * tl.load(row_factors + row)
+    if has_entropy:
+        # What has probability 0 adds nothing, but −inf · 0 would be nan.
+        slope = tl.where(probability == 0.0, 0.0, probability * (log_probability + tl.load(entropy + row)))
+        result -= slope * tl.load(entropy_factors + row)
     tl.store(gradient + row * vocabulary + columns, result.to(gradient.dtype.element_ty), mask=is_inside)
 
 
@@ -81,25 +87,34 @@ def logit_statistics(
 
 
 def logit_gradient(
-    logits: Tensor, targets: Tensor, temperature: float, log_partition: Tensor, row_factors: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    log_partition: Tensor,
+    row_factors: Tensor,
+    dtype: torch.dtype,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(onehot − softmax) · row_factors of contiguous logits [C, V > 0], rounded to dtype; float32 in their place."""
+    """See logprob._logit_gradient; of contiguous logits [C, V > 0], rounded to dtype; float32 in their place."""
     rows, vocabulary = logits.shape
     gradient = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    of_entropy, entropy_factors = entropy or (log_partition, row_factors)  # not read without entropy
     if rows:
         _gradient_kernel[(rows, triton.cdiv(vocabulary, BLOCK))](
-            logits, targets.contiguous(), log_partition.contiguous(), row_factors.contiguous(), gradient,
-            vocabulary, temperature, block=BLOCK, num_warps=8,
+            logits, targets.contiguous(), log_partition.contiguous(), row_factors.contiguous(),
+            of_entropy.contiguous(), entropy_factors.contiguous(), gradient, vocabulary, temperature,
+            has_entropy=entropy is not None, block=BLOCK, num_warps=8,
         )  # fmt: skip
     return gradient
 
 
 def try_out(device: torch.device) -> None:
-    """Compile both for this device; raises RuntimeError or OSError if that does not work here."""
+    """Compile them for this device; raises RuntimeError or OSError if that does not work here."""
     one = torch.ones(1, 1, device=device)
     target = torch.zeros(1, dtype=torch.int64, device=device)
     try:
         logit_statistics(one, target, 1.0, want_entropy=True)
-        logit_gradient(one, target, 1.0, one[0], one[0], torch.bfloat16)
+        for entropy in (None, (one[0], one[0])):
+            logit_gradient(one, target, 1.0, one[0], one[0], torch.bfloat16, entropy)
     except (TritonError, SubprocessError) as error:  # a kernel, a compiler
         raise RuntimeError(str(error)) from error

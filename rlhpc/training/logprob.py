@@ -8,7 +8,8 @@ Memory beyond inputs and results, in float32 numbers, and a few for every token 
     forward             C·V, with entropy C·V + ⌈C/8⌉·V
     backward, float32   C·V + V·H          (V·H is the gradient itself)
     backward, bfloat16  ¼·C·V + 1½·V·H     (the gradient in both dtypes)
-On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices with entropy too.
+    with the gradient of entropy, backward has ⅛ more of its C·V
+On CUDA logits are read by kernels of our own, logit_kernels.py, where Triton works: C·V suffices for everything.
 On CPU a bfloat16 model adds V·H to both: a float32 copy of the head, since only CUDA multiplies into a wider type.
 The cost is one more multiplication by the head in backward: logits are recomputed, chunk by chunk.
 """
@@ -30,6 +31,7 @@ log = logging.getLogger("rlhpc.training")
 
 NUM_BLOCKS = 8  # a second buffer beside a chunk's logits is a block of them, not the whole
 LOWEST = torch.finfo(torch.float32).min
+LOWEST_LOGPROB = -128.0  # of a probability that float32 has no number for: log p · p is 0 there, and not inf · 0
 EXP, TARGET, HOLDERS, WEIGHTED = range(4)  # sums of a row over the vocabulary, see _row_statistics; the last if wanted
 
 
@@ -61,13 +63,15 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
     want_entropy: bool = False,
+    has_entropy_gradient: bool = False,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Natural log of softmax(hidden · head_weightᵀ / temperature) at `targets`, and the entropy if wanted.
 
     hidden [N, H] and head_weight [V, H] of one dtype, targets int64 [N] in [0, V).
     Returns float32 [N] and float32 [N] or None.  The softmax is float32 whatever the dtype; the head's gradient is
-    summed over chunks in float32.  Entropy carries no gradient.  N = 0 is allowed.  A target outside [0, V) gives nan.
+    summed over chunks in float32.  Entropy carries a gradient if that is wanted, too.  N = 0 is allowed.  A target
+    outside [0, V) gives nan.
 
     With `shard`, all ranks of its group call with the same hidden and targets (tokens of the whole vocabulary), each
     with its own rows of the head.  Results are the same bits on all ranks; forward reduces 5·N numbers (4·N without
@@ -75,13 +79,17 @@ def chunked_logprobs(
     out of a function whose backward adds it up over the group.
     """
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, shard
+        hidden, head_weight, targets, temperature, chunk_tokens, want_entropy, has_entropy_gradient, shard
     )
     return logprobs, entropy if want_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps log Σ exp of every row, so that backward can work on any part of the vocabulary alone."""
+    """Forward keeps log Σ exp of every row, so that backward can work on any part of the vocabulary alone.
+
+    With logits z, p = softmax(z), and H the entropy, which is known of the whole vocabulary after forward:
+        ∂ log p_target / ∂z_j = [j = target] − p_j            ∂H / ∂z_j = −p_j · (log p_j + H)
+    """
 
     @staticmethod
     def forward(
@@ -92,6 +100,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         want_entropy: bool,
+        has_entropy_gradient: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         head, first = _own_rows(head_weight, shard)
@@ -108,16 +117,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_partition = maximum + log_sum
         logprobs = (sums[TARGET] - log_partition).masked_fill_(sums[HOLDERS] == 0, torch.nan)
         entropy = log_sum - sums[WEIGHTED] / sums[EXP] if want_entropy else logprobs.new_empty(0)
-        ctx.save_for_backward(hidden, head_weight, targets, log_partition)
+        ctx.save_for_backward(hidden, head_weight, targets, log_partition, entropy if has_entropy_gradient else None)
         ctx.temperature, ctx.chunk_tokens, ctx.shard = temperature, chunk_tokens, shard
-        ctx.mark_non_differentiable(entropy)
+        if not has_entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head_weight, targets, log_partition = ctx.saved_tensors
+        hidden, head_weight, targets, log_partition, entropy = ctx.saved_tensors
         head, first = _own_rows(head_weight, ctx.shard)
         row_factors = gradients[0] / ctx.temperature
+        entropy_factors = None if entropy is None else gradients[1] / ctx.temperature
         hidden_gradient = torch.empty_like(hidden)
         head_gradient = torch.zeros_like(head_weight, dtype=torch.float32)
         # In float32 a product is added to its sum in place; else it is a second buffer, and so is the rounded factor.
@@ -133,12 +144,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     ctx.temperature,
                     log_partition[rows],
                     row_factors[rows],
+                    None if entropy_factors is None else (entropy[rows], entropy_factors[rows]),
                 )
                 _add_product(partial_sum, logit_gradient, head[tokens])
                 _add_product(head_gradient[tokens], logit_gradient.t(), states)
                 del logit_gradient  # for the same reason
             hidden_gradient[rows] = partial_sum
-        return hidden_gradient, head_gradient.to(head_weight.dtype), None, None, None, None, None
+        return hidden_gradient, head_gradient.to(head_weight.dtype), *[None] * 6
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -253,15 +265,32 @@ def _logit_gradient(
     temperature: float,
     log_partition: Tensor,
     row_factors: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(onehot − softmax) · row_factors over the rows of `head`, [C, V] in the dtype of the operands."""
+    """Gradient of the logits over the rows of `head`, [C, V] in the dtype of the operands.
+
+    (onehot − softmax) · row_factors; with `entropy`, that of every row and its factor, [C] each, the gradient of
+    entropy times the factor is added.
+    """
     logits = _product(hidden, head.t())
     if len(head) and (kernels := _kernels_for(logits)) is not None:
         gradient: Tensor = kernels.logit_gradient(
-            logits, targets, temperature, log_partition, row_factors, hidden.dtype
+            logits, targets, temperature, log_partition, row_factors, hidden.dtype, entropy
         )
         return gradient
-    gradient = logits.div_(temperature).sub_(log_partition[:, None]).exp_().neg_()
     is_here, places = _find(targets, len(head))
-    gradient.scatter_add_(1, places, is_here[:, None].float())
-    return gradient.mul_(row_factors[:, None]).to(hidden.dtype)
+    logits.div_(temperature).sub_(log_partition[:, None])
+    if entropy is None:
+        gradient = logits.exp_().neg_()
+        gradient.scatter_add_(1, places, is_here[:, None].float())
+        return gradient.mul_(row_factors[:, None]).to(hidden.dtype)
+    for rows in _slices(len(logits), -(-len(logits) // NUM_BLOCKS)):
+        _subtract_both(logits[rows], row_factors[rows], entropy[0][rows], entropy[1][rows])
+    return logits.scatter_add_(1, places, (is_here * row_factors)[:, None]).to(hidden.dtype)
+
+
+def _subtract_both(log_probabilities: Tensor, row_factors: Tensor, entropy: Tensor, entropy_factors: Tensor) -> None:
+    """Write −p · (row_factors + (log p + H) · entropy_factors) over log p, [rows, V]."""
+    probabilities = log_probabilities.exp()
+    slopes = log_probabilities.clamp_(min=LOWEST_LOGPROB).add_(entropy[:, None]).mul_(entropy_factors[:, None])
+    slopes.add_(row_factors[:, None]).mul_(probabilities).neg_()

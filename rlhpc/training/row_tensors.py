@@ -5,12 +5,14 @@ Input: PackedMicrobatch.  Output: tensors on a device.  T: tokens of the row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhpc.contracts import PolicyLoss, TokenRow
+from rlhpc.contracts import TokenRow
 from rlhpc.types import Int32, PackedMicrobatch
 
 
@@ -47,25 +49,30 @@ def plain_row(token_ids: Int32) -> PackedMicrobatch:
     )
 
 
-def loss_of_row(
-    loss: PolicyLoss, current: Tensor, microbatch: PackedMicrobatch, proximal: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Apply a loss to a whole row; both results summed over its loss tokens.
+def scattered(
+    logprobs: Tensor, entropy: Tensor | None, places: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of the tokens at `places`, [N] each, in the row [T], 0 elsewhere; and the sum of entropies, detached."""
+    row = logprobs.new_zeros(num_tokens)
+    if entropy is None:
+        return row.index_copy(0, places, logprobs), row, row.new_zeros(())
+    return row.index_copy(0, places, logprobs), row.index_copy(0, places, entropy), entropy.detach().sum()
 
-    current: float32 [T], 0 off the loss mask, on the model's device.  proximal: see TrainerBackend.step.
-    """
-    return loss(current, token_row(microbatch, proximal, current.device))
 
-
-def token_row(microbatch: PackedMicrobatch, proximal: Tensor | None, device: torch.device) -> TokenRow:
-    """What a loss gets; see TokenRow."""
+def token_row(
+    microbatch: PackedMicrobatch, entropy: Tensor, *, proximal: Tensor | None, reference: Tensor | None = None
+) -> TokenRow:
+    """What a loss gets, on the device of `entropy`, float32 [T]; see TokenRow, and TrainerBackend.step."""
+    device = entropy.device
     loss_mask = on_device(microbatch.loss_mask, device)
     behaviour = on_device(microbatch.behaviour_logprobs, device)
     sequence = np.repeat(np.arange(len(microbatch.loss_weights)), np.diff(microbatch.cu_seqlens))
     return TokenRow(
         behaviour=behaviour,
-        # current is 0 off the loss mask, so proximal must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
+        # current is 0 off the loss mask, so these must be too: exp(0 − (−100)) is inf, and inf · 0 is nan.
         proximal=behaviour if proximal is None else torch.where(loss_mask, proximal.to(device), 0.0),
+        reference=behaviour if reference is None else torch.where(loss_mask, reference.to(device), 0.0),
+        entropy=entropy,
         advantages=on_device(microbatch.advantages, device),
         loss_mask=loss_mask,
         versions=on_device(microbatch.versions, device),
@@ -73,3 +80,8 @@ def token_row(microbatch: PackedMicrobatch, proximal: Tensor | None, device: tor
         sequence=on_device(sequence, device),
         num_sequences=len(microbatch.loss_weights),
     )
+
+
+def of_row(rows: Sequence[Tensor] | None, index: int) -> Tensor | None:
+    """One of them, where there are any."""
+    return None if rows is None else rows[index]

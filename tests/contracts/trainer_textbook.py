@@ -88,7 +88,7 @@ def hf_losses(
     for algorithm in algorithms:
         current = torch.cat([hf_logprobs(hf, sample, temperature) for sample in samples])
         loss_of = make_policy_loss(AlgorithmConfig.model_validate(algorithm), policy_version)
-        loss, _ = loss_of(current, token_row(row, None, torch.device("cpu")))
+        loss, _ = loss_of(current, token_row(row, torch.zeros(len(row.token_ids)), proximal=None))
         hf.zero_grad()
         (loss / num_loss_tokens([row])).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None])

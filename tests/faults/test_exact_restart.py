@@ -98,6 +98,7 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
         ("deepspeed-zero2", 1, {"backend": "deepspeed", "zero_stage": 2, **TWO_RANKS}),
         pytest.param("vllm", 1, {}, marks=pytest.mark.long),
         pytest.param("minibatches", 1, {}, marks=pytest.mark.long),
+        pytest.param("reference", 1, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
@@ -108,6 +109,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
     if name == "minibatches":
         sections["algorithm"] = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
+    if name == "reference":  # which no checkpoint holds
+        sections["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}
     whole = Course.of(run_to_the_end(lab, f"{name}-whole", **sections))
     layout = run_killed_three_times(lab, f"{name}-killed", 1 + max_staleness, **sections)
     killed = Course.of(layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.contracts.reference_scenarios import ask_a_reference
 from tests.contracts.trainer_cluster import ClusterPool
 from tests.contracts.trainer_scenarios import look, take_steps
 from tests.gpu.gpu_ranks import (
@@ -128,6 +129,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, is_offloaded, cl
     settings = {"dtype": "bfloat16", "optimizer_offload": is_offloaded}
     (answer,) = cluster.run(skip_a_nan_gradient, tmp_path / "skip", model=model, steps=steps, **settings)
     assert answer == ([True, False, True], True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_reference_in_host_memory_gives_the_bits_of_one_on_the_gpu(backend, clusters, model, tmp_path):
+    """And those of the policy at the start; asking it changes no bit of the policy."""
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    rows, seen = [*ROWS, dummy_row()], {}
+    for memory in ("device", "host"):
+        settings = {"model": model, "rows": rows, "memory": memory, "dtype": "bfloat16"}
+        (seen[memory],) = cluster.run(ask_a_reference, tmp_path / memory, **settings)
+        for name in sorted(path.name for path in (tmp_path / memory / "before").iterdir()):
+            before, after = (tmp_path / memory / when / name for when in ("before", "after"))
+            assert before.read_bytes() == after.read_bytes(), name
+    for name in seen["host"]:
+        for here, there in zip(seen["host"][name], seen["device"][name], strict=True):
+            assert torch.equal(here, there), name
+    for here, there in zip(seen["host"]["reference"], seen["host"]["start"], strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+def test_a_reference_beside_parameters_in_host_memory_is_there_too(backend, clusters, model, tmp_path):
+    cluster = clusters.cluster(backend, BACKENDS[backend])
+    settings = {"optimizer_offload": True, "parameter_offload": backend == "zero3", "dtype": "bfloat16"}
+    (seen,) = cluster.run(ask_a_reference, tmp_path / "host", model=model, rows=ROWS, memory="host", **settings)
+    for here, there in zip(seen["reference again"], seen["start"], strict=True):
+        assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -53,15 +53,17 @@ def test_sums_over_the_vocabulary(rows, vocabulary, temperature, num_sums, monke
 
 @pytest.mark.parametrize(("rows", "vocabulary", "temperature"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_logits(rows, vocabulary, temperature, dtype, monkeypatch):
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_the_gradient_of_logits(rows, vocabulary, temperature, dtype, has_entropy, monkeypatch):
     hidden, head, targets = (
         tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in draw(rows, vocabulary)
     )
     log_partition = (hidden.float() @ head.float().T / temperature).logsumexp(1)
     factors = torch.linspace(-1, 2, rows, device="cuda")
+    entropy = (factors + 3, 2 - factors) if has_entropy else None
     found, wanted = both_ways(
         monkeypatch,
-        lambda: logprob._logit_gradient(hidden, head, targets, temperature, log_partition, factors),
+        lambda: logprob._logit_gradient(hidden, head, targets, temperature, log_partition, factors, entropy),
     )
     assert found.dtype == wanted.dtype == dtype
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2)

@@ -26,9 +26,9 @@ def test_products_of_bfloat16_are_those_of_float32(temperature):
     for dtype in (torch.bfloat16, torch.float32):
         hidden, head, targets = draw(517, 3001, 256, dtype)
         options = {"temperature": temperature, "chunk_tokens": 100, "want_entropy": True}
-        logprobs, entropy = chunked_logprobs(hidden, head, targets, **options)
-        logprobs.backward(torch.linspace(-1, 1, len(targets), device="cuda"))
-        results.append((logprobs.detach(), entropy, hidden.grad.float(), head.grad.float()))
+        logprobs, entropy = chunked_logprobs(hidden, head, targets, has_entropy_gradient=True, **options)
+        (logprobs + entropy).backward(torch.linspace(-1, 1, len(targets), device="cuda"))
+        results.append((logprobs.detach(), entropy.detach(), hidden.grad.float(), head.grad.float()))
     (logprobs, entropy, *gradients), (wanted_logprobs, wanted_entropy, *wanted_gradients) = results
     torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-4, rtol=0)
     torch.testing.assert_close(entropy, wanted_entropy, atol=2e-4, rtol=0)

@@ -26,7 +26,8 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def whole_run(lab: Lab) -> RunLayout:
-    return run_to_the_end(lab, "whole", run={"num_steps": NUM_STEPS})
+    added = {"kl_coefficient": 0.01, "entropy_coefficient": 1e-4}  # so that every documented scalar has an occasion
+    return run_to_the_end(lab, "whole", run={"num_steps": NUM_STEPS}, algorithm=added)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,12 @@ def test_tensorboard_holds_documented_scalars_at_every_step(events: EventAccumul
         find_metric(name)  # raises for an unknown one
     assert "reward_part/odd" in written
     assert [event.step for event in events.Scalars("trainer/loss")] == list(range(NUM_STEPS))
+
+
+def test_the_policy_begins_as_its_reference_and_leaves_it(events: EventAccumulator) -> None:
+    distances = [event.value for event in events.Scalars("policy/kl_reference")]
+    assert len(distances) == NUM_STEPS
+    assert 0 <= distances[0] < 1e-6 < distances[-1]
 
 
 def test_tensorboard_holds_key_metrics_over_tokens_and_seconds_too(whole_run: RunLayout) -> None:

@@ -62,6 +62,7 @@ def cheap_changes(config: Config) -> Iterator[Change]:
     trainer = config.trainer
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     changes: tuple[Change, ...] = (
+        {"reference_memory": "host"},
         {"distributed_optimizer": True},
         {"sequence_parallel": True},
         *({"zero_stage": stage} for stage in range(trainer.zero_stage + 1, 4) if trainer.backend == "deepspeed"),

@@ -145,6 +145,7 @@ def _share(config: Config, shape: ModelShape, process: str) -> Share:
             "gradients": rank.gradients,
             "optimiser": rank.optimizer,
             "ZeRO buckets": rank.buckets,
+            "frozen reference": rank.reference,
             "a step or an export": rank.moment,
             "CUDA, NCCL, fragments": rank.allowance,
         },

@@ -11,6 +11,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
     DeepSpeed   the same three terms; stage 1 divides the optimiser by N, stage 2 gradients too, stage 3 parameters too
                 (Rajbhandari et al. 2020, arXiv:1910.02054, §5; there gradients are 2·Ψ, here they are float32).
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
+    With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
 Activations and the head: activations.py.
 """
 
@@ -36,13 +37,14 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank of a pipeline stage.  Resident are the first four; the moments after them never meet."""
+    """Bytes of one rank of a pipeline stage.  Resident are the first five; the moments after them never meet."""
 
     stage: int
     parameters: int
     gradients: int
     optimizer: int
     buckets: int  # DeepSpeed's buffers for collectives, and parameters gathered for use
+    reference: int  # the frozen copy of the parameters
     activations: int  # of the rows in flight
     head: int  # logits, log-probabilities, the head's gradient
     export: int  # buffers of the rank that sends new weights
@@ -50,11 +52,12 @@ class RankMemory:
     is_on_gpu: bool
     host_optimizer: int  # what offload moves to host memory
     host_snapshot: int  # weights and moments, while a checkpoint is written
+    host_reference: int  # the frozen copy, where it lies there
 
     @property
     def resident(self) -> int:
         """There all the time."""
-        return self.parameters + self.gradients + self.optimizer + self.buckets
+        return self.parameters + self.gradients + self.optimizer + self.buckets + self.reference
 
     @property
     def allowance(self) -> int:
@@ -74,7 +77,7 @@ class RankMemory:
     @property
     def host(self) -> int:
         """Host memory of the process beyond what every process takes."""
-        return self.host_optimizer + self.host_snapshot
+        return self.host_optimizer + self.host_snapshot + self.host_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     held = shape.on_rank(layout, stage)
     state = _STATES[config.trainer.backend](config, layout, held)
     b = ELEMENT_BYTES[config.model.dtype]
+    reference = _reference_bytes(config, layout, held)
+    is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
     row = RowMemory(shape, layout, config.trainer, b)
     head = row.head() if stage == layout.pipeline - 1 else 0
     return RankMemory(
@@ -113,6 +118,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         gradients=state.gradients,
         optimizer=state.optimizer,
         buckets=state.buckets,
+        reference=0 if is_far else reference,
         activations=row.kept(stage, head),
         head=head,
         export=_export_bytes(config, shape) if stage == 0 else 0,
@@ -120,6 +126,7 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         is_on_gpu=config.trainer.device != "cpu",
         host_optimizer=state.host_optimizer,
         host_snapshot=12 * state.num_owned,
+        host_reference=reference if is_far else 0,
     )
 
 
@@ -133,6 +140,14 @@ def _bucket_sizes(shape: ModelShape, dtype: str, bucket_bytes: int) -> tuple[int
     sizes = shape.tensors
     ends = plan_buckets([TensorSpec("", dtype, (size,)) for size in sizes], bucket_bytes)
     return tuple(ELEMENT_BYTES[dtype] * sum(sizes[start:end]) for start, end in zip((0, *ends), ends, strict=False))
+
+
+def _reference_bytes(config: Config, layout: ParallelLayout, held: RankParameters) -> int:
+    """A copy of the forward pass's parameters, cut as they are; while they change places one tensor is there twice."""
+    if not config.algorithm.kl_coefficient:
+        return 0
+    is_cut = config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3
+    return ELEMENT_BYTES[config.model.dtype] * (-(-held.total // layout.data) if is_cut else held.total)
 
 
 def _export_bytes(config: Config, shape: ModelShape) -> int:

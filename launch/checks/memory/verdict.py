@@ -29,6 +29,7 @@ _ROWS = (
     ("gradients", "gradients"),
     ("optimizer", "optimiser"),
     ("buckets", "ZeRO buckets"),
+    ("reference", "frozen reference"),
     ("activations", "in a step: activations"),
     ("head", "in a step: logits, head"),
     ("optimizer_scratch", "in the update: gradients again"),
@@ -37,6 +38,7 @@ _ROWS = (
     ("peak", "fullest moment"),
     ("host_optimizer", "host: offload"),
     ("host_snapshot", "host: checkpoint"),
+    ("host_reference", "host: frozen reference"),
 )
 
 

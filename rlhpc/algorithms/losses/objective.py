@@ -41,6 +41,11 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def one_if_finite(*tensors: Tensor) -> Tensor:
+    """1, or nan if any element is not finite.  A factor and not an addend: it has to reach the gradient, too."""
+    return 1.0 + torch.stack([(values.detach() * 0.0).sum() for values in tensors]).sum()
+
+
 def sequence_sum(values: Tensor, row: TokenRow) -> Tensor:
     """Sum over the loss tokens of its sequence, for every token [T]; differentiable."""
     return _sums(torch.where(row.loss_mask, values, 0.0), row).index_select(0, row.sequence)

@@ -50,6 +50,8 @@ def _problem(loss: PolicyLoss) -> str:
     row = TokenRow(
         behaviour=torch.tensor([-1.0, -2.0, -0.5, -1.5]),
         proximal=torch.tensor([-1.1, -1.9, -0.6, -1.4]),
+        reference=torch.tensor([-0.9, -2.1, -0.7, -1.3]),
+        entropy=torch.tensor([1.2, 0.3, 0.8, 2.0]),
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         loss_mask=torch.ones(4, dtype=torch.bool),
         versions=torch.tensor([1, 2, 2, 2], dtype=torch.int32),
@@ -67,7 +69,7 @@ def _problem(loss: PolicyLoss) -> str:
         return f"two sequences apart give {float(apart):.6g}, together {float(whole[0]):.6g}: not a sum over sequences"
     last, nan = torch.tensor([3]), torch.nan
     masked = replace(row, loss_mask=row.loss_mask.index_fill(0, last, False))
-    noisy = replace(masked, behaviour=row.behaviour.index_fill(0, last, nan))
+    noisy = replace(masked, **{n: getattr(row, n).index_fill(0, last, nan) for n in ("behaviour", "reference")})
     plain, _ = _value_and_gradient(loss, current, masked)
     found, _ = _value_and_gradient(loss, current.index_fill(0, last, nan), noisy)
     if not torch.equal(found[:4], plain[:4]) or found[4] != 0:
@@ -89,6 +91,8 @@ def _sequence(current: Tensor, row: TokenRow, index: int) -> tuple[Tensor, Token
     return current[here], TokenRow(
         behaviour=row.behaviour[here],
         proximal=row.proximal[here],
+        reference=row.reference[here],
+        entropy=row.entropy[here],
         advantages=row.advantages[here],
         loss_mask=row.loss_mask[here],
         versions=row.versions[here],

@@ -9,10 +9,9 @@ a   share       aggregation.py      1 for a mean over tokens
 The anchor is what algorithm.proximal names: the policy at the start of the batch, the sampler, or one between them.
 
 Differs from decoupled PPO in AReaL's paper: (1) w is truncated; (2) a is 1 by default (DAPO's token-level mean) and not
-each sequence's length first; (3) no KL term and no entropy bonus; (4) logarithms of ratios are clamped to ±20 before
-they are exponentiated, so that one absurd token gives a huge number and not infinity; beyond the clamp its gradient
-is 0.
-Differs from GRPO (arXiv:2402.03300, eq. 3) in (2) and (3).
+each sequence's length first; (3) logarithms of ratios are clamped to ±20 before they are exponentiated, so that one
+absurd token gives a huge number and not infinity; beyond the clamp its gradient is 0.
+Differs from GRPO (arXiv:2402.03300, eq. 3) in (2).  A KL term and an entropy bonus are in regularised.py.
 
 Not finite: if any log-probability or advantage of a loss token is nan or infinite, loss and gradient are nan on that
 rank.  Nothing is raised: the ranks' vote then skips the step everywhere (contracts.TrainerBackend.step), where an
@@ -31,9 +30,10 @@ from rlhpc.algorithms.losses.figures import loss_figures
 from rlhpc.algorithms.losses.gmpo import GeometricMean
 from rlhpc.algorithms.losses.gspo import SequenceSurrogate
 from rlhpc.algorithms.losses.importance import ImportanceWeight
-from rlhpc.algorithms.losses.objective import Objective
+from rlhpc.algorithms.losses.objective import Objective, one_if_finite
 from rlhpc.algorithms.losses.own import load_own_loss
 from rlhpc.algorithms.losses.ppo import ClippedSurrogate
+from rlhpc.algorithms.losses.regularised import Regularised
 from rlhpc.algorithms.losses.reinforce import reinforce
 from rlhpc.algorithms.losses.sapo import SoftGate
 from rlhpc.algorithms.proximal import loglinear_anchor
@@ -46,9 +46,14 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
 
     Raises ConfigError for a loss of the user's own that is not there, or breaks the contract.
     """
-    if config.loss not in LOSSES:
-        return load_own_loss(config.loss)
-    return AnchoredLoss(make_objective(config), ImportanceWeight.of(config), config.proximal, policy_version)
+    loss: PolicyLoss
+    if config.loss in LOSSES:
+        loss = AnchoredLoss(make_objective(config), ImportanceWeight.of(config), config.proximal, policy_version)
+    else:
+        loss = load_own_loss(config.loss)
+    if not config.kl_coefficient and not config.entropy_coefficient:
+        return loss
+    return Regularised(loss, config.kl_coefficient, config.kl_estimator, config.entropy_coefficient)
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
@@ -88,7 +93,7 @@ class AnchoredLoss:
         objective = self.objective(current, anchor, row)
         # What counts nothing is cut out, not multiplied by zero: an absurd value there stays out of the sum.
         values = torch.where(row.loss_mask, row.weights * weights.used * objective.values, 0.0)
-        loss = -values.sum() * _one_if_finite(current, row.behaviour, anchor, row.advantages)
+        loss = -values.sum() * one_if_finite(current, row.behaviour, anchor, row.advantages)
         return loss, loss_figures(current.detach(), anchor, row, weights, objective, self.policy_version)
 
     def _anchor(self, current: Tensor, row: TokenRow) -> Tensor:
@@ -110,8 +115,3 @@ def _without_masked(row: TokenRow) -> TokenRow:
         for values in (row.behaviour, row.proximal, row.advantages, row.weights)
     )
     return replace(row, behaviour=behaviour, proximal=proximal, advantages=advantages, weights=weights)
-
-
-def _one_if_finite(*tensors: Tensor) -> Tensor:
-    """1, or nan if any element is not finite.  A factor and not an addend: it has to reach the gradient, too."""
-    return 1.0 + torch.stack([(values.detach() * 0.0).sum() for values in tensors]).sum()

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
@@ -113,6 +114,9 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
+        if self._config.algorithm.kl_coefficient:
+            # Before the checkpoint: after a resume, too, the reference is the model at model.path.
+            self._backend.hold_reference(self._config.trainer.reference_memory)
         step = self._context.resume_step
         if step is not None:
             checkpoint = self._context.layout.checkpoint(step)
@@ -160,6 +164,7 @@ class Trainer:
         rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
         loss = make_policy_loss(self._config.algorithm, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
+        references = self._of_reference(batch)
         done = BatchFigures()
         for place, index in enumerate(batch.order):
             minibatch = batch.minibatches[index]
@@ -168,6 +173,8 @@ class Trainer:
                 minibatch.ranks[self._backend.dp_rank],
                 loss,
                 proximal=anchors[index],
+                reference=references[index],
+                has_entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
                 num_loss_tokens=minibatch.num_loss_tokens,
                 learning_rate=rate,
                 weight_decay=self._config.trainer.weight_decay,
@@ -190,6 +197,14 @@ class Trainer:
         if self._config.algorithm.proximal != "recompute":
             return None
         return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
+
+    def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
+        """Log-probabilities of every minibatch by the frozen reference, if there is one; it takes its place once."""
+        if not self._config.algorithm.kl_coefficient:
+            return [None] * len(batch.minibatches)
+        mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
+        logprobs = iter(self._backend.logprobs([row for rows in mine for row in rows], of_reference=True))
+        return [list(islice(logprobs, len(rows))) for rows in mine]
 
     # -------------------------------------------------------------------------------------------------------- weights
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from rlhpc.errors import CheckpointError
 from rlhpc.training.checkpoint.trainer_state import write_checkpoint
 from rlhpc.training.optimizer import STATE_KINDS
+from rlhpc.training.pinned_memory import pin, unpin
 from rlhpc.training.process_group import open_gloo_group
 from rlhpc.training.sharded_tensors import ShardedTensorSpec, gather_stream
 
@@ -108,7 +109,7 @@ class BackgroundSaver:
         """Wait for a running save; then free the buffers.  Idempotent.  Before the process groups are left."""
         self._thread.shutdown(wait=True)
         while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())  # type: ignore[no-untyped-call]
+            unpin(self._pinned.pop())
         self._copies = {}
 
     # ------------------------------------------------------------------------------------------------ in the caller
@@ -117,7 +118,7 @@ class BackgroundSaver:
         """Views of one new buffer: the shards of each item that this rank has shards of."""
         buffer = torch.empty(num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
         if self._is_pinned:
-            self._pinned.append(_pin(buffer))
+            self._pinned.append(pin(buffer))
         shards = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
         return {index: [next(shards) for _ in sizes] for index, sizes in self._mine}
 
@@ -190,16 +191,6 @@ class BackgroundSaver:
         answer = torch.tensor(int(has_succeeded), dtype=torch.int32)
         dist.broadcast(answer, src=self._lead_rank, group=self._group)
         return bool(answer.item())
-
-
-def _pin(buffer: Tensor) -> int:
-    """Pin a buffer, so that the GPU copies into it directly; return its address.
-
-    Not torch's own pinned memory: that comes in powers of two, up to twice what was asked for.
-    """
-    address = buffer.data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, buffer.numel() * buffer.element_size(), 0))  # type: ignore[no-untyped-call]
-    return address
 
 
 def _unless_given_up(tensors: Iterator[Tensor], write: _Write) -> Iterator[Tensor]:

@@ -33,6 +33,7 @@ from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ra
 from rlhpc.training.deepspeed.environment import accelerator_environment
 from rlhpc.training.deepspeed.policy import ZeroPolicy
 from rlhpc.training.deepspeed.state import ZeroState
+from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk
 from rlhpc.training.metric_sums import MetricSums
@@ -46,7 +47,7 @@ from rlhpc.training.process_group import (
     open_process_group,
 )
 from rlhpc.training.rng import read_rng, write_rng
-from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
+from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scattered, token_row
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
@@ -93,6 +94,8 @@ class DeepSpeedBackend(TrainerBackend):
             self._state = ZeroState(self._engine.optimizer, model.parameters, stage=self._stage)
             if masters:  # DeepSpeed made its own from what was left after the cast
                 self._state.fill(lambda kind, spec, start, stop: masters[spec.name].view(-1)[start:stop], "weights")
+            self._reference = HeldParameters(self._state.own_parameters, self._state.partitioned)
+            undo.callback(self._reference.release)
             self._saver = BackgroundSaver(
                 self._state.items(), self._state.own, device=self._state.device, group=open_save_group()
             )
@@ -152,13 +155,20 @@ class DeepSpeedBackend(TrainerBackend):
 
     # --------------------------------------------------------------------------------------------- forward and step
 
+    def hold_reference(self, memory: str) -> None:
+        """See TrainerBackend; in stage 3 every rank holds its runs."""
+        self._reference.hold(memory)
+
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
+    ) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        return [
-            self._token_logprobs(microbatch, all_but_first(microbatch), want_entropy=False, temperature=temperature)[0]
-            for microbatch in microbatches
-        ]
+        with self._reference.in_place(of_reference):
+            return [
+                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
+                for microbatch in microbatches
+            ]
 
     def step(
         self,
@@ -166,6 +176,8 @@ class DeepSpeedBackend(TrainerBackend):
         loss: PolicyLoss,
         *,
         proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
         num_loss_tokens: int,
         learning_rate: float,
         weight_decay: float,
@@ -183,8 +195,8 @@ class DeepSpeedBackend(TrainerBackend):
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            start = None if proximal is None else proximal[index]
-            sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
+            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
+            sums.add(self._accumulate(microbatch, loss, anchors, num_loss_tokens, has_entropy_gradient))
         metrics = sums.over_ranks(self._device)
         with self._gate.asking(
             lambda norm: all_ranks_agree(may_apply is None or may_apply(metrics, norm), self._device)
@@ -195,27 +207,35 @@ class DeepSpeedBackend(TrainerBackend):
         return StepResult(applied=not zero.overflow, grad_norm=self._gate.norm, metrics=metrics)
 
     def _accumulate(
-        self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
+        self,
+        microbatch: PackedMicrobatch,
+        loss: PolicyLoss,
+        anchors: Mapping[str, Tensor | None],
+        num_loss_tokens: int,
+        has_entropy_gradient: bool,
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
-        current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
-        loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
+        current, entropy, entropy_sum = self._token_logprobs(
+            microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
+        )
+        loss_sum, metrics = loss(current, token_row(microbatch, entropy, **anchors))
         # DeepSpeed divides by the number of ranks.
         share = (loss_sum + 0.0 * current.sum()) * (self._world_size / num_loss_tokens)
         # A loss can be infinite while its gradient is finite: then none of the gradient may count.
         poison = torch.where(loss_sum.detach().isfinite(), 1.0, math.nan)
         self._engine.backward(share * poison, scale_wrt_gas=False)
-        return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
+        return {**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()}
 
     def _token_logprobs(
         self,
         microbatch: PackedMicrobatch,
         wanted: NDArray[np.bool_],
         *,
-        want_entropy: bool,
+        want_entropy: bool = False,
+        has_entropy_gradient: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
 
         A row of which nothing is wanted passes through the model too: other ranks wait for this one in every layer.
         """
@@ -226,10 +246,10 @@ class DeepSpeedBackend(TrainerBackend):
             segments=SegmentPlan.of(microbatch.cu_seqlens, self._device),
             tokens=tokens,
             want_entropy=want_entropy,
+            has_entropy_gradient=has_entropy_gradient,
             temperature=temperature,
         )
-        result = torch.zeros(len(microbatch.token_ids), device=self._device)
-        return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
+        return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
 
     # ------------------------------------------------------------------------------------------- weights and state
 
@@ -280,7 +300,7 @@ class DeepSpeedBackend(TrainerBackend):
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
         self._undo.close()  # the second call has nothing to undo
         self._engine = None
-        for part in ("_state", "_saver", "_parameters", "_gate"):
+        for part in ("_state", "_saver", "_parameters", "_gate", "_reference"):
             self.__dict__.pop(part, None)
 
 

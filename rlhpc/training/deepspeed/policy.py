@@ -32,6 +32,7 @@ class ZeroPolicy(nn.Module):
         segments: SegmentPlan,
         tokens: Tensor,
         want_entropy: bool,
+        has_entropy_gradient: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at the places `tokens` [N], and their entropies if wanted, float32 [N].
@@ -46,7 +47,8 @@ class ZeroPolicy(nn.Module):
         )
         # The state before a token predicts it; only wanted tokens pass through the head.
         before = output.last_hidden_state[0].index_select(0, tokens - 1)
-        logprobs, entropy = self.head(before, token_ids.index_select(0, tokens), want_entropy, temperature)
+        targets = token_ids.index_select(0, tokens)
+        logprobs, entropy = self.head(before, targets, want_entropy, has_entropy_gradient, temperature)
         return logprobs, entropy
 
 
@@ -57,7 +59,12 @@ class _LogprobHead(nn.Module):
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float | None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        want_entropy: bool,
+        has_entropy_gradient: bool,
+        temperature: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         return chunked_logprobs(
             hidden,
@@ -66,4 +73,5 @@ class _LogprobHead(nn.Module):
             temperature=self._temperature if temperature is None else temperature,
             chunk_tokens=self._chunk_tokens,
             want_entropy=want_entropy,
+            has_entropy_gradient=has_entropy_gradient,
         )

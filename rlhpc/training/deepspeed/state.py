@@ -10,7 +10,8 @@ Moments exist from the start, as zeros.  Steps are counted once for each flat te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -124,12 +125,29 @@ class ZeroState:
         if self._stage < 3:
             self._optimizer.update_lp_params()
             return
+        with self.partitioned():
+            for flat in range(len(self._flats)):
+                self._optimizer._reassign_or_swap_out_partitioned_parameters(flat)
+
+    @contextmanager
+    def partitioned(self) -> Iterator[None]:
+        """A block in which this rank's runs of the parameters may be written to: none of them is gathered meanwhile.
+
+        A collective of stage 3; in stages 1 and 2 a rank has all of them anyway.
+        """
+        if self._stage < 3:
+            yield
+            return
         self._optimizer._partition_all_parameters()
-        for flat in range(len(self._flats)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(flat)
+        yield
         persistent = self._optimizer.persistent_parameters  # small ones that are never released between steps
         if persistent:
             persistent[0].all_gather(persistent)
+
+    def own_parameters(self) -> list[Tensor]:
+        """What this rank holds of the parameters of the forward pass, padding included; live."""
+        parameters = self._parameters.values()
+        return [p.ds_tensor.detach() if self._stage == 3 else p.detach() for p in parameters]
 
     def _flat(self, kind: str, flat: int) -> Tensor:
         if kind == "weights":

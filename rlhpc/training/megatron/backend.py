@@ -26,6 +26,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS, ParallelLayout
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, fingerprint, on_all_ranks, read_checkpoint
+from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.megatron.distributed_checkpoint import (
     DistributedSaver,
     is_distributed_checkpoint,
@@ -48,7 +49,7 @@ from rlhpc.training.process_group import (
     open_process_group,
 )
 from rlhpc.training.rng import read_rng, write_rng
-from rlhpc.training.row_tensors import all_but_first, loss_of_row
+from rlhpc.training.row_tensors import all_but_first, of_row, token_row
 from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
@@ -78,6 +79,7 @@ class MegatronBackend(TrainerBackend):
         self._rank = dist.get_rank()
         self._dp_rank: int = parallel_state.get_data_parallel_rank()
         self._exchange = Exchange()
+        self._reference = HeldParameters(rank_model.parameters)
         # Losses are computed on the last stage; its first rank reports for all, being tensor, context and data rank 0.
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
@@ -164,16 +166,23 @@ class MegatronBackend(TrainerBackend):
 
     # --------------------------------------------------------------------------------------------- forward and step
 
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
+    def hold_reference(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds its part of the model, replicas the same."""
+        self._reference.hold(memory)
+
+    def logprobs(
+        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
+    ) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, whole rows on every rank of the replica."""
         rows = [torch.zeros(len(microbatch.token_ids), device=self._device) for microbatch in microbatches]
 
-        def keep(index: int, row: Tensor, entropy: Tensor) -> Tensor:
+        def keep(index: int, row: Tensor, entropies: Tensor) -> Tensor:
             rows[index].copy_(row)
-            return entropy
+            return entropies.sum()
 
         work = [Work(microbatch, all_but_first(microbatch)) for microbatch in microbatches]
-        self._schedule.forward(work, self._request(want_entropy=False, temperature=temperature), keep)
+        with self._reference.in_place(of_reference):
+            self._schedule.forward(work, self._request(want_entropy=False, temperature=temperature), keep)
         if self._layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -187,6 +196,8 @@ class MegatronBackend(TrainerBackend):
         loss: PolicyLoss,
         *,
         proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
         num_loss_tokens: int,
         learning_rate: float,
         weight_decay: float,
@@ -197,14 +208,15 @@ class MegatronBackend(TrainerBackend):
         self._optimizer.zero_gradients()
         sums = MetricSums()
 
-        def loss_callback(index: int, current: Tensor, entropy: Tensor) -> Tensor:
-            start = None if proximal is None else proximal[index]
-            loss_sum, metrics = loss_of_row(loss, current, microbatches[index], start)
-            sums.add({**metrics, "entropy": entropy, "loss": loss_sum.detach()})
+        def loss_callback(index: int, current: Tensor, entropies: Tensor) -> Tensor:
+            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
+            loss_sum, metrics = loss(current, token_row(microbatches[index], entropies, **anchors))
+            sums.add({**metrics, "entropy": entropies.detach().sum(), "loss": loss_sum.detach()})
             return loss_sum / num_loss_tokens
 
         work = [Work(microbatch, microbatch.loss_mask) for microbatch in microbatches]
-        self._schedule.forward_backward(work, self._request(want_entropy=True), loss_callback)
+        request = self._request(want_entropy=True, has_entropy_gradient=has_entropy_gradient)
+        self._schedule.forward_backward(work, request, loss_callback)
         own_norm = self._optimizer.gradient_norm()
         metrics, grad_norm = self._exchange.from_rank(self._speaker, (self._summed(sums), own_norm))
         is_finite = all(map(math.isfinite, (own_norm, grad_norm, metrics["loss"])))
@@ -216,9 +228,11 @@ class MegatronBackend(TrainerBackend):
         is_known = applied or (is_finite and not is_allowed)
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
-    def _request(self, *, want_entropy: bool, temperature: float | None = None) -> HeadRequest:
+    def _request(
+        self, *, want_entropy: bool, has_entropy_gradient: bool = False, temperature: float | None = None
+    ) -> HeadRequest:
         temperature = self._settings.temperature if temperature is None else temperature
-        return HeadRequest(temperature, self._settings.chunk_tokens, want_entropy)
+        return HeadRequest(temperature, self._settings.chunk_tokens, want_entropy, has_entropy_gradient)
 
     def _summed(self, sums: MetricSums) -> dict[str, float]:
         """Over micro-batches and replicas, on the last stage; nothing on other stages."""
@@ -284,8 +298,9 @@ class MegatronBackend(TrainerBackend):
         if self._is_open:
             self._is_open = False
             self._saver.close()
+            self._reference.release()
             self._model.forget_last_tokens()
-            del self._saver, self._state, self._schedule, self._optimizer, self._model
+            del self._saver, self._state, self._schedule, self._optimizer, self._reference, self._model
             _close_everything()
             # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.
             gc.collect()

@@ -52,6 +52,7 @@ class HeadRequest:
     temperature: float
     chunk_tokens: int
     want_entropy: bool
+    has_entropy_gradient: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -101,7 +102,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         """On the last stage float32 [2, L]: log-probabilities and entropies; elsewhere hidden states for the next.
 
         Every token before a wanted one has that one's log-probability and the entropy it was drawn with, 0 if nothing
-        is wanted, or no entropy.  The same on all ranks of the tensor group.  Entropy carries no gradient.
+        is wanted, or no entropy.  The same on all ranks of the tensor group.
         """
         output: Tensor = super().forward(
             input_ids=row.token_ids[None],
@@ -144,6 +145,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             temperature=request.temperature,
             chunk_tokens=request.chunk_tokens,
             want_entropy=request.want_entropy,
+            has_entropy_gradient=request.has_entropy_gradient,
             shard=self._shard(),
         )
         wanted = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy])

@@ -63,6 +63,10 @@ class RankModel:
         items = sharded_weights(model, layout, dtype)
         return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
 
+    def parameters(self) -> list[Tensor]:
+        """Live, each once."""
+        return [p.detach() for p in dict.fromkeys(p for chunk in self.chunks for p in chunk.parameters())]
+
     def forget_last_tokens(self) -> None:
         """Take the last micro-batch's tensors from the dispatchers of mixture layers, when the model is given up.
 

@@ -26,7 +26,7 @@ from rlhpc.training.megatron.local_row import LocalRow, whole_row
 from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.types import PackedMicrobatch
 
-# (index of the micro-batch, log-probabilities float32 [T] with 0 where not wanted, entropy summed over wanted tokens)
+# (index of the micro-batch, log-probabilities and entropies float32 [T] with 0 where not wanted)
 # → the loss to differentiate, a scalar
 LossCallback = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -70,7 +70,7 @@ class Schedule:
         local_rows = [
             LocalRow.of(row.microbatch, row.wanted, self._layout, self._context_rank, self._device) for row in rows
         ]
-        step = partial(self._step, request, partial(self._loss_of, work, loss_callback))
+        step = partial(self._step, request, partial(self._loss_of, work, request.has_entropy_gradient, loss_callback))
         iterators = [iter(enumerate(local_rows)) for _ in self._chunks]
         is_interleaved = self._layout.chunks > 1
         get_forward_backward_func()(
@@ -99,7 +99,12 @@ class Schedule:
         return chunk(row, request), partial(loss_of, index)
 
     def _loss_of(
-        self, work: Sequence[Work], loss_callback: LossCallback, index: int, output: tuple[Tensor, Tensor]
+        self,
+        work: Sequence[Work],
+        has_entropy_gradient: bool,
+        loss_callback: LossCallback,
+        index: int,
+        output: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, None]:
         """Loss, number of tokens (not used: the caller has divided already), nothing to report."""
         logprobs, entropy = output
@@ -109,9 +114,9 @@ class Schedule:
         num_tokens = len(work[index].wanted)
         row, entropies = (
             whole_row(part, self._layout, self._context_rank, self._context_group, num_tokens)
-            for part in (logprobs, entropy.detach())
+            for part in (logprobs, entropy if has_entropy_gradient else entropy.detach())
         )
-        loss = loss_callback(index, row, entropies.sum())
+        loss = loss_callback(index, row, entropies)
         # Earlier stages wait for a gradient, even of a loss that does not depend on the model.
         return loss if loss.requires_grad or not row.requires_grad else loss + row.sum() * 0.0, no_tokens, None
 

@@ -8,7 +8,7 @@ float32 master weights; log-probabilities, loss, gradient sums and moments are f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from rlhpc.contracts import PolicyLoss, StepGate, StepResult, TrainerBackend
 from rlhpc.parallel_layout import LOGPROB_CHUNK_TOKENS
 from rlhpc.training.checkpoint.background_save import BackgroundSaver, open_save_group
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ranks, read_checkpoint
+from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
 from rlhpc.training.logprob import chunked_logprobs
@@ -39,7 +40,7 @@ from rlhpc.training.process_group import (
     open_process_group,
 )
 from rlhpc.training.rng import read_rng, write_rng
-from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
+from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scattered, token_row
 from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.types import PackedMicrobatch, TensorSpec
@@ -67,6 +68,7 @@ class ReferenceBackend(TrainerBackend):
         self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
         if settings.dtype != torch.float32:
             cast_parameters(model, settings.dtype)
+        self._reference = HeldParameters(lambda: [p.detach() for p in model.parameters.values()])
         names = list(model.parameters)
         self._saver = BackgroundSaver(
             [
@@ -125,13 +127,20 @@ class ReferenceBackend(TrainerBackend):
         """True on rank 0."""
         return self._rank == 0
 
+    def hold_reference(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds all."""
+        self._reference.hold(memory)
+
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None) -> list[Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
+    ) -> list[Tensor]:
         """See TrainerBackend; one forward pass per micro-batch, nothing kept for backward."""
-        return [
-            self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
-            for microbatch in microbatches
-        ]
+        with self._reference.in_place(of_reference):
+            return [
+                self._token_logprobs(microbatch, all_but_first(microbatch), temperature=temperature)[0]
+                for microbatch in microbatches
+            ]
 
     def step(
         self,
@@ -139,6 +148,8 @@ class ReferenceBackend(TrainerBackend):
         loss: PolicyLoss,
         *,
         proximal: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None = None,
+        has_entropy_gradient: bool = False,
         num_loss_tokens: int,
         learning_rate: float,
         weight_decay: float,
@@ -149,8 +160,8 @@ class ReferenceBackend(TrainerBackend):
         self._optimizer.zero_gradients()
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
-            start = None if proximal is None else proximal[index]
-            sums.add(self._accumulate(microbatch, loss, start, num_loss_tokens))
+            anchors = {"proximal": of_row(proximal, index), "reference": of_row(reference, index)}
+            sums.add(self._accumulate(microbatch, loss, anchors, num_loss_tokens, has_entropy_gradient))
         metrics = sums.over_ranks(self._device)
         self._sum_gradients()
         grad_norm = self._optimizer.gradient_norm()
@@ -164,14 +175,21 @@ class ReferenceBackend(TrainerBackend):
         return StepResult(applied=applied, grad_norm=grad_norm if is_known else math.nan, metrics=metrics)
 
     def _accumulate(
-        self, microbatch: PackedMicrobatch, loss: PolicyLoss, proximal: Tensor | None, num_loss_tokens: int
+        self,
+        microbatch: PackedMicrobatch,
+        loss: PolicyLoss,
+        anchors: Mapping[str, Tensor | None],
+        num_loss_tokens: int,
+        has_entropy_gradient: bool,
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch's share of the loss; return its metric sums."""
-        current, entropy = self._token_logprobs(microbatch, microbatch.loss_mask, want_entropy=True)
-        loss_sum, metrics = loss_of_row(loss, current, microbatch, proximal)
+        current, entropy, entropy_sum = self._token_logprobs(
+            microbatch, microbatch.loss_mask, want_entropy=True, has_entropy_gradient=has_entropy_gradient
+        )
+        loss_sum, metrics = loss(current, token_row(microbatch, entropy, **anchors))
         if loss_sum.requires_grad:  # not so for a row without loss tokens
             (loss_sum / num_loss_tokens).backward()  # type: ignore[no-untyped-call]
-        return {**metrics, "entropy": entropy, "loss": loss_sum.detach()}
+        return {**metrics, "entropy": entropy_sum, "loss": loss_sum.detach()}
 
     def _token_logprobs(
         self,
@@ -179,16 +197,17 @@ class ReferenceBackend(TrainerBackend):
         wanted: NDArray[np.bool_],
         *,
         want_entropy: bool = False,
+        has_entropy_gradient: bool = False,
         temperature: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities float32 [T], 0 where not wanted, and the entropy summed over the wanted tokens.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies float32 [T], 0 where not wanted, and the latter's sum, without gradient.
 
         Only wanted tokens pass through the head, which costs as much as many layers if the vocabulary is large.
         """
-        result = torch.zeros(len(microbatch.token_ids), device=self._device)
         positions = np.flatnonzero(wanted)
         if not len(positions):
-            return result, result.new_zeros(())
+            nothing = torch.zeros(len(microbatch.token_ids), device=self._device)
+            return nothing, nothing, nothing.sum()
         token_ids = on_device(microbatch.token_ids.astype(np.int64), self._device)
         hidden = self._model.hidden_states(
             token_ids,
@@ -203,8 +222,9 @@ class ReferenceBackend(TrainerBackend):
             temperature=self._settings.temperature if temperature is None else temperature,
             chunk_tokens=self._settings.chunk_tokens,
             want_entropy=want_entropy,
+            has_entropy_gradient=has_entropy_gradient,
         )
-        return result.index_copy(0, tokens, logprobs), result.new_zeros(()) if entropy is None else entropy.sum()
+        return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
 
     def _sum_gradients(self) -> None:
         if self._world_size > 1:
@@ -252,5 +272,6 @@ class ReferenceBackend(TrainerBackend):
     def close(self) -> None:
         """Wait for a running save, then leave the process group.  Idempotent."""
         self._saver.close()
+        self._reference.release()
         if self._world_size > 1:
             close_process_group()

@@ -134,3 +134,27 @@ def loss(
         for value, weight in zip(objective(one), weights(one), strict=True):
             total = total - one.weight * weight * value
     return total
+
+
+# What is added to a loss: a pull towards a reference, a bonus for entropy.
+
+
+def estimator(name: str, probability: Tensor, of_reference: float) -> Tensor:
+    """Of one sampled token, as in Schulman's note, where r = of_reference / probability."""
+    ratio = of_reference / probability
+    if name == "k1":
+        return -torch.log(ratio)
+    if name == "k2":
+        return torch.log(ratio) ** 2 / 2
+    return (ratio - 1) - torch.log(ratio)
+
+
+def added(current: Tensor, entropy: Tensor, row: TokenRow, kl: tuple[str, float], bonus: float) -> Tensor:
+    """Sum over loss tokens.  kl: estimator and coefficient; bonus: coefficient of entropy."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(current)):
+        if row.loss_mask[t]:
+            of_reference = float(torch.exp(row.reference[t].double()))
+            term = estimator(kl[0], torch.exp(current[t]), of_reference)
+            total = total + float(row.weights[t]) * (kl[1] * term - bonus * entropy[t])
+    return total

@@ -12,6 +12,8 @@ def token_row(
     behaviour: Tensor,
     *,
     proximal: Tensor | None = None,
+    reference: Tensor | None = None,
+    entropy: Tensor | None = None,
     advantages: Tensor | None = None,
     loss_mask: Tensor | None = None,
     versions: Tensor | None = None,
@@ -24,6 +26,8 @@ def token_row(
     return TokenRow(
         behaviour=behaviour,
         proximal=behaviour if proximal is None else proximal,
+        reference=behaviour if reference is None else reference,
+        entropy=torch.zeros_like(behaviour) if entropy is None else entropy,
         advantages=torch.ones_like(behaviour) if advantages is None else advantages,
         loss_mask=torch.ones(size, dtype=torch.bool) if loss_mask is None else loss_mask,
         versions=torch.zeros(size, dtype=torch.int32) if versions is None else versions,

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from launch.checks.memory.activations import rows_in_flight
+from launch.checks.memory.advice import advise
 from launch.checks.memory.model_shape import ModelShape, layers_of_stage
 from launch.checks.memory.plan import GIB, fullest, plan_memory
 from launch.checks.memory.verdict import describe_memory, judge_memory, memory_report
 from launch.cli import main
 from launch.commands.recipes import Recipe
 from launch.plan.site_file import GPU_MEMORY_GIB, Site, load_site
-from rlhpc.config import Config
+from rlhpc.config import Config, with_values
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
@@ -174,6 +175,49 @@ def test_the_reference_shares_nothing() -> None:
     assert plans[0] == plans[1]
     num = NUM_PARAMETERS["Qwen2.5-0.5B"]
     assert plans[0][0].resident == (2 + 4 + 12) * num
+
+
+def with_reference(config: Config, memory: str) -> Config:
+    return with_values(config, {"algorithm.kl_coefficient": 0.1, "trainer.reference_memory": memory})
+
+
+@pytest.mark.parametrize(
+    ("backend", "keys", "divisor"),
+    [
+        ("megatron", {"num_ranks": 8}, 1),
+        ("megatron", {"num_ranks": 8, "distributed_optimizer": False}, 1),
+        ("deepspeed", {"num_ranks": 8, "zero_stage": 2}, 1),
+        ("deepspeed", {"num_ranks": 8, "zero_stage": 3}, 8),
+        ("reference", {"num_ranks": 8}, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_frozen_reference_is_one_copy_more_of_the_parameters_where_it_was_asked_for(
+    backend: str, keys: dict[str, Any], divisor: int, dtype: str
+) -> None:
+    shape, config = shape_of(CONFIGS["Qwen2.5-7B"]), config_of(backend, dtype=dtype, **keys)
+    (plain,) = plan_memory(config, shape)
+    copy = {"bfloat16": 2, "float32": 4}[dtype] * -(-NUM_PARAMETERS["Qwen2.5-7B"] // divisor)
+    (near,), (far,) = (plan_memory(with_reference(config, memory), shape) for memory in ("device", "host"))
+    assert (near.resident - plain.resident, near.host) == (copy, plain.host)
+    assert (far.host - plain.host, far.resident) == (copy, plain.resident)
+    assert near.peak - plain.peak == pytest.approx(1.05 * copy, abs=2)
+    assert far.peak == plain.peak
+
+
+def test_a_reference_beside_offloaded_parameters_lies_where_they_do() -> None:
+    keys = {"num_ranks": 8, "zero_stage": 3, "optimizer_offload": True, "parameter_offload": True}
+    (rank,) = plan_memory(with_reference(config_of("deepspeed", **keys), "host"), shape_of(CONFIGS["Qwen2.5-7B"]))
+    assert rank.reference == 0 < rank.host_reference
+
+
+def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host() -> None:
+    model, shape = CONFIGS["Qwen2.5-7B"], shape_of(CONFIGS["Qwen2.5-7B"])
+    config = with_reference(config_of(num_ranks=8, recompute_activations="full"), "device")
+    (near,), (far,) = (plan_memory(with_reference(config, memory), shape) for memory in ("device", "host"))
+    assert "reference" in describe_memory((near,))
+    assert advise(config, model, shape, (near.peak - 1) / GIB).startswith("would fit: trainer.reference_memory=host")
+    assert far.peak < near.peak
 
 
 def test_the_first_stage_holds_one_row_more_than_each_after_it() -> None:

@@ -17,8 +17,9 @@ from rlhpc.errors import ConfigError
 from rlhpc.messages import PublishReport, PublishWeights, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.batch_figures import BatchFigures
-from rlhpc.roles.trainer.role import Trainer
+from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
 from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import complete
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
@@ -118,10 +119,17 @@ def minibatches_of(rows: list[PackedMicrobatch], order: tuple[int, ...], limits:
     return PackedBatch(0, 0, minibatches, order, limits)
 
 
-def trainer_on(backend: Any, tmp_path: Path, ear: Ear, **algorithm: object) -> Trainer:
-    config = tiny_config(tmp_path / "model")
+def trainer_on(
+    backend: Any,
+    tmp_path: Path,
+    ear: Ear,
+    learning_rate: float = 1e-6,
+    resume_step: int | None = None,
+    **algorithm: object,
+) -> Trainer:
+    config = tiny_config(tmp_path / "model", learning_rate=learning_rate)
     config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
-    context = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash")
+    context = RoleContext("trainer", 0, 1, 0, resume_step, "first", RunLayout(tmp_path), config, "hash")
     return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
 
 
@@ -148,6 +156,91 @@ def test_the_ratio_is_of_the_policy_at_the_start_of_the_batch(backend: Any, tmp_
         ratios.append(ear.answers[0].metrics["ratio"])
     assert ratios[0] == 1.0
     assert ratios[1] != 1.0
+
+
+def logprobs_of(backend: Any, rows: list[PackedMicrobatch], **where: bool) -> torch.Tensor:
+    return torch.cat(backend.logprobs(rows, **where))
+
+
+def test_a_strong_pull_keeps_the_policy_near_the_reference_and_none_lets_it_go(tmp_path: Path) -> None:
+    """Thirty steps on the same samples, towards some and away from others; the distance is measured by itself."""
+    rows = [pack_row(draw_samples((5, 9, 14), seed=seed)) for seed in (0, 1)]
+    model = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
+    distances, reported = {}, {}
+    for coefficient in (0.0, 3.0):
+        ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
+        trainer = trainer_on(
+            backend, tmp_path, ear, 1e-2, proximal="behaviour", importance_cap="off",
+            loss="reinforce", minibatches=2, kl_coefficient=coefficient,
+        )  # fmt: skip
+        trainer.begin()
+        start = logprobs_of(backend, rows)
+        for step in range(15):
+            trainer.obey(replace(minibatches_of(rows, (0, 1)), step=step, policy_version=step))
+        log_ratio = (start - logprobs_of(backend, rows))[np.concatenate([row.loss_mask for row in rows])]
+        distances[coefficient] = float((log_ratio.exp() - 1 - log_ratio).mean())
+        reported[coefficient] = [a.metrics.get("kl_reference") for a in ear.answers if isinstance(a, StepReport)]
+        if coefficient:
+            assert torch.equal(logprobs_of(backend, rows, of_reference=True), start)
+        backend.close()
+    assert distances[3.0] < 0.1 < 1.0 < distances[0.0]
+    assert set(reported[0.0]) == {None}
+    # Of each batch the second minibatch has moved; and figures are those of the policy before its step.
+    assert 0 < reported[3.0][0] < 0.5
+    assert reported[3.0][-1] == pytest.approx(distances[3.0], rel=0.5)
+
+
+def test_a_reference_that_is_held_and_asked_without_a_coefficient_changes_no_bit_of_training(tmp_path: Path) -> None:
+    rows, model = [pack_row(draw_samples((5, 9, 14)))], make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
+    ends = []
+    for is_asked in (False, True):
+        ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
+        trainer = trainer_on(backend, tmp_path, ear, 1e-2, kl_coefficient=0.0, entropy_coefficient=0.0)
+        for step in range(3):
+            if is_asked:
+                backend.hold_reference("host")
+                backend.logprobs(rows, of_reference=True)
+            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+        figures = [(a.metrics["loss"], a.metrics["grad_norm"], a.metrics["entropy"]) for a in ear.answers]
+        ends.append((figures, [tensor.clone() for _, tensor in backend.weights()]))
+        backend.close()
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(here, there) for here, there in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def test_entropy_is_kept_by_its_bonus(tmp_path: Path) -> None:
+    rows, entropies = [pack_row(draw_samples((5, 9, 14)))], {}
+    model = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
+    for coefficient in (0.0, 1.0):
+        ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
+        trainer = trainer_on(backend, tmp_path, ear, 1e-2, entropy_coefficient=coefficient)
+        for step in range(15):
+            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+        entropies[coefficient] = ear.answers[-1].metrics["entropy"]
+        backend.close()
+    assert entropies[1.0] > 1.1 * entropies[0.0]
+
+
+def test_after_a_resume_the_reference_is_still_the_model_that_the_run_began_with(tmp_path: Path) -> None:
+    model, rows = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), [pack_row(draw_samples((5, 9)))]
+    backend = open_backend(tiny_config(model), RankContext())
+    start = logprobs_of(backend, rows)
+    trainer = trainer_on(backend, tmp_path, Ear(), kl_coefficient=0.1)
+    trainer.begin()
+    trainer.obey(minibatches_of(rows, (0,)))
+    checkpoint = RunLayout(tmp_path).checkpoint(1)
+    backend.save(tmp_path / "saved" / TRAINER_DIRECTORY).result()
+    checkpoint.parent.mkdir(parents=True)
+    complete(tmp_path / "saved", checkpoint, {"policy_version": 1})
+    trained = logprobs_of(backend, rows)
+    backend.close()
+    again = open_backend(tiny_config(model), RankContext())
+    resumed = trainer_on(again, tmp_path, Ear(), resume_step=1, kl_coefficient=0.1)
+    resumed.begin()
+    assert torch.equal(logprobs_of(again, rows), trained)
+    assert torch.equal(logprobs_of(again, rows, of_reference=True), start)
+    assert not torch.equal(trained, start)
+    again.close()
 
 
 def test_optimiser_steps_that_are_refused_are_named_and_the_others_count(backend: Any, tmp_path: Path) -> None:

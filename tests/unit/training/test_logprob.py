@@ -40,6 +40,53 @@ def test_values_entropy_and_gradients_are_those_of_full_logits(vocabulary, chunk
         torch.testing.assert_close(gradient, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 2, 101, 1001])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_gradient_of_entropy_is_that_of_full_logits_in_float64(vocabulary, chunk_tokens, temperature):
+    hidden, head, targets = draw(vocabulary)
+    hidden, head = hidden.detach() / 4, head.detach() / 4
+    of_logprobs, of_entropy = torch.linspace(-1, 1, TOKENS), torch.linspace(1, -0.5, TOKENS)
+    wide = [tensor.double().requires_grad_() for tensor in (hidden, head)]
+    log_softmax = ((wide[0] @ wide[1].t()) / temperature).log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(1)
+    chosen = log_softmax.gather(1, targets[:, None])[:, 0]
+    wanted = torch.autograd.grad(chosen @ of_logprobs.double() + entropy @ of_entropy.double(), wide)
+    leaves = [tensor.requires_grad_() for tensor in (hidden, head)]
+    found, found_entropy = chunked_logprobs(
+        *leaves, targets, temperature=temperature, chunk_tokens=chunk_tokens, want_entropy=True,
+        has_entropy_gradient=True,
+    )  # fmt: skip
+    torch.testing.assert_close(found_entropy.double(), entropy, atol=1e-6, rtol=1e-6)
+    gradients = torch.autograd.grad(found @ of_logprobs + found_entropy @ of_entropy, leaves)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), want, atol=1e-6, rtol=1e-6)
+
+
+def test_the_gradient_of_entropy_of_a_bfloat16_model_is_rounded_once():
+    hidden, head, targets = draw(101, torch.bfloat16)
+    leaves = [t.detach().float().requires_grad_() for t in (hidden, head)]
+    for pair in ((hidden, head), leaves):
+        options = {"temperature": 0.9, "chunk_tokens": 16, "want_entropy": True, "has_entropy_gradient": True}
+        found, entropy = chunked_logprobs(*pair, targets, **options)
+        (found.sum() + 3 * entropy.sum()).backward()
+    for gradient, wanted in (hidden.grad, leaves[0].grad), (head.grad, leaves[1].grad):
+        torch.testing.assert_close(gradient.float(), wanted, atol=1e-5, rtol=2**-8)
+
+
+def test_a_token_ruled_out_has_no_part_in_the_gradient_of_entropy():
+    """Nor has one whose probability float32 has no number for; a huge factor makes no nan of either."""
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, -1e4]])
+    for factor in (1.0, 1e30):
+        (whole,) = [logprob._logit_gradient(
+            torch.ones(1, 1), logits.t(), torch.tensor([0]), 1.0, logits.logsumexp(1), torch.zeros(1),
+            (torch.tensor([0.5822]), torch.tensor([factor])),
+        )]  # fmt: skip
+        assert torch.isfinite(whole).all()
+        assert whole[0, 2:].tolist() == [0, 0]
+        assert whole[0, 0] > 0 > whole[0, 1]  # towards the uniform
+
+
 def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16():
     hidden, head, targets = draw(101, torch.bfloat16)
     wide_hidden, wide_head = (t.detach().float().requires_grad_() for t in (hidden, head))
@@ -67,7 +114,7 @@ def test_the_heads_gradient_is_summed_in_float32_over_chunks():
     assert head.grad[:, 0].tolist() == [tokens / 2, -tokens / 2]
 
 
-def test_entropy_carries_no_gradient():
+def test_entropy_carries_no_gradient_unless_it_is_wanted():
     hidden, head, targets = draw(11)
     found, entropy = chunked_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=8, want_entropy=True)
     assert found.requires_grad
@@ -106,21 +153,23 @@ def test_huge_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("want_entropy", [False, True])
-def test_memory_stays_below_the_stated_bound(dtype, want_entropy):
+@pytest.mark.parametrize(("want_entropy", "has_gradient"), [(False, False), (True, False), (True, True)])
+def test_memory_stays_below_the_stated_bound(dtype, want_entropy, has_gradient):
     tokens, vocabulary, chunk = 2048, 5000, 64
     hidden, head, targets = draw(vocabulary, dtype, tokens)
     matrix, weight = 4 * chunk * vocabulary, 4 * vocabulary * HIDDEN
     per_token = 4 * tokens * (9 + HIDDEN)  # results, statistics, and the gradient of hidden
     is_copied = dtype != torch.float32  # the head, on CPU
     with LiveBytes(hidden, head, targets) as forward:
-        found, _ = chunked_logprobs(
-            hidden, head, targets, temperature=0.9, chunk_tokens=chunk, want_entropy=want_entropy
-        )
+        found, entropy = chunked_logprobs(
+            hidden, head, targets, temperature=0.9, chunk_tokens=chunk, want_entropy=want_entropy,
+            has_entropy_gradient=has_gradient,
+        )  # fmt: skip
     with LiveBytes(hidden, head, targets) as backward:
-        found.sum().backward()
+        (found.sum() + entropy.sum() if has_gradient else found.sum()).backward()
     assert matrix < forward.peak <= (1.125 if want_entropy else 1.0) * matrix + is_copied * weight + per_token
-    parts = 0.25 * matrix + 2.5 * weight if is_copied else matrix + weight
+    share = (0.25 if is_copied else 1.0) * (1.125 if has_gradient else 1.0)
+    parts = share * matrix + (2.5 * weight if is_copied else weight)
     assert 0.7 * parts < backward.peak <= parts + per_token
     assert max(forward.peak, backward.peak) < 4 * tokens * vocabulary / 10
 

@@ -19,7 +19,7 @@ from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.row_plan import RowPlan, row_order
 from rlhpc.training.packed_attention import SegmentPlan
-from rlhpc.training.row_tensors import all_but_first, loss_of_row, on_device
+from rlhpc.training.row_tensors import all_but_first, on_device, token_row
 from tests.unit.training.packed_rows import draw_samples, pack_row
 
 GPU = torch.device("meta")
@@ -53,7 +53,8 @@ def loss_on_gpu() -> None:
     def loss(current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
         return current.sum(), {}
 
-    loss_of_row(loss, torch.zeros(len(ROW.token_ids), device=GPU), ROW, None)
+    current = torch.zeros(len(ROW.token_ids), device=GPU)
+    loss(current, token_row(ROW, current, proximal=None))
 
 
 def padded_attention() -> None:

@@ -65,14 +65,20 @@ CASES = {
 
 
 def measure(case: Case, head: Tensor, shard: VocabularyShard | None) -> list[Tensor]:
-    """Log-probabilities, entropy, and the gradients of hidden states and head."""
+    """Log-probabilities, entropy, the gradients of hidden states and head, and the same two of the entropy."""
     hidden, _, targets = case.draw()
     head.requires_grad_()
     logprobs, entropy = chunked_logprobs(
-        hidden, head, targets, temperature=case.temperature, chunk_tokens=CHUNK, want_entropy=True, shard=shard
-    )
+        hidden, head, targets, temperature=case.temperature, chunk_tokens=CHUNK, want_entropy=True,
+        has_entropy_gradient=True, shard=shard,
+    )  # fmt: skip
     factors = torch.linspace(-1, 1, case.tokens)
-    return [logprobs.detach(), entropy, *torch.autograd.grad(logprobs @ factors, (hidden, head))]
+    gradients = [
+        gradient
+        for values in (logprobs, entropy)
+        for gradient in torch.autograd.grad(values @ factors, (hidden, head), retain_graph=True)
+    ]
+    return [logprobs.detach(), entropy.detach(), *gradients]
 
 
 def measure_shards(rank: int, num_ranks: int) -> dict[str, list[Tensor]]:
@@ -82,7 +88,8 @@ def measure_shards(rank: int, num_ranks: int) -> dict[str, list[Tensor]]:
         shard = VocabularyShard.of(distributed.group.WORLD, case.rows_per_rank(num_ranks), case.vocabulary)
         found[name] = measure(case, case.shard(head, rank, num_ranks), shard)
         if case.tokens:
-            distributed.all_reduce(found[name][2])  # the gradient of hidden is a partial sum
+            for gradient in (found[name][2], found[name][4]):
+                distributed.all_reduce(gradient)  # that of hidden is a partial sum
     return found
 
 
@@ -101,10 +108,12 @@ def test_shards_of_the_vocabulary_together_give_what_the_whole_gives(name, by_ra
     case = CASES[name]
     _, head, _ = case.draw()
     expected = measure(case, head, None)
-    gradient = torch.cat([found[name][3] for found in by_rank])
-    assert not gradient[case.vocabulary :].any()  # padding
-    found = [*by_rank[0][name][:3], gradient[: case.vocabulary]]
-    tolerances = [1e-6, 1e-6, 1e-6, 1e-6] if case.dtype == torch.float32 else [1e-6, 1e-6, 2e-2, 1e-2]
+    found = list(by_rank[0][name])
+    for place in (3, 5):
+        gradient = torch.cat([of_rank[name][place] for of_rank in by_rank])
+        assert not gradient[case.vocabulary :].any()  # padding
+        found[place] = gradient[: case.vocabulary]
+    tolerances = [1e-6, 1e-6, *([2e-6, 2e-6] if case.dtype == torch.float32 else [2e-2, 1e-2]) * 2]
     for here, there, tolerance in zip(found, expected, tolerances, strict=True):
         torch.testing.assert_close(here, there, atol=tolerance, rtol=tolerance, equal_nan=True)
 

@@ -1,0 +1,64 @@
+"""What is added to a loss, whichever it is: a pull towards a frozen reference, and a bonus for entropy.
+
+    L + Σ_t a_t · (β · k(x_t) − η · H_t)        x = log π_reference − log π_current of the sampled token
+
+β   algorithm.kl_coefficient        k   algorithm.kl_estimator: k1 = −x, k2 = x² / 2, k3 = eˣ − 1 − x
+η   algorithm.entropy_coefficient   H   entropy of the current policy's distribution for the token
+a   share                           as in the loss: algorithm.aggregation
+
+Estimators: Schulman 2020, "Approximating KL divergence"; k3 in the loss: GRPO (arXiv:2402.03300, eq. 4).  What their
+gradients are gradients of: docs/algorithms.md.  Bonus: Mnih et al. 2016 (arXiv:1602.01783, §4).
+
+Differs from GRPO: (1) beyond x = 20 eˣ goes on as its tangent, so that an absurd token gives a huge number and not
+infinity; (2) tokens that the importance weight masks are pulled like the others.  As in TRL and verl no importance
+weight multiplies k.
+A reference or an entropy that is not finite on a loss token makes loss and gradient nan (policy_loss.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses.objective import MAX_LOG_RATIO, one_if_finite
+from rlhpc.contracts import PolicyLoss, TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class Regularised:
+    """A PolicyLoss around another one."""
+
+    loss: PolicyLoss
+    kl_coefficient: float
+    kl_estimator: str
+    entropy_coefficient: float
+
+    def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """See PolicyLoss; row.reference counts only with a coefficient, row.entropy too."""
+        loss, metrics = self.loss(current, row)
+        current, reference, entropy, weights = (
+            torch.where(row.loss_mask, values, 0.0) for values in (current, row.reference, row.entropy, row.weights)
+        )
+        if self.kl_coefficient:
+            log_ratio = reference.detach() - current
+            term = (weights * divergence(log_ratio, self.kl_estimator)).sum()
+            loss = (loss + self.kl_coefficient * term) * one_if_finite(reference, log_ratio)
+            metrics = metrics | {"kl_reference": divergence(log_ratio.detach(), "k3").sum()}
+        if self.entropy_coefficient:
+            loss = (loss - self.entropy_coefficient * (weights * entropy).sum()) * one_if_finite(entropy)
+        return loss, metrics
+
+
+def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
+    """Estimates of KL(π ‖ ρ) from tokens that π has sampled, [T]; log_ratio: log ρ − log π; differentiable."""
+    match estimator:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio**2
+        case _:
+            beyond = (log_ratio - MAX_LOG_RATIO).clamp(min=0)
+            return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * beyond - log_ratio

@@ -1,0 +1,83 @@
+"""A frozen copy of a model's parameters, which changes places with them for as long as it is asked.
+
+Input: this rank's tensors, as its backend keeps them.  Output: the same tensors, holding the copy's numbers meanwhile.
+Guarantees: beside model and copy there is one more tensor, of the largest one's size; it is allocated before anything
+changes, so that nothing on the way back can fail for want of memory; after the exchange back every bit is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from rlhpc.training.pinned_memory import pin, unpin
+
+ALIGNMENT = 512  # bytes at which a tensor begins in the copy
+
+
+class HeldParameters:
+    """Nothing at first, then copies of all tensors in one buffer."""
+
+    def __init__(
+        self,
+        live: Callable[[], Sequence[Tensor]],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """live: the tensors, each once, always in the same order.  around: what they are written to within."""
+        self._live, self._around = live, around
+        self._held: list[Tensor] = []
+        self._pinned: int | None = None  # address
+
+    @torch.no_grad()
+    def hold(self, memory: str) -> None:
+        """Copy them as they are now; memory: "device", theirs, or "host".  Replaces an earlier copy."""
+        self.release()
+        live = self._live()
+        device = torch.device("cpu") if memory == "host" else live[0].device
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._held = [_like(tensor, part) for tensor, part in zip(live, buffer.split_with_sizes(sizes), strict=True)]
+        for tensor, held in zip(live, self._held, strict=True):
+            held.copy_(tensor)
+        if device.type == "cpu" and live[0].is_cuda:
+            self._pinned = pin(buffer)
+
+    @contextmanager
+    def in_place(self, is_wanted: bool = True) -> Iterator[None]:
+        """Exchange if it is wanted; and back in the end, whatever is raised."""
+        if not is_wanted:
+            yield
+            return
+        assert self._held, "no reference is held"
+        live = self._live()
+        largest = max(live, key=lambda tensor: tensor.nbytes)
+        spare = torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)
+        self._exchange(spare)
+        try:
+            yield
+        finally:
+            self._exchange(spare)
+
+    @torch.no_grad()
+    def _exchange(self, spare: Tensor) -> None:
+        """Copies of a tensor wait for each other on the device, in the order of its stream, and the host for none."""
+        with self._around():
+            for tensor, held in zip(self._live(), self._held, strict=True):
+                between = _like(tensor, spare).copy_(tensor)
+                tensor.copy_(held, non_blocking=True)
+                held.copy_(between, non_blocking=True)
+
+    def release(self) -> None:
+        """Forget the copy.  Idempotent."""
+        if self._pinned is not None:
+            torch.cuda.synchronize()
+            unpin(self._pinned)
+        self._held, self._pinned = [], None
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The beginning of uint8 memory, as a tensor of the same dtype and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
