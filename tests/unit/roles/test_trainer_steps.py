@@ -190,6 +190,20 @@ def test_a_strong_pull_keeps_the_policy_near_the_reference_and_none_lets_it_go(t
     assert reported[3.0][-1] == pytest.approx(distances[3.0], rel=0.5)
 
 
+def test_every_minibatch_is_beside_its_own_reference_whatever_their_order(tmp_path: Path) -> None:
+    """Before anything has moved the distance is 0; beside another minibatch's it would be a nat and more."""
+    rows = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9, 14), (14, 5, 9)])]
+    model, ear = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), Ear()
+    backend = open_backend(tiny_config(model), RankContext())
+    trainer = trainer_on(
+        backend, tmp_path, ear, 1e-9, proximal="recompute", minibatches=2, epochs=2, kl_coefficient=0.1
+    )
+    trainer.begin()
+    trainer.obey(minibatches_of(rows, (1, 0, 0, 1)))
+    assert 0 <= ear.answers[-1].metrics["kl_reference"] < 1e-6
+    backend.close()
+
+
 def test_a_reference_that_is_held_and_asked_without_a_coefficient_changes_no_bit_of_training(tmp_path: Path) -> None:
     rows, model = [pack_row(draw_samples((5, 9, 14)))], make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
     ends = []
