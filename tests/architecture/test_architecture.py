@@ -344,8 +344,10 @@ def test_the_config_loads_without_torch_in_a_third_of_a_second_of_cpu() -> None:
         f"load_config(Path({str(ROOT / 'configs' / 'demo.toml')!r})); "
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
-    # The best of five, and not by the clock: what the machine's neighbours do is not ours to measure.
-    assert min(_cpu_s(program) for _ in range(5)) < 0.3 + min(_cpu_s("pass") for _ in range(5))
+    # The best of five, and not by the clock: what the machine's neighbours do is not ours to measure.  A slow machine,
+    # or one whose cores are shared, needs longer to start Python too: 0.03 s of CPU elsewhere.
+    start_s = min(_cpu_s("pass") for _ in range(5))
+    assert min(_cpu_s(program) for _ in range(5)) < 0.3 * max(1.0, start_s / 0.03) + start_s
 
 
 def _cpu_s(program: str) -> float:
