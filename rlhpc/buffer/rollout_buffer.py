@@ -287,7 +287,6 @@ class RolloutBuffer:
         """
         known = history.implied | history.admitted
         last = max(known, default=-1)
-        version = min((admitted.version for admitted in known.values()), default=0)
         while (group_id := self._ledger.next_group_id) <= last:
             admitted, prompt = known.get(group_id), draw()
             if admitted is not None and prompt.prompt_id != admitted.prompt:
@@ -295,11 +294,12 @@ class RolloutBuffer:
                     f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "
                     f"{prompt.prompt_id}: the order of prompts has changed"
                 )
-            if admitted is None:  # its line was lost, and a younger group's rollouts were not: its neighbour's version
-                history.implied[group_id] = Admitted(group_id, prompt.prompt_id, version)
-            else:
-                version = admitted.version
-            self._ledger.admit(prompt, version, again=True)
+            if admitted is None:
+                # Its line was lost, and a younger group's rollouts were not.  Weights go out once all that came before
+                # them is on disk: it was admitted under those of the younger one, and sampled by none of before.
+                younger = min(each for each in known if each > group_id)
+                admitted = history.implied[group_id] = Admitted(group_id, prompt.prompt_id, known[younger].version)
+            self._ledger.admit(prompt, admitted.version, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:
             rollout = record.scored.rollout

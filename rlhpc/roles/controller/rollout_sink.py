@@ -18,9 +18,9 @@ from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
-from rlhpc.errors import StarvedError
+from rlhpc.errors import LedgerError, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
-from rlhpc.types import RolloutGroup, ScoredRollout, Verdict
+from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
 
 log = logging.getLogger("rlhpc.rollout_sink")
 
@@ -60,12 +60,14 @@ class RolloutSink:
     def receive(self, holder: str, scored: ScoredRollout) -> bool:
         """Receive one rollout.  True: a slot became free or a group is finished.
 
-        Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often.
+        Raises StarvedError after too many consecutive zero-variance groups, RoleFailed when verifiers fail too often,
+        LedgerError if a lease was sampled by weights that it was not for.
         """
         rollout = scored.rollout
         if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
         if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
+            self._check_holder(holder, rollout)
             log.warning("rollout %d:%d is of other weights: ignored", rollout.group_id, rollout.sample_index)
             return False  # a generator has kept it from before a restart that has not repeated its steps
         self.stats.num_tokens += len(rollout.token_ids)
@@ -82,6 +84,16 @@ class RolloutSink:
         self.stats.groups.append(group)
         self._check_reward_variance(group)
         return True
+
+    def _check_holder(self, holder: str, rollout: Rollout) -> None:
+        """Who holds a lease samples it with the live weights: others would not be better the next time."""
+        record = self._buffer.open_record(rollout.group_id)
+        if record is not None and record.members[rollout.sample_index].holder == holder:
+            raise LedgerError(
+                f"{holder} was given sample {rollout.sample_index} of group {rollout.group_id}, admitted under version "
+                f"{record.admitted_version}, and has sampled it by versions {sorted(set(rollout.versions.tolist()))}: "
+                "run.deterministic=true wants one"
+            )
 
     def restored(self, groups: Iterable[ResolvedGroup]) -> None:
         """Groups have come back from the journal, finished or dropped: count them, as if they arrived now.

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
-from rlhpc.errors import RoleFailed, StarvedError
+from rlhpc.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
 from rlhpc.types import Verdict
@@ -151,10 +151,20 @@ def test_in_a_deterministic_run_a_rollout_of_other_weights_is_not_taken(tmp_path
     strict = RolloutSink(door.buffer, ErrorGate(1.0), small_config().admission, of_one_version=True)
     later = scored(0, 0)
     later.rollout.versions[-1] = 1
-    assert not strict.receive("generator-0", later)
+    assert not strict.receive("generator-1", later)
     assert door.buffer.is_wanted(0, 0)
     strict.receive("generator-0", scored(0, 0))
     assert not door.buffer.is_wanted(0, 0)
+
+
+def test_in_a_deterministic_run_a_lease_that_other_weights_have_sampled_ends_the_attempt(tmp_path: Path) -> None:
+    """Its holder would do the same again; ignored, the run would wait for ever."""
+    door = Door(tmp_path)
+    strict = RolloutSink(door.buffer, ErrorGate(1.0), small_config().admission, of_one_version=True)
+    later = scored(0, 0)
+    later.rollout.versions[:] = 1
+    with pytest.raises(LedgerError, match=r"sample 0 of group 0, admitted under version 0, .* by versions \[1\]"):
+        strict.receive("generator-0", later)
 
 
 def test_a_prompt_of_which_no_completion_can_be_judged_is_quarantined_after_so_many_tries(tmp_path: Path) -> None:
