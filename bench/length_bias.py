@@ -78,7 +78,7 @@ class Run:
             window_groups=1,
             groups_per_step=1,
             group_size=1,
-            sampling=SamplingParams(max_tokens=1),
+            sampling=lambda _: SamplingParams(max_tokens=1),
             lease_deadline_s=self.lease_deadline_s,
             max_attempts=1000,  # poison is another bias
             clock=lambda: self.now,

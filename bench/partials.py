@@ -74,7 +74,7 @@ def buffer_of(num_rollouts: int, directory: Path) -> RolloutBuffer:
         window_groups=1,
         groups_per_step=1,
         group_size=1,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        sampling=lambda _: SamplingParams(max_tokens=MAX_TOKENS),
         lease_deadline_s=600.0,
         max_attempts=5,
         clock=time.monotonic,

@@ -20,26 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from launch.demo.report import running_mean
-from launch.demo.run import NUM_PROBLEMS, RUN_FILE
+from bench.demo_runs import GOAL, Rewards, complete_run, known, make_demo_model, mean_and_deviation, trained_metrics
+from launch.demo.run import NUM_PROBLEMS
 from launch.demo.task import write_dataset
-from launch.demo.warm_start import make_model
 from rlhpc.algorithms.diagnostics import effective_sample_share
-from rlhpc.buffer.event_log import Trained, event_paths, read_events
 from rlhpc.run_layout import RunLayout
 
-GOAL = 0.8  # reward
-SMOOTHED_OVER = 9  # versions
-LAST = 10  # versions whose mean is the final reward
 METHODS: dict[str, tuple[str, ...]] = {
     "ppo": ("algorithm.proximal=behaviour", "algorithm.importance_cap=off"),
     "decoupled": ("algorithm.proximal=recompute", "algorithm.importance_cap=5.0"),
@@ -90,14 +83,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     root = options.directory.absolute()
-    make_model(root / "model", on_step=lambda phase, done, loss: None)
-    write_dataset(root / "model" / "train.jsonl", NUM_PROBLEMS, seed=0)
+    model = make_demo_model(root)
+    write_dataset(model / "train.jsonl", NUM_PROBLEMS, seed=0)
     arms = [Arm(*SYNCHRONOUS), *(Arm(method, bound) for bound, method in product(options.staleness, options.methods))]
     found: dict[Arm, list[Outcome]] = {arm: [] for arm in arms}
     for seed, arm in product(range(options.seeds), arms):
-        layout = RunLayout(root / f"{arm.name}-{seed}")
-        if not layout.summary.exists():
-            _run(arm, seed, root, layout, options.steps, options.minibatches)
+        words = _words(arm, seed, model, options.steps, options.minibatches)
+        layout = complete_run(root / f"{arm.name}-{seed}", words)
         found[arm].append(outcome_of(layout))
         print(f"{arm.name}-{seed}: {found[arm][-1].final_reward:.3f}", file=sys.stderr, flush=True)
     print(table(found, options.steps, options.minibatches))
@@ -105,40 +97,27 @@ def main() -> int:
     return 0
 
 
-def _run(arm: Arm, seed: int, root: Path, layout: RunLayout, num_steps: int, num_minibatches: int) -> None:
-    words = [
-        f"run.name={arm.name}-{seed}", f"run.directory={layout.root}", f"run.seed={seed}", f"run.num_steps={num_steps}",
-        f"model.path={root / 'model'}", f"data.path={root / 'model' / 'train.jsonl'}",
+def _words(arm: Arm, seed: int, model: Path, num_steps: int, num_minibatches: int) -> list[str]:
+    return [
+        f"run.seed={seed}", f"run.num_steps={num_steps}", f"model.path={model}", f"data.path={model / 'train.jsonl'}",
         f"admission.max_staleness={arm.staleness}", f"algorithm.minibatches={num_minibatches}", *METHODS[arm.method],
     ]  # fmt: skip
-    again = "--resume" if layout.attempts.exists() else "--fresh"
-    command = [sys.executable, "-m", "launch.cli", "run", str(RUN_FILE), *words, again]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
 
 
 def outcome_of(layout: RunLayout) -> Outcome:
     """Read a complete run."""
-    summary = json.loads(layout.summary.read_bytes())
-    rewards = [mean for _, mean, _ in summary["reward_by_version"]]
-    rollouts = np.cumsum([count for _, _, count in summary["reward_by_version"]])
-    curve = running_mean(rewards, SMOOTHED_OVER)
-    reached = next((int(rollouts[i]) for i, value in enumerate(curve) if value >= GOAL), None)
+    rewards = Rewards.of(layout)
     return Outcome(
-        final_reward=float(np.mean(rewards[-LAST:])),
-        rollouts_to_goal=float("nan") if reached is None else float(reached),
-        ess=statistics.fmean(_ess(layout)),
-        staleness=float(summary["staleness_max"]),
-        curve=tuple(curve),
+        final_reward=rewards.final,
+        rollouts_to_goal=rewards.rollouts_to_goal,
+        ess=statistics.fmean(
+            effective_sample_share(metrics, 1)
+            for metrics in trained_metrics(layout)
+            if "importance_weight_squared" in metrics
+        ),
+        staleness=float(json.loads(layout.summary.read_bytes())["staleness_max"]),
+        curve=rewards.curve,
     )
-
-
-def _ess(layout: RunLayout) -> Iterator[float]:
-    for path in event_paths(layout.rollouts):
-        for event in read_events(path).events.values():
-            if isinstance(event, Trained) and "importance_weight_squared" in event.metrics:
-                yield effective_sample_share(event.metrics, 1)
 
 
 def table(found: dict[Arm, list[Outcome]], num_steps: int, num_minibatches: int) -> str:
@@ -150,19 +129,14 @@ def table(found: dict[Arm, list[Outcome]], num_steps: int, num_minibatches: int)
         "|---|---|---|---|---|---|---|",
     ]
     for arm, outcomes in found.items():
-        reached = [one.rollouts_to_goal for one in outcomes if one.rollouts_to_goal == one.rollouts_to_goal]
+        reached = known(one.rollouts_to_goal for one in outcomes)
         lines.append(
             f"| {arm.method} | {arm.staleness} | {max(one.staleness for one in outcomes):.0f} "
-            f"| {_spread([one.final_reward for one in outcomes], '.3f')} | {_spread(reached, ',.0f')} "
+            f"| {mean_and_deviation([one.final_reward for one in outcomes], '.3f')} "
+            f"| {mean_and_deviation(reached, ',.0f')} "
             f"| {len(reached)} of {len(outcomes)} | {statistics.fmean(one.ess for one in outcomes):.3f} |"
         )
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    return f"{statistics.fmean(values):{form}} ± {statistics.pstdev(values):{form}}"
 
 
 def draw(path: Path, found: dict[Arm, list[Outcome]]) -> None:

@@ -48,7 +48,7 @@ class Ring:
             window_groups=admission.window,
             groups_per_step=admission.groups_per_step,
             group_size=admission.group_size,
-            sampling=SamplingParams(max_tokens=1),
+            sampling=lambda _: SamplingParams(max_tokens=1),
             lease_deadline_s=math.inf,
             max_attempts=1,
             clock=lambda: self.now,

@@ -8,12 +8,14 @@ the others, is asked of whoever writes a run file or an override, and not of a r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from rlhpc.config_algorithm import AlgorithmConfig, ShapingConfig
+from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
+from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_sections import (
     AdmissionConfig,
@@ -32,7 +34,19 @@ from rlhpc.config_sections import (
 )
 from rlhpc.config_statistics import STATISTICS
 
+MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
+
+
+def _as_several(value: object) -> object:
+    """A table [data] is the only dataset."""
+    return [value] if isinstance(value, Mapping | DataConfig) else value
+
+
+# A run file has lists.
+Datasets = Annotated[
+    tuple[DataConfig, ...], BeforeValidator(_as_several), Field(strict=False, min_length=1, max_length=MOST_DATASETS)
+]
 
 
 class Config(Section):
@@ -40,12 +54,14 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
-    data: DataConfig
+    data: Datasets
+    curriculum: CurriculumConfig = CurriculumConfig()
     generation: GenerationConfig
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -62,6 +78,19 @@ class Config(Section):
     def has_seeded_samples(self) -> bool:
         """Whether a sample is drawn the same wherever and whenever it is drawn again."""
         return self.generation.seeded_samples or self.run.deterministic
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic makes advantages of rewards, in the trainer."""
+        return self.algorithm.advantage == "gae"
+
+    def dataset_of(self, prompt_id: int) -> DataConfig:
+        """The dataset that a prompt of this run is of: prompts of D datasets have the numbers d, d + D, d + 2·D, …"""
+        return self.data[prompt_id % len(self.data)]
+
+    def max_completion_tokens(self, prompt_id: int) -> int:
+        """At which sampling of a prompt's completions stops."""
+        return self.dataset_of(prompt_id).max_completion_tokens or self.generation.max_completion_tokens
 
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> Self:
@@ -157,6 +186,43 @@ def layout_keys_need_their_partner(config: Config) -> None:
         raise ValueError("trainer.optimizer_offload=true with backend='megatron' needs model.dtype='bfloat16'")
 
 
+def datasets_are_told_apart(config: Config) -> None:
+    """TensorBoard and messages know them by their names."""
+    titles = [dataset.title for dataset in config.data]
+    for place, title in enumerate(titles):
+        if title in titles[:place]:
+            raise ValueError(
+                f"data.{titles.index(title)} and data.{place} are both called {title!r}; give one of them another name"
+            )
+
+
+def limits_of_datasets_are_within_those_of_all(config: Config) -> None:
+    """Budgets, caches and plans are made for the longest."""
+    for place, dataset in enumerate(config.data):
+        for key in ("max_prompt_tokens", "max_completion_tokens"):
+            limit, most = getattr(dataset, key), getattr(config.generation, key)
+            if limit is not None and limit > most:
+                where = f"data.{place}.{key}" if len(config.data) > 1 else f"data.{key}"
+                raise ValueError(f"{where}={limit} is above generation.{key}={most}; legal: 1 to {most}")
+
+
+def stages_ascend(config: Config) -> None:
+    """Each bound lets more prompts in than the one before."""
+    stages = config.curriculum.stages
+    if any(after <= before for before, after in pairwise(stages)):
+        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
+
+
+def no_prompt_is_solved_and_hopeless(config: Config) -> None:
+    """A pass rate is on one side of both bounds, or between them."""
+    curriculum = config.curriculum
+    if curriculum.hopeless_at >= curriculum.solved_at:
+        raise ValueError(
+            f"curriculum.hopeless_at={curriculum.hopeless_at:g} is not below curriculum.solved_at="
+            f"{curriculum.solved_at:g}"
+        )
+
+
 # Keys that other backends would have to ignore; what is ignored must not be set.
 _ONLY_FOR = {
     "megatron": (
@@ -200,6 +266,12 @@ def format_has_its_backend(config: Config) -> None:
         )
 
 
+def critic_knows_no_tasks(config: Config) -> None:
+    """Advantages are made in the trainer, whose rows do not say of which task they are."""
+    if config.has_critic and config.algorithm.advantage_normalization == "task":
+        raise ValueError("algorithm.advantage_normalization='task' with advantage='gae'; legal: 'batch', 'off'")
+
+
 def deterministic_order_is_strict(config: Config) -> None:
     """With a window, the batch depends on which groups are finished first."""
     if config.run.deterministic and (window := config.admission.window) > 1:
@@ -217,7 +289,12 @@ RULES = (
     ranks_fill_the_layout,
     layout_keys_need_their_partner,
     format_has_its_backend,
+    critic_knows_no_tasks,
     deterministic_order_is_strict,
+    datasets_are_told_apart,
+    limits_of_datasets_are_within_those_of_all,
+    stages_ascend,
+    no_prompt_is_solved_and_hopeless,
 )
 
 
@@ -225,11 +302,16 @@ RULES = (
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """The settings with other values, by "section.key"; no rule is checked."""
+    """The settings with other values, by "section.key", of all datasets; no rule is checked."""
     for name, value in values.items():
         section, _, key = name.partition(".")
-        table = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: table})
+        table = getattr(config, section)
+        changed = (
+            tuple(each.model_copy(update={key: value}) for each in table)
+            if isinstance(table, tuple)
+            else table.model_copy(update={key: value})
+        )
+        config = config.model_copy(update={section: changed})
     return config
 
 

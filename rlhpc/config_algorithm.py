@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rlhpc.config_sections import NonNegative, Positive, PositiveFloat, Section
+from rlhpc.config_sections import LoosePath, NonNegative, Positive, PositiveFloat, Section
 from rlhpc.user_code import is_import_path
 
-ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGES = ("grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
 LOSSES = ("ppo", "reinforce", "gspo", "cispo", "sapo", "gmpo")
 
 
@@ -28,7 +28,12 @@ class AlgorithmConfig(Section):
 
     advantage: Annotated[str, AfterValidator(_one_of(ADVANTAGES))] = "grpo"
     """How rewards become advantages: "grpo", "grpo_no_std", "rloo", "opo", "pass_at_k", "reinforce_pp",
-    "reinforce_pp_baseline" (docs/algorithms.md has the formulas), or package.module:function of your own."""
+    "reinforce_pp_baseline", "gae" from a critic (docs/algorithms.md has the formulas), or package.module:function of
+    your own."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """advantage = "gae": γ, what a reward counts a token earlier."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """advantage = "gae": λ; 1 trusts rewards alone, 0 the critic's value of the next token."""
     pass_k: Annotated[int, Field(gt=1)] = 4
     """k of advantage = "pass_at_k"."""
     advantage_normalization: Literal["off", "batch", "task"] = "off"
@@ -81,6 +86,19 @@ class AlgorithmConfig(Section):
     def num_optimiser_steps(self) -> int:
         """On one batch."""
         return self.minibatches * self.epochs
+
+
+class CriticConfig(Section):
+    """[critic]: the model that values tokens, where algorithm.advantage is "gae"."""
+
+    path: LoosePath | None = None
+    """HF checkpoint that it begins as, with a new head; none: model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    """Of its optimiser, constant; what else the optimiser has stands in [trainer]."""
+    head_start_steps: NonNegative = 0
+    """So many steps at the beginning only the critic learns."""
+    value_clip: PositiveFloat | Literal["off"] = "off"
+    """A value that has moved by more than this since the start of the batch is pushed no further."""
 
 
 class ShapingConfig(Section):

@@ -26,6 +26,11 @@ def loss_knows_its_keys(config: Config) -> None:
         _refuse_without_effect(config, "algorithm.sapo_tau_positive", beside, "algorithm.loss='sapo'")
         _refuse_without_effect(config, "algorithm.sapo_tau_negative", beside, "algorithm.loss='sapo'")
     beside = f"algorithm.advantage={algorithm.advantage!r}"
+    if not config.has_critic:
+        for key in ("algorithm.discount", "algorithm.gae_lambda"):
+            _refuse_without_effect(config, key, beside, "algorithm.advantage='gae'")
+        for key in ("path", "learning_rate", "head_start_steps", "value_clip"):
+            _refuse_without_effect(config, f"critic.{key}", beside, "algorithm.advantage='gae'")
     if algorithm.advantage != "pass_at_k":
         _refuse_without_effect(config, "algorithm.pass_k", beside, "algorithm.advantage='pass_at_k'")
     if algorithm.advantage.startswith("reinforce_pp"):
@@ -90,6 +95,24 @@ def something_is_shaped(config: Config) -> None:
         if not shaping.length_weight:
             beside += " and shaping.length_weight=0: shaped rewards vary as the others do"
             _refuse_without_effect(config, "shaping.variance", beside, "either")
+
+
+def curriculum_asks_for_its_keys(config: Config) -> None:
+    """Each rule of a curriculum has keys of its own."""
+    curriculum = config.curriculum
+    for kind in ("solved", "hopeless"):
+        key = f"curriculum.{kind}_rest_epochs"
+        if not getattr(curriculum, f"{kind}_rest_epochs"):
+            _refuse_without_effect(config, f"curriculum.{kind}_at", f"{key}=0: none rests", f"{key} of 1 or more")
+    if curriculum.target_pass_rate == "off":
+        beside, other = "curriculum.target_pass_rate='off'", "a curriculum.target_pass_rate"
+        _refuse_without_effect(config, "curriculum.min_chance", beside, other)
+        if not (curriculum.solved_rest_epochs or curriculum.hopeless_rest_epochs):
+            beside += " and no rests: pass rates decide nothing"
+            _refuse_without_effect(config, "curriculum.newest_weight", beside, "either")
+    if not curriculum.stages:
+        for key in ("difficulty_field", "stage_pass_rate", "stage_groups"):
+            _refuse_without_effect(config, f"curriculum.{key}", "no curriculum.stages", "some curriculum.stages")
 
 
 def utilization_decides(config: Config) -> None:
@@ -161,6 +184,7 @@ EFFECTS = (
     tokens_become_older,
     tokens_have_an_age,
     something_is_shaped,
+    curriculum_asks_for_its_keys,
     utilization_decides,
     something_is_sampled_at_an_update,
     samples_may_differ,

@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
@@ -99,12 +99,26 @@ def _apply_override(document: dict[str, Any], word: str) -> None:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"{word!r}: an override has the form section.key=value")
-    table = document
-    for part in parts[:-1]:
+    table: Any = document
+    *sections, name = parts
+    while sections:
+        part = sections.pop(0)
         table = table.setdefault(part, {})
+        if isinstance(table, list):
+            table = _one_of(table, part, sections, word)
         if not isinstance(table, dict):
             raise ConfigError(f"{word!r}: {part} is a value, not a section")
-    table[parts[-1]] = _parse_value(text.strip())
+    table[name] = _parse_value(text.strip())
+
+
+def _one_of(tables: list[Any], section: str, rest: list[str], word: str) -> Any:
+    """The table that the next part names by its number; where there is but one, it needs no number."""
+    if rest and rest[0].isdecimal() and int(rest[0]) < len(tables):
+        return tables[int(rest.pop(0))]
+    if len(tables) == 1:
+        return tables[0]
+    legal = ", ".join(f"{section}.{place}.…" for place in range(len(tables)))
+    raise ConfigError(f"{word!r}: there are {len(tables)} tables [[{section}]]; legal: {legal}")
 
 
 def _parse_value(text: str) -> Any:
@@ -169,7 +183,10 @@ def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) 
     try:
         config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
-        faults += fault_lines(error, _explain)
+        found = fault_lines(error, _explain)
+        if not isinstance(tables := document.get("data"), list) or len(tables) == 1:
+            found = [line.replace("data.0.", "data.", 1) if line.startswith("data.0.") else line for line in found]
+        faults += found
     if faults:
         raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
     return config
@@ -197,11 +214,14 @@ def _places_of(name: str) -> list[str]:
     return [f"{section}.{name}" for section, model in _SECTIONS.items() if name in model.model_fields]
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-}
+def sections() -> dict[str, type[BaseModel]]:
+    """The tables of a run file by name; [data] may be there several times."""
+    annotations = {name: field.annotation for name, field in Config.model_fields.items()}
+    tables = {name: (get_args(each) or (each,))[0] for name, each in annotations.items()}
+    return {name: each for name, each in tables.items() if isinstance(each, type) and issubclass(each, BaseModel)}
+
+
+_SECTIONS = sections()
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -210,6 +230,7 @@ def _with_absolute_paths(config: Config) -> Config:
         update={
             "run": config.run.model_copy(update={"directory": config.run_directory}),
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
-            "data": config.data.model_copy(update={"path": config.data.path.absolute()}),
+            "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
+            "data": tuple(each.model_copy(update={"path": each.path.absolute()}) for each in config.data),
         }
     )

@@ -16,7 +16,7 @@ def group_has_reward_variance(config: Config) -> None:
     advantage = config.algorithm.advantage
     if config.admission.group_size > 1:
         return
-    if advantage != "reinforce_pp":
+    if advantage not in ("reinforce_pp", "gae"):
         raise ValueError(
             f"admission.group_size=1 with algorithm.advantage={advantage!r}: the rewards of a group of one have zero "
             "variance, so every advantage is zero; legal: 2 or more"

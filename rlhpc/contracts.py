@@ -133,8 +133,27 @@ class PromptSource(ABC):
     """A seeded, endless, resumable order of prompts."""
 
     @abstractmethod
-    def draw(self) -> Prompt:
-        """Return the next prompt and advance.  Never ends: a new epoch is a new order."""
+    def draw(self, live_version: int) -> Prompt:
+        """Return the next prompt and advance.  Never ends: a new epoch is a new order.
+
+        Prompts may be left out by what was learnt of groups that were admitted before live_version; never by others,
+        so that a run in lockstep draws the same whatever is finished first.
+        """
+
+    @abstractmethod
+    def draw_again(self, prompt_id: int | None) -> Prompt:
+        """Return a prompt that was drawn before the run was interrupted, and go on after it.
+
+        None: which one it was is lost: the next of the order.  Raises CheckpointError if it cannot have been drawn now.
+        """
+
+    @abstractmethod
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        """A group is finished; pass_rate: share of its members whose verdict is correct."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, float]:
+        """What is known of the prompts, by name of the metric."""
 
     @abstractmethod
     def peek(self, prompt_id: int) -> Prompt:
@@ -389,7 +408,8 @@ class TrainerBackend(ABC):
 
     Every method is a collective: all ranks call it in the same order with the same arguments, micro-batches apart.
     It sums over micro-batches and ranks and never averages; the denominator, the learning rate and the weight decay
-    are the caller's.
+    are the caller's.  A critic's is one whose head has one output: wherever a token has a log-probability here, it has
+    the value of what stands before it there, and its entropy is 0.
     """
 
     @property
@@ -456,6 +476,10 @@ class TrainerBackend(ABC):
         log-probabilities.  `has_entropy_gradient`: whether TokenRow.entropy carries one; else it is a figure.
         Raises nothing for non-finite numbers: every rank skips the step, as where `may_apply` says no, and reports it.
         """
+
+    @abstractmethod
+    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Sum figures over data-parallel ranks; the ranks of one of them hand in the same."""
 
     @abstractmethod
     def tensor_specs(self) -> tuple[TensorSpec, ...]:

@@ -138,7 +138,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Prompt and completion in a row, with an advantage.  Made by algorithms/."""
+    """Prompt and completion in a row, with an advantage, or a critic's reward in its place.  Made by algorithms/."""
 
     group_id: int
     sample_index: int

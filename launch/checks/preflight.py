@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
-from rlhpc.data.prompts import DatasetSummary, validate_dataset
+from rlhpc.data.mixture import validate_datasets
+from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.registry import validate_task
@@ -30,7 +31,7 @@ class Findings:
     model: Mapping[str, Any]  # config.json
     shape: ModelShape | None  # None: a family whose sizes are not known here
     max_positions: int
-    dataset: DatasetSummary
+    datasets: Sequence[DatasetSummary]
 
     @property
     def model_type(self) -> str:
@@ -60,7 +61,8 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 
 
 def _look_at_prompts(config: Config, model: dict[str, Any], shape: ModelShape | None) -> Findings:
-    validate_task(config.data.task)
+    for dataset in config.data:
+        validate_task(dataset.task)
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
@@ -68,7 +70,7 @@ def _look_at_prompts(config: Config, model: dict[str, Any], shape: ModelShape | 
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
         )
-    return Findings(model, shape, positions, validate_dataset(config))
+    return Findings(model, shape, positions, validate_datasets(config))
 
 
 def _own_code_is_there(config: Config) -> None:

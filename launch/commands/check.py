@@ -27,11 +27,13 @@ def check_run_file(options: argparse.Namespace) -> int:
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
-    data = findings.dataset
-    print(
-        f"data        {data.num_records} records, prompts of {data.mean_prompt_tokens:.0f} tokens on average, "
-        f"{data.longest_prompt_tokens} at most ({data.longest_source})"
-    )
+    total = sum(dataset.weight for dataset in config.data)
+    for dataset, found in zip(config.data, findings.datasets, strict=True):
+        share = f"{dataset.title}, {dataset.weight / total:.0%} of the prompts: " if len(config.data) > 1 else ""
+        print(
+            f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
+            f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
+        )
     print(memory)
     return 0
 

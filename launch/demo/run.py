@@ -36,7 +36,7 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
     began = time.monotonic()
     say("1/3  warm start: a tiny model learns to add from careless examples")
     warm = make_model(config.model.path, on_step=_show_step)
-    write_dataset(config.data.path, NUM_PROBLEMS, seed=config.run.seed)
+    write_dataset(config.data[0].path, NUM_PROBLEMS, seed=config.run.seed)
     say(
         f"     {warm.num_parameters:,} parameters, right in {warm.accuracy:.0%} of its samples "
         f"({time.monotonic() - began:.0f} s)"

@@ -57,6 +57,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
         f"learning rate {trainer.learning_rate:g}",
+        *_describe_critic(config),
         f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
         f"sequences each, weights by {gpus.transport or config.weights.transport}",
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
@@ -67,6 +68,14 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_critic(config: Config) -> list[str]:
+    if not config.has_critic:
+        return []
+    path, critic = config.critic.path or config.model.path, config.critic
+    alone = f", alone for {critic.head_start_steps} steps" if critic.head_start_steps else ""
+    return [f"critic      beside it, from {path}; learning rate {critic.learning_rate:g}{alone}"]
 
 
 def _describe_deaths(config: Config) -> str:

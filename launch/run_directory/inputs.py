@@ -73,7 +73,7 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
     """
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
-        look_at_data(config.data.path, known.data if known is not None else {}),
+        _look_at_datasets([each.path for each in config.data], known.data if known is not None else {}),
     )
 
 
@@ -85,8 +85,20 @@ def look_at_model(model: Path, known: Mapping[str, InputFile] = MappingProxyType
 
 def look_at_data(data: Path, known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:
     """Read a dataset, as look_at_inputs does."""
+    return _read_all(dict(_files_of(data)), known)
+
+
+def _files_of(data: Path) -> list[tuple[str, Path]]:
+    """Of a dataset, by name, in its order."""
     files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
-    return _read_all({path.name: path for path in files}, known)
+    return [(path.name, path) for path in files]
+
+
+def _look_at_datasets(paths: Sequence[Path], known: Mapping[str, InputFile]) -> Entries:
+    """All, as look_at_inputs does; names of files begin with the place of their dataset where there are several."""
+    if len(paths) == 1:
+        return look_at_data(paths[0], known)
+    return _read_all({f"{n}/{name}": file for n, path in enumerate(paths) for name, file in _files_of(path)}, known)
 
 
 def read_inputs(layout: RunLayout) -> Inputs | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -282,7 +283,7 @@ def _renewal(config: Config, layout: RunLayout) -> _Renewal:
     old, old_hash = read_resolved(layout)
     changed = _difference(old, config) if config_hash(config) != old_hash else ()
     may_move = MAY_MOVE if layout.inputs.exists() else ()
-    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not text.startswith(may_move)]
+    fixed = [text for text in changed if text.startswith(FIXED_BY_THE_FIRST_START) and not _is_of(text, may_move)]
     if fixed:
         raise RunDirectoryError(f"{layout.root}: these settings cannot change on resume: {'; '.join(fixed)}")
     return _Renewal(changed, refuse_other_inputs(config, layout))
@@ -314,14 +315,28 @@ def _make(layout: RunLayout) -> None:
         directory.mkdir(exist_ok=True, mode=0o700)
 
 
+def _is_of(text: str, keys: tuple[str, ...]) -> bool:
+    """Whether a difference is of one of these keys, of whichever dataset."""
+    return re.sub(r"^data\.\d+\.", "data.", text).startswith(keys)
+
+
 def _difference(old: Config, new: Config) -> tuple[str, ...]:
-    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    before, after = (_flatten(each.model_dump(mode="json", exclude=_uncompared(old, new))) for each in (old, new))
+    if len(old.data) != len(new.data):
+        before["data.name"], after["data.name"] = (", ".join(data.title for data in each.data) for each in (old, new))
     return tuple(f"{key}: {before.get(key)!r} → {value!r}" for key, value in after.items() if before.get(key) != value)
+
+
+def _uncompared(old: Config, new: Config) -> set[str]:
+    """Of other numbers of datasets there is nothing to compare, one by one."""
+    return {"data"} if len(old.data) != len(new.data) else set()
 
 
 def _flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in document.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):  # several tables, or the only one
+            value = value[0] if len(value) == 1 else {str(place): table for place, table in enumerate(value)}
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 

@@ -18,7 +18,7 @@ from rlhpc.algorithms.minibatches import split
 from rlhpc.algorithms.shaping import RewardShaping
 from rlhpc.config import Config
 from rlhpc.contracts import AdvantageEstimator
-from rlhpc.types import FinishReason, Int32, Rollout, RolloutGroup, TrainingSample, Verdict
+from rlhpc.types import Bool, FinishReason, Int32, Rollout, RolloutGroup, TrainingSample, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class SampleMaker:
     shaping: RewardShaping = field(default_factory=RewardShaping)
     num_minibatches: int = 1
     seed: int = 0  # of the run
+    at_the_end: bool = False  # only the last loss token has what the estimator says: a critic's reward
 
     @classmethod
     def of(cls, config: Config) -> SampleMaker:
@@ -45,6 +46,7 @@ class SampleMaker:
             RewardShaping.of(config),
             algorithm.minibatches,
             config.run.seed,
+            config.has_critic,
         )
 
     def minibatches(self, groups: Sequence[RolloutGroup], step: int) -> list[list[TrainingSample]]:
@@ -74,7 +76,7 @@ class SampleMaker:
             tasks = [group.prompt.task if is_by_task else "" for group in groups]
             advantages = normalize(advantages, counts, tasks)
         return [
-            _sample(member.rollout, advantage)
+            _sample(member.rollout, advantage, at_the_end=self.at_the_end)
             for group, of_group in zip(groups, advantages, strict=True)
             for member, advantage in zip(group.members, of_group, strict=True)
         ]
@@ -98,7 +100,7 @@ def _num_loss_tokens(group: RolloutGroup) -> Int32:
     return np.array([np.count_nonzero(member.rollout.loss_mask) for member in group.members], np.int32)
 
 
-def _sample(rollout: Rollout, advantage: np.float32) -> TrainingSample:
+def _sample(rollout: Rollout, advantage: np.float32, *, at_the_end: bool) -> TrainingSample:
     prompt, completion = rollout.prompt.token_ids, rollout.token_ids
     start, length = len(prompt), len(prompt) + len(completion)
     loss_mask, versions = np.zeros(length, np.bool_), np.full(length, -1, np.int32)
@@ -111,9 +113,16 @@ def _sample(rollout: Rollout, advantage: np.float32) -> TrainingSample:
         token_ids=np.concatenate((prompt, completion)).astype(np.int32, copy=False),
         loss_mask=loss_mask,
         behaviour_logprobs=behaviour_logprobs,
-        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
+        advantages=np.where(_last(loss_mask) if at_the_end else loss_mask, np.float32(advantage), np.float32(0)),
         versions=versions,
     )
+
+
+def _last(mask: Bool) -> Bool:
+    """The last one alone."""
+    last = np.zeros_like(mask)
+    last[np.flatnonzero(mask)[-1:]] = True
+    return last
 
 
 def _check_group(group: RolloutGroup) -> None:

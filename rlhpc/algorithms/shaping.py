@@ -1,7 +1,7 @@
 """What the reward of a rollout becomes before advantages are computed from it.
 
     r' = Σ weight · part                                    by part_weights; without any, the function's own reward
-       − overlong_penalty · clip((|y| − (M − C)) / C, 0, 1)   C = overlong_tokens, M = generation.max_completion_tokens
+       − overlong_penalty · clip((|y| − (M − C)) / C, 0, 1)   C = overlong_tokens, M = max_completion_tokens
        + length_weight · |y| / M                            |y|: tokens of the completion
 
 Soft overlong punishment, and completions that were cut off kept out of the loss ("overlong filtering"): DAPO, Yu et al.
@@ -13,6 +13,7 @@ Input: RolloutGroup.  Output: a number per member.  Loads without torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,12 +29,12 @@ class RewardShaping:
     """The rules of [shaping]; those of an empty table leave rewards as they are."""
 
     settings: ShapingConfig = field(default_factory=ShapingConfig)
-    max_completion_tokens: int = 1
+    max_completion_tokens: Callable[[int], int] = lambda _: 1  # by the id of the prompt
 
     @classmethod
     def of(cls, config: Config) -> RewardShaping:
         """As the run file says."""
-        return cls(config.shaping, config.generation.max_completion_tokens)
+        return cls(config.shaping, config.max_completion_tokens)
 
     def rewards(self, group: RolloutGroup) -> Float32:
         """Shaped, float32 [G].  Raises RoleFailed if a verdict lacks a part that has a weight."""
@@ -65,7 +66,7 @@ class RewardShaping:
         return sum(weight * member.reward_parts[name] for name, weight in weights.items())
 
     def _for_length(self, rollout: Rollout) -> float:
-        length, longest = len(rollout.token_ids), self.max_completion_tokens
+        length, longest = len(rollout.token_ids), self.max_completion_tokens(rollout.prompt.prompt_id)
         bonus = self.settings.length_weight * length / longest
         if not (cushion := self.settings.overlong_tokens):
             return bonus

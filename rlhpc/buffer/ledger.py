@@ -10,7 +10,7 @@ taken, released, dropped}.  Why (2) holds: docs/design.md, §4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhpc.buffer.group_record import GroupRecord, MemberRecord
@@ -32,13 +32,13 @@ class AdmissionLedger:
         window_groups: int,
         groups_per_step: int,
         group_size: int,
-        sampling: SamplingParams,
+        sampling: Callable[[int], SamplingParams],
         lease_deadline_s: float,
         max_attempts: int,
         clock: Clock,
         lost_leases: LostLeases | None = None,
     ) -> None:
-        """lost_leases: leases that prompts lost in earlier attempts of the run; changes are recorded in it."""
+        """sampling: of a prompt, by its id; lost_leases: of earlier attempts of the run; changes are recorded in it."""
         if num_slots < groups_per_step:
             raise LedgerError(f"{num_slots} slots can never hold a batch of {groups_per_step} groups")
         self.num_slots = self._num_slots_open = num_slots
@@ -107,7 +107,7 @@ class AdmissionLedger:
             prompt=group.prompt,
             group_size=self.group_size,
             sample_indices=indices,
-            sampling=self._sampling,
+            sampling=self._sampling(group.prompt.prompt_id),
             admitted_version=group.admitted_version,
             prefixes=prefixes if any(prefix is not None for prefix in prefixes) else (),
         )

@@ -277,23 +277,19 @@ class RolloutBuffer:
 
     # -------------------------------------------------------------------------------------------------- restoration
 
-    def restore(self, history: History, draw: Callable[[], Prompt]) -> list[ResolvedGroup]:
+    def restore(self, history: History, draw_again: Callable[[int | None], Prompt]) -> list[ResolvedGroup]:
         """Bring back what has happened since the checkpoint, or since the start: admissions, rollouts, drops.
 
-        Groups that were trained on since then are finished again.  draw: the next prompt of the seeded order.  Adds to
-        history.implied what only the order of groups tells.
+        Groups that were trained on since then are finished again.  draw_again: takes the id of a prompt that was drawn,
+        or None where that is lost (PromptSource).  Adds to history.implied what only the order of groups tells.
         Returns the groups that got rollouts and are finished now, or dropped, in order of admission.
         Raises CheckpointError if the order of prompts is not that of the history.
         """
         known = history.implied | history.admitted
         last = max(known, default=-1)
         while (group_id := self._ledger.next_group_id) <= last:
-            admitted, prompt = known.get(group_id), draw()
-            if admitted is not None and prompt.prompt_id != admitted.prompt:
-                raise CheckpointError(
-                    f"group {group_id} was admitted for prompt {admitted.prompt}, and the next one is "
-                    f"{prompt.prompt_id}: the order of prompts has changed"
-                )
+            admitted = known.get(group_id)
+            prompt = draw_again(admitted.prompt if admitted is not None else None)
             if admitted is None:
                 # Its line was lost, and a younger group's rollouts were not.  Weights go out once all that came before
                 # them is on disk: it was admitted under those of the younger one, and sampled by none of before.

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
-from rlhpc.contracts import PromptSource
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
@@ -26,7 +25,7 @@ from rlhpc.types import Int32, Prompt
 
 @dataclass(frozen=True, slots=True)
 class DatasetSummary:
-    """The result of validate_dataset."""
+    """What SeededPrompts.validate has found."""
 
     num_records: int
     longest_prompt_tokens: int
@@ -34,8 +33,8 @@ class DatasetSummary:
     longest_source: str  # file and line of the longest prompt
 
 
-class SeededPrompts(PromptSource):
-    """The dataset of a run as an endless sequence of prompts."""
+class SeededPrompts:
+    """A dataset as an endless sequence of prompts."""
 
     def __init__(
         self,
@@ -59,9 +58,22 @@ class SeededPrompts(PromptSource):
         self._seed, self._shuffle = seed, shuffle
         self._max_prompt_tokens = max_prompt_tokens
         self._cursor = 0
-        self._order_epoch = -1
-        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
         self._fingerprint = _fingerprint(records)
+
+    @property
+    def num_records(self) -> int:
+        """Prompts of an epoch."""
+        return len(self._records)
+
+    @property
+    def cursor(self) -> int:
+        """The prompt_id of the next draw."""
+        return self._cursor
+
+    def skip_to(self, prompt_id: int) -> None:
+        """Go to a later prompt, or stay."""
+        self._cursor = max(self._cursor, prompt_id)
 
     def draw(self) -> Prompt:
         """Return the next prompt and advance.  Raises DataError, without advancing, for a record that makes none."""
@@ -71,13 +83,32 @@ class SeededPrompts(PromptSource):
 
     def peek(self, prompt_id: int) -> Prompt:
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
-        record = self._records[self._record_index(prompt_id)]
+        record = self._records[self.record_index(prompt_id)]
         token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
         return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
 
     def source(self, prompt_id: int) -> str:
         """File and line of the record behind a prompt of the order."""
-        return self._records[self._record_index(prompt_id)].source
+        return self._records[self.record_index(prompt_id)].source
+
+    def numbers(self, field: str, key: str) -> NDArray[np.float64]:
+        """A field of every record [N]; `key` of the run file names it.  Raises DataError for one that is no number."""
+        return np.array([record.number(field, key) for record in self._records])
+
+    def record_index(self, prompt_id: int) -> int:
+        """The place in the dataset of the record behind a prompt of the order."""
+        epoch, position = divmod(prompt_id, len(self._records))
+        return int(self.records(epoch, position, position + 1)[0])
+
+    def records(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
+        """The same [n] for positions `first` to last − 1 of an epoch, as far as it goes."""
+        if not self._shuffle:
+            return np.arange(first, min(last, len(self._records)))
+        if epoch not in self._orders:
+            # Two: groups of an epoch are finished while prompts of the next are drawn.
+            self._orders = dict(sorted(self._orders.items())[-1:])
+            self._orders[epoch] = _epoch_order(len(self._records), self._seed, epoch)
+        return self._orders[epoch][first:last]
 
     def prompt_tokens(self, record: Record) -> Int32:
         """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""
@@ -123,43 +154,39 @@ class SeededPrompts(PromptSource):
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset": self._fingerprint}
 
-    def _record_index(self, cursor: int) -> int:
-        epoch, position = divmod(cursor, len(self._records))
-        if not self._shuffle:
-            return position
-        if epoch != self._order_epoch:
-            self._order, self._order_epoch = _epoch_order(len(self._records), self._seed, epoch), epoch
-        return int(self._order[position])
 
-
-def open_prompts(config: Config) -> SeededPrompts:
-    """The prompts of a run, at the first one.  Raises DataError, ConfigError."""
+def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
+    """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
+    data = config.data[place]
     return SeededPrompts(
-        read_records(config.data.path),
-        template=config.data.prompt_template,
-        task=config.data.task,
-        reference_field=config.data.reference_field,
+        read_records(data.path),
+        template=data.prompt_template,
+        task=data.task,
+        reference_field=data.reference_field,
         tokenizer=PromptTokenizer(config.model.path),
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        max_prompt_tokens=config.generation.max_prompt_tokens,
-        use_chat_template=config.data.use_chat_template,
+        seed=seed_of_dataset(config.run.seed, place),
+        shuffle=data.shuffle,
+        max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
+        use_chat_template=data.use_chat_template,
     )
 
 
-def validate_dataset(config: Config) -> DatasetSummary:
-    """Read, fill and tokenise all of the dataset, before anything is started.  Raises DataError, ConfigError."""
-    return open_prompts(config).validate()
+def seed_of_dataset(seed: int, place: int) -> int:
+    """The first dataset has the run's, the others seeds of their own: datasets of a size would have one order."""
+    return seed if place == 0 else int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0])
 
 
 def _epoch_order(num_records: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation [N].
+    """A permutation [N]."""
+    return np.argsort(raw_draws(num_records, seed, epoch), kind="stable")
 
-    Sorts raw draws of a bit generator, whose stream numpy guarantees never to change; Generator.permutation may change
-    with any release (NEP 19), and a resumed run with it.
+
+def raw_draws(number: int, *seeds: int) -> NDArray[np.uint64]:
+    """Of a bit generator, whose stream numpy guarantees never to change.
+
+    Generator.permutation and random may change with any release (NEP 19), and a resumed run with them.
     """
-    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_records)
-    return np.argsort(keys, kind="stable")
+    return np.random.Philox(np.random.SeedSequence(seeds)).random_raw(number)
 
 
 def _fingerprint(records: Sequence[Record]) -> str:

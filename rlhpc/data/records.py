@@ -6,6 +6,7 @@ Input: paths.  Output: Record.  Errors are DataErrors that name file and line, s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,22 @@ class Record:
             return json.dumps(value)
         return self._as_text(name, "data.reference_field")
 
-    def _as_text(self, name: str, key: str) -> str:
-        """`key` of the run file names the field."""
+    def number(self, name: str, key: str) -> float:
+        """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
+        value = self._value(name, key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise DataError(f"{self.source}: field {name!r}, which {key} names, is {value!r}; legal: a number")
+
+    def _value(self, name: str, key: str) -> Any:
         if name not in self.fields:
             has = ", ".join(map(repr, self.fields)) or "none"
             raise DataError(f"{self.source}: no field {name!r}, which {key} names; the record has {has}")
-        value = self.fields[name]
+        return self.fields[name]
+
+    def _as_text(self, name: str, key: str) -> str:
+        """`key` of the run file names the field."""
+        value = self._value(name, key)
         if isinstance(value, str):
             if not _is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")

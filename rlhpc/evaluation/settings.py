@@ -19,6 +19,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
 NAME = "evaluation.json"
+OF_RUNS = {"path", "name", "weight", "max_prompt_tokens", "max_completion_tokens"}  # of [data]: other keys say it here
 SUMMARY = "summary.json"
 
 
@@ -39,7 +40,7 @@ class EvaluationSettings:
         config = self.config
         return {
             **{f"inputs.{name}": value for name, value in self.inputs.items()},
-            **{f"data.{key}": value for key, value in config.data.model_dump(mode="json", exclude={"path"}).items()},
+            **{f"data.{key}": value for key, value in config.data[0].model_dump(mode="json", exclude=OF_RUNS).items()},
             "generation.engine": config.generation.engine,
             "generation.max_prompt_tokens": config.generation.max_prompt_tokens,
             "generation.max_completion_tokens": config.generation.max_completion_tokens,

@@ -19,6 +19,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = MappingProxyType(
             "Zero-variance groups, verifier errors": ("reward/zero_spread_share", "reward/verifier_error_share"),
             "Completion length": ("length/completion_mean", "length/completion_max"),
             "Truncated": ("length/truncated_share",),
+            "Prompts": ("prompt/known_share", "prompt/solved_share", "prompt/hopeless_share", "prompt/pass_rate_mean"),
         },
         "Staleness": {
             "Versions behind": ("staleness/mean", "staleness/max", "staleness/bound", "staleness/token_mean"),

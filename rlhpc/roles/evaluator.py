@@ -62,7 +62,7 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
         rewards = config.rewards
-        pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(config.data.task,))
+        pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(config.data[0].task,))
         await stack.enter_async_context(pool)
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
 

@@ -29,7 +29,8 @@ def run(context: RoleContext) -> None:
 async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     rewards = context.config.rewards
-    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=(context.config.data.task,))
+    tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
+    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))

@@ -18,8 +18,10 @@ _BACKENDS = {
 }
 
 
-def open_backend(config: Config, context: RankContext) -> TrainerBackend:
+def open_backend(config: Config, context: RankContext, *, has_value_head: bool = False) -> TrainerBackend:
     """Load the model into config.trainer.backend on this rank.
+
+    has_value_head: a critic, which has a value for every token in the place of its log-probability.
 
     Raises ConfigError for a model that the backend cannot train, ChannelTimeout for ranks that do not appear.
     """
@@ -29,5 +31,5 @@ def open_backend(config: Config, context: RankContext) -> TrainerBackend:
     if config.run.deterministic:
         compute_deterministically()
     module, name = _BACKENDS[config.trainer.backend]
-    backend: TrainerBackend = getattr(import_module(module), name).open(config, context)
+    backend: TrainerBackend = getattr(import_module(module), name).open(config, context, has_value_head=has_value_head)
     return backend

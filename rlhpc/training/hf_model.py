@@ -41,6 +41,7 @@ class CausalLM:
     parameters: dict[str, nn.Parameter]
     head_weight: nn.Parameter  # [V, H]; also among `parameters`, under the embedding's name if tied
     trunk: Callable[..., Any]
+    head: Callable[..., tuple[Tensor, Tensor | None]] = chunked_logprobs  # or token_values, of a critic
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, segments: SegmentPlan) -> Tensor:
         """Final hidden states [T, H] of one packed row; token_ids and position_ids int64 [T]."""

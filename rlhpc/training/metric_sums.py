@@ -9,6 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def sums_over_ranks(
+    figures: Mapping[str, float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Sum each figure over the ranks of `group`, by default of all, in float64.  A collective."""
+    sums = MetricSums()
+    sums.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
+    return sums.over_ranks(device, group)
+
+
 class MetricSums:
     """Scalars of one step by name; every rank has the same names and at least one micro-batch, a dummy if need be."""
 

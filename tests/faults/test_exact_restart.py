@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Course:
 
     steps: dict[int, tuple[object, ...]]  # version, applied, figures of the trainer, as recorded last
     rollouts: dict[tuple[int, int], tuple[object, ...]]  # what was trained on: step, tokens, versions, reward
-    trainer: dict[str, bytes]  # parameters and moments of the last checkpoint
+    trainer: dict[str, bytes]  # parameters and moments of the last checkpoint, a critic's too
 
     @classmethod
     def of(cls, layout: RunLayout) -> Course:
@@ -45,11 +46,11 @@ class Course:
             )
             for row in consumed(layout.rollouts)
         }
-        trainer = layout.checkpoint(NUM_STEPS) / "trainer"
-        return cls(steps, rollouts, {path.name: path.read_bytes() for path in sorted(trainer.glob("*.safetensors"))})
+        files = sorted(layout.checkpoint(NUM_STEPS).glob("*/*.safetensors"))
+        return cls(steps, rollouts, {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files})
 
 
-def settings(name: str, max_staleness: int, **trainer: object) -> dict[str, dict[str, object]]:
+def settings(name: str, max_staleness: int, **trainer: object) -> dict[str, Any]:
     return {
         "run": {"num_steps": NUM_STEPS, "deterministic": True},
         "data": {"task": "tests.ring.ring_rewards:very_slow_parity"},
@@ -60,12 +61,23 @@ def settings(name: str, max_staleness: int, **trainer: object) -> dict[str, dict
     }
 
 
+def two_datasets(lab: Lab) -> list[dict[str, object]]:
+    """Of nine records and of five, of which every third prompt is of the second."""
+    lines = lab.dataset.read_text().splitlines(keepends=True)
+    tables = []
+    for name, weight, some in (("nine", 2.0, lines[:9]), ("five", 1.0, lines[9:14])):
+        path = lab.root / f"{name}.jsonl"
+        path.write_text("".join(some))
+        tables.append({"path": str(path), "task": "tests.ring.ring_rewards:very_slow_parity", "weight": weight})
+    return tables
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
 
 
-def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str, object]) -> RunLayout:
+def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: Any) -> RunLayout:
     """At random instants: two roles, one role, and the launcher."""
     rng = random.Random(seed)
     layout, run_file = lab.layout(name), lab.run_file(name, **sections)
@@ -99,6 +111,8 @@ def run_killed_three_times(lab: Lab, name: str, seed: int, **sections: dict[str,
         pytest.param("vllm", 1, {}, marks=pytest.mark.long),
         pytest.param("minibatches", 1, {}, marks=pytest.mark.long),
         pytest.param("reference", 1, {}, marks=pytest.mark.long),
+        pytest.param("critic", 1, {"backend": "deepspeed", **TWO_RANKS}, marks=pytest.mark.long),
+        pytest.param("curriculum", 1, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
@@ -111,6 +125,10 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
         sections["algorithm"] = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
     if name == "reference":  # which no checkpoint holds
         sections["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}
+    if name == "critic":
+        sections["algorithm"] = {"advantage": "gae", "advantage_normalization": "batch", "gae_lambda": 0.95}
+    if name == "curriculum":  # epochs of a few prompts: who is drawn hangs on what was sampled before
+        sections |= {"data": two_datasets(lab), "curriculum": {"target_pass_rate": 0.5, "solved_rest_epochs": 1}}
     whole = Course.of(run_to_the_end(lab, f"{name}-whole", **sections))
     layout = run_killed_three_times(lab, f"{name}-killed", 1 + max_staleness, **sections)
     killed = Course.of(layout)

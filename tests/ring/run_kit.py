@@ -33,7 +33,7 @@ QUIET_LIMIT_S = 120.0  # a run that moves nothing for so long will not: no vLLM 
 CEILING_S = 600.0
 GONE_S = 30.0  # after its launcher was killed: a generator gives verdicts that are due five seconds; on a busy machine
 
-Settings = Mapping[str, Mapping[str, Any]]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Lab:
     model: Path
     dataset: Path
 
-    def run_file(self, name: str, **sections: Mapping[str, Any]) -> Path:
+    def run_file(self, name: str, **sections: Any) -> Path:
         """Write NAME.toml: a small, quick run with these sections laid over it; returns its path."""
         settings = quick_settings(self, name)
         for section, values in sections.items():
-            settings[section] = {**settings.get(section, {}), **values}
+            settings[section] = values if isinstance(values, list) else {**settings.get(section, {}), **values}
         path = self.root / f"{name}.toml"
         path.write_text(to_toml(settings), encoding="utf-8")
         return path
@@ -65,7 +65,7 @@ def make_lab(root: Path) -> Lab:
     return Lab(root, model, root / "train.jsonl")
 
 
-def quick_settings(lab: Lab, name: str) -> dict[str, dict[str, Any]]:
+def quick_settings(lab: Lab, name: str) -> dict[str, Any]:
     """Six steps of 4 × 4 rollouts of at most 24 tokens from the scripted engine."""
     return {
         "run": {"name": name, "directory": str(lab.root / "runs" / name), "num_steps": 6, "seed": 1},
@@ -87,11 +87,12 @@ def quick_settings(lab: Lab, name: str) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(settings: Settings) -> str:
-    """Spell two levels of settings as TOML, whose scalars are JSON's."""
+    """Spell two levels of settings as TOML, whose scalars are JSON's; a section may be a list of tables."""
     lines = []
     for section, values in settings.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        for table in values if isinstance(values, list) else (values,):
+            lines.append(f"[[{section}]]" if isinstance(values, list) else f"[{section}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 

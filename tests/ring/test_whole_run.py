@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
@@ -26,8 +27,21 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def whole_run(lab: Lab) -> RunLayout:
-    added = {"kl_coefficient": 0.01, "entropy_coefficient": 1e-4}  # so that every documented scalar has an occasion
-    return run_to_the_end(lab, "whole", run={"num_steps": NUM_STEPS}, algorithm=added)
+    """With all that has figures of its own, so that every documented scalar has an occasion."""
+    algorithm = {"kl_coefficient": 0.01, "entropy_coefficient": 1e-4, "advantage": "gae"}
+    few = lab.root / "few.jsonl"
+    few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
+    task = "tests.ring.ring_rewards:parity"
+    data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": task}]
+    return run_to_the_end(
+        lab,
+        "whole",
+        run={"num_steps": NUM_STEPS},
+        algorithm=algorithm | {"advantage_normalization": "batch"},
+        critic={"learning_rate": 1e-3},
+        data=data,
+        curriculum={"target_pass_rate": 0.5, "min_chance": 0.01},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +122,16 @@ def test_tensorboard_holds_key_metrics_over_tokens_and_seconds_too(whole_run: Ru
 def test_every_documented_scalar_is_written_unless_it_had_no_occasion(events: EventAccumulator) -> None:
     named = {name for name in METRICS if not name.endswith("/*")}
     assert named - _tags_of(events, "scalars") == set()
+
+
+def test_every_dataset_has_its_share_and_its_curves(events: EventAccumulator) -> None:
+    written = _tags_of(events, "scalars")
+    families = {name.removesuffix("*") for name in METRICS if name.startswith("dataset_")}
+    assert {name + dataset for name in families for dataset in ("sums", "few")} <= written
+    shares = [np.mean([event.value for event in events.Scalars(f"dataset_share/{name}")]) for name in ("sums", "few")]
+    assert shares == pytest.approx([0.5, 0.5], abs=0.1)
+    assert events.Scalars("dataset_known_share/few")[-1].value == 1
+    assert events.Scalars("dataset_known_share/sums")[-1].value < 0.2
 
 
 def test_tensorboard_holds_histograms_texts_and_the_dashboard(events: EventAccumulator, whole_run: RunLayout) -> None:

@@ -34,10 +34,19 @@ def settings_of(seed: int, root: Path) -> Config:
         update={
             "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((2, 3, 4)), "seed": seed}),
             "admission": admission,
+            **_curriculum(rng, base),
             "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 2, 3))}),
             "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
         }
     )
+
+
+def _curriculum(rng: random.Random, base: Config) -> dict[str, object]:
+    """For a third of the runs stages: which prompt is next depends on what was sampled before."""
+    if rng.random() > 1 / 3:
+        return {}
+    rules = {"stages": rng.choice(((1.0,), (0.0, 1.0))), "stage_pass_rate": 0.2, "stage_groups": rng.choice((1, 3))}
+    return {"curriculum": base.curriculum.model_copy(update=rules)}
 
 
 @functools.cache
@@ -73,6 +82,7 @@ def inputs_beside(root: Path) -> Path:
     model = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
              "vocab_size": VOCABULARY, "eos_token_id": EOS}  # fmt: skip
     (directory / "config.json").write_text(json.dumps(model))
-    lines = [json.dumps({"prompt": f"{number:03d}", "answer": "1"}) for number in range(NUM_PROMPTS)]
+    records = [{"prompt": f"{n:03d}", "answer": "1", "difficulty": n % 3} for n in range(NUM_PROMPTS)]
+    lines = [json.dumps(record) for record in records]
     (directory / "train.jsonl").write_text("\n".join(lines) + "\n")
     return directory

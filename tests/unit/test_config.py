@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config import Config
-from rlhpc.config_file import config_hash, load_config, read_resolved, write_resolved
+from rlhpc.config_file import config_hash, load_config, override, read_resolved, sections, write_resolved
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -43,7 +43,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_relative_paths_are_meant_from_where_the_command_is_given(run_file: Path, tmp_path: Path) -> None:
     config = load_config(run_file)
     assert config.model.path == tmp_path / "model"
-    assert config.data.path == tmp_path / "data/train.jsonl"
+    assert config.data[0].path == tmp_path / "data/train.jsonl"
     assert config.run_directory == tmp_path / "runs/small"
 
 
@@ -62,7 +62,8 @@ def test_relative_paths_are_meant_from_where_the_command_is_given(run_file: Path
     ],
 )
 def test_an_override_replaces_one_key(run_file: Path, word: str, section: str, key: str, value: object) -> None:
-    assert getattr(getattr(load_config(run_file, [word]), section), key) == value
+    table = getattr(load_config(run_file, [word]), section)
+    assert getattr(table[0] if isinstance(table, tuple) else table, key) == value
 
 
 def test_the_last_override_of_a_key_counts(run_file: Path) -> None:
@@ -160,6 +161,11 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["shaping.variance=shaped"], "shaping.variance=shaped", ["shaping.length_weight=-0.1"]),
         (["algorithm.max_token_age=1", "admission.max_staleness=1"], "algorithm.max_token_age=1",
          ["algorithm.max_token_age=0"]),
+        (["curriculum.solved_at=0.9"], "curriculum.solved_at=0.9", ["curriculum.solved_rest_epochs=1"]),
+        (["curriculum.hopeless_at=0.1"], "curriculum.hopeless_at=0.1", ["curriculum.hopeless_rest_epochs=1"]),
+        (["curriculum.min_chance=0.2"], "curriculum.min_chance=0.2", ["curriculum.target_pass_rate=0.5"]),
+        (["curriculum.newest_weight=0.2"], "curriculum.newest_weight=0.2", ["curriculum.hopeless_rest_epochs=1"]),
+        (["curriculum.stage_groups=8"], "curriculum.stage_groups=8", ["curriculum.stages=[1.0, 2.5]"]),
         (["generation.gpu_memory_utilization=0.5", "generation.kv_cache_bytes=1_000_000"],
          "generation.gpu_memory_utilization=0.5", ["generation.gpu_memory_utilization=0.9"]),
         (["generation.recompute_kv=true", "admission.max_staleness=0"], "generation.recompute_kv=true",
@@ -185,6 +191,88 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
     load_config(run_file, [*words, *way_out])
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["curriculum.stages=[1.0, 1.0]"], r"curriculum.stages=\[1.0, 1.0\] do not ascend"),
+        (
+            ["curriculum.solved_at=0.5", "curriculum.hopeless_at=0.5", "curriculum.solved_rest_epochs=1"],
+            "curriculum.hopeless_at=0.5 is not below curriculum.solved_at=0.5",
+        ),
+        (["curriculum.stages=hard"], "curriculum.stages"),
+    ],
+)
+def test_a_curriculum_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(run_file, words)
+
+
+TWO_DATASETS = """
+[[data]]
+path = "data/math.jsonl"
+task = "math_answer"
+weight = 3
+[[data]]
+path = "data/sums"
+task = "integer_arithmetic"
+max_prompt_tokens = 4
+max_completion_tokens = 5
+"""
+
+
+@pytest.fixture
+def mixed_file(run_file: Path) -> Path:
+    table = RUN_FILE.partition("[data]")[2].partition("[generation]")[0]
+    run_file.write_text(RUN_FILE.replace(f"[data]{table}", TWO_DATASETS))
+    return run_file
+
+
+def test_several_datasets_have_names_weights_and_limits(mixed_file: Path, tmp_path: Path) -> None:
+    config = load_config(mixed_file)
+    assert [(each.title, each.weight) for each in config.data] == [("math", 3.0), ("sums", 1.0)]
+    assert [each.path for each in config.data] == [tmp_path / "data/math.jsonl", tmp_path / "data/sums"]
+    assert [config.dataset_of(prompt_id).title for prompt_id in range(4)] == ["math", "sums", "math", "sums"]
+    assert [config.max_completion_tokens(prompt_id) for prompt_id in (6, 7)] == [8, 5]
+    write_resolved(config, RunLayout(tmp_path), "abc")
+    assert read_resolved(RunLayout(tmp_path)) == (config, config_hash(config))
+    assert override(config, ["data.1.name=easy"]).data[1].title == "easy"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.task=x", "'data.task=x': there are 2 tables [[data]]; legal: data.0.…, data.1.…"),
+        ("data.2.task=x", "'data.2.task=x': there are 2 tables [[data]]; legal: data.0.…, data.1.…"),
+        ("data.1.name=math", "data.0 and data.1 are both called 'math'; give one of them another name"),
+        ("data.1.weight=0", "data.1.weight=0: legal: above 0"),
+        ("data.1.share=2", "data.1.share=2: unknown key; legal: path, task"),
+        ("data.0.max_prompt_tokens=9", "data.0.max_prompt_tokens=9 is above generation.max_prompt_tokens=8"),
+        ("data.1.name=two words", "data.1.name='two words': legal: text that matches"),
+    ],
+)
+def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(mixed_file, [word])
+    assert said in str(error.value)
+
+
+def test_faults_of_the_only_dataset_are_told_without_a_number(run_file: Path) -> None:
+    for words in (["data.weight=-1", "data.shuffles=true"], ["data.0.weight=-1"]):
+        with pytest.raises(ConfigError) as error:
+            load_config(run_file, words)
+        assert "data.0.weight=" not in str(error.value) or words[0].startswith("data.0")
+    with pytest.raises(ConfigError, match="data=\\[\\]"):
+        load_config(run_file, ["data=[]"])
+
+
+def test_a_run_that_began_with_one_table_goes_on(run_file: Path, tmp_path: Path) -> None:
+    """Its config.json says "data": {…}."""
+    write_resolved(load_config(run_file), RunLayout(tmp_path), "abc")
+    document = json.loads((tmp_path / "config.json").read_bytes())
+    (document["config"]["data"],) = document["config"]["data"]
+    assert Config.model_validate(document["config"]) == load_config(run_file)
+
+
 def test_a_deterministic_run_takes_groups_in_strict_order(run_file: Path) -> None:
     words = ["run.deterministic=true", "admission.max_staleness=1", "admission.window_groups=2"]
     with pytest.raises(ConfigError, match=r"run\.deterministic=true needs admission\.window_groups=1.*it is 2"):
@@ -194,8 +282,8 @@ def test_a_deterministic_run_takes_groups_in_strict_order(run_file: Path) -> Non
 
 
 def test_every_key_explains_itself() -> None:
-    for section in Config.model_fields.values():
-        for key, field in section.annotation.model_fields.items():
+    for table in sections().values():
+        for key, field in table.model_fields.items():
             assert field.description, key
 
 

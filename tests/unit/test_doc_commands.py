@@ -11,12 +11,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.cli import _parser
-from rlhpc.config import Config
+from rlhpc.config_file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks_in, commands_of_block, prose
 
 PROGRAMS = ("rlhpc", "make", "python", "python3", "pip", "sbatch", "srun", "scontrol", "tensorboard", "nvidia-smi")
@@ -77,8 +76,7 @@ def fault_of_arguments(arguments: list[str]) -> str | None:
 
 def keys_of(section: str) -> set[str]:
     """Keys of a section of the run file; none where there is no such section."""
-    model: Any = Config.model_fields[section].annotation if section in Config.model_fields else None
-    return set(model.model_fields) if model else set()
+    return set(sections()[section].model_fields) if section in sections() else set()
 
 
 def fault_of_targets(arguments: list[str]) -> str | None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from launch.cli import main
-from rlhpc.config import Config
+from rlhpc.config_file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md", ROOT / "docs" / "install.md"]
@@ -60,7 +60,7 @@ DIRECTORIES = {"rlhpc", "launch", "tests", "docs", "configs", "bench", "slurm", 
 
 def table_of(section: str) -> str:
     """The table of one section of the run file, as configs/README.md holds it."""
-    model: Any = Config.model_fields[section].annotation
+    model = sections()[section]
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
         meaning = " ".join(str(info.description).split())
@@ -82,7 +82,7 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
     words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
-             dict[str, float]: "numbers by name"}[annotation]  # fmt: skip
+             dict[str, float]: "numbers by name", tuple[float, ...]: "list of numbers"}[annotation]  # fmt: skip
     return f"{words}{_bounds_in_words(metadata)}"
 
 
@@ -106,13 +106,15 @@ def _toml(value: object) -> str:
             return str(value).lower()
         case str():
             return f'"{value}"'
+        case tuple():
+            return str(list(value))
         case int() if value >= 10_000:
             return f"{value:_}"
         case _:
             return str(value)
 
 
-@pytest.mark.parametrize("section", Config.model_fields)
+@pytest.mark.parametrize("section", sections())
 def test_every_key_of_a_section_stands_in_the_table_with_its_type_and_default(section: str) -> None:
     page = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
     assert f"## [{section}]\n" in page
@@ -237,5 +239,5 @@ def test_pages_stay_short_enough_to_be_read() -> None:
 
 
 if __name__ == "__main__":
-    for title in Config.model_fields:
+    for title in sections():
         sys.stdout.write(f"## [{title}]\n\n{table_of(title)}\n\n")

@@ -56,8 +56,8 @@ def _look_at(check: Check, evidence: Evidence, saved: CheckpointEvidence, *, is_
         check.accuse(Offence(f"COMPLETE is of step {manifest}, controller.json of step {saved.step}", file=file))
     if (manifest := saved.manifest.get("policy_version", saved.version)) != saved.version:
         check.accuse(Offence(f"COMPLETE is of version {manifest}, controller.json of {saved.version}", file=file))
-    if saved.cursor not in (-1, saved.next_group):
-        text = f"{saved.cursor} prompts were drawn and {saved.next_group} groups admitted"
+    if saved.num_drawn not in (-1, saved.next_group):
+        text = f"{saved.num_drawn} prompts were drawn and {saved.next_group} groups admitted"
         check.accuse(Offence(text, file=file))
 
 
@@ -105,7 +105,7 @@ def _look_at_members(check: Check, evidence: Evidence, saved: CheckpointEvidence
 def identities(evidence: Evidence, places: Places) -> Check:
     """Compare what segments, events, checkpoints and journal say of each group: its prompt, its version at admission.
 
-    Prompts are drawn in one order, so that their numbers grow with those of the groups.
+    Prompts of a dataset are drawn in one order, so that their numbers grow with those of the groups.
     """
     check = Check("prompts and admissions agree")
     prompts, versions, num_compared = GroupColumn(), GroupColumn(), 0
@@ -130,11 +130,13 @@ def identities(evidence: Evidence, places: Places) -> Check:
     _compare_checkpoints(check, evidence, prompts, versions)
     num_compared += _compare_journal(check, evidence, prompts, versions)
     known = prompts.upto(length)
-    groups = np.flatnonzero(known >= 0)
-    for place in np.flatnonzero(np.diff(known[groups]) <= 0).tolist():
-        group, before = int(groups[place + 1]), int(groups[place])
-        text = f"group {group} has prompt {known[group]}, and group {before} before it has {known[before]}"
-        check.accuse(Offence(text, group=group))
+    groups, num_datasets = np.flatnonzero(known >= 0), len(evidence.config.data)
+    for dataset in range(num_datasets):
+        own = groups[known[groups] % num_datasets == dataset]
+        for place in np.flatnonzero(np.diff(known[own]) <= 0).tolist():
+            group, before = int(own[place + 1]), int(own[place])
+            text = f"group {group} has prompt {known[group]}, and group {before} before it has {known[before]}"
+            check.accuse(Offence(text, group=group))
     for offence in evidence.contradictions:
         check.accuse(offence)
     check.looked_at = f"{len(groups)} groups, {num_compared} comparisons"

@@ -48,7 +48,7 @@ class CheckpointEvidence:
     dropped: dict[str, int]
     next_segment: int  # those below it hold what was trained or dropped
     position: Position
-    cursor: int  # of the prompts; -1: not said
+    num_drawn: int  # prompts; -1: not said
     totals: dict[str, Any]
     manifest: dict[str, Any]
     buffered: NDArray[np.int64]  # keys of the rollouts in buffered.h5
@@ -103,11 +103,17 @@ def _read(layout: RunLayout, state: CheckpointState) -> CheckpointEvidence:
         dropped={str(reason): int(count) for reason, count in ledger["dropped"].items()},
         next_segment=int(saved.buffer["next_segment_index"]),
         position=saved.position,
-        cursor=int(saved.prompts.get("cursor", -1)),
+        num_drawn=_num_drawn(saved.prompts),
         totals=saved.totals,
         manifest=manifest,
         buffered=np.sort(keys_of(columns[names[0]], columns[names[1]])),
     )
+
+
+def _num_drawn(prompts: dict[str, Any]) -> int:
+    if (datasets := prompts.get("datasets")) is not None:
+        return sum(map(_num_drawn, datasets))
+    return int(prompts.get("cursor", -1)) - int(prompts.get("left_out", 0))
 
 
 def _saved_group(state: dict[str, Any]) -> SavedGroup:

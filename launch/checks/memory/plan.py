@@ -12,6 +12,7 @@ Legend: Ψ parameters of a rank, b bytes of model.dtype, N data-parallel × cont
                 (Rajbhandari et al. 2020, arXiv:1910.02054, §5; there gradients are 2·Ψ, here they are float32).
     reference   4·Ψ master, 4·Ψ gradients, 8·Ψ moments, and b·Ψ of a copy below float32; every rank holds all.
     With algorithm.kl_coefficient b·Ψ once more (divided by N in ZeRO stage 3) for the frozen reference, on GPU or host.
+    With a critic all of this but the reference twice; it is taken to be of the policy's size.
 Activations and the head: activations.py.
 """
 
@@ -108,24 +109,25 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     held = shape.on_rank(layout, stage)
     state = _STATES[config.trainer.backend](config, layout, held)
     b = ELEMENT_BYTES[config.model.dtype]
+    num_models = 2 if config.has_critic else 1
     reference = _reference_bytes(config, layout, held)
     is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
     row = RowMemory(shape, layout, config.trainer, b)
     head = row.head() if stage == layout.pipeline - 1 else 0
     return RankMemory(
         stage=stage,
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        buckets=state.buckets,
+        parameters=num_models * state.parameters,
+        gradients=num_models * state.gradients,
+        optimizer=num_models * state.optimizer,
+        buckets=num_models * state.buckets,
         reference=0 if is_far else reference,
         activations=row.kept(stage, head),
         head=head,
         export=_export_bytes(config, shape) if stage == 0 else 0,
         optimizer_scratch=state.scratch,
         is_on_gpu=config.trainer.device != "cpu",
-        host_optimizer=state.host_optimizer,
-        host_snapshot=12 * state.num_owned,
+        host_optimizer=num_models * state.host_optimizer,
+        host_snapshot=num_models * 12 * state.num_owned,
         host_reference=reference if is_far else 0,
     )
 

@@ -84,19 +84,19 @@ def plan_evaluation(target: Target, options: argparse.Namespace) -> Evaluation:
     config, runs_here = evaluation_config(target, options.data, options.overrides), options.site is None
     if runs_here:
         map_gpus(config, gpus_here(os.environ))
-    wanted, num_records = options.prompts, preflight_sampling(config, roles_run_here=runs_here).dataset.num_records
+    wanted, num_records = options.prompts, preflight_sampling(config, roles_run_here=runs_here).datasets[0].num_records
     settings = EvaluationSettings(
         config=config,
-        title=f"{target.title} on {config.data.path.stem}",
+        title=f"{target.title} on {config.data[0].path.stem}",
         samples_per_prompt=_at_least_one("--samples", options.samples),
         num_prompts=num_records if wanted is None else min(num_records, _at_least_one("--prompts", wanted)),
         temperature=_temperature(options),
         inputs={
             "model": target.digest,
-            "data": [entry.digest for entry in look_at_data(config.data.path).values()],
+            "data": [entry.digest for entry in look_at_data(config.data[0].path).values()],
         },
     )
-    return Evaluation(target, settings, without_dots(options.out or target.home / _name(target, config.data.path)))
+    return Evaluation(target, settings, without_dots(options.out or target.home / _name(target, config.data[0].path)))
 
 
 def _name(target: Target, data: Path) -> str:

@@ -98,7 +98,7 @@ def _evaluate(
     layout: RunLayout, step: int, options: argparse.Namespace, how: Following, curves: TensorBoardWriter, tell: Tell
 ) -> None:
     def done(report: Report, model: Path) -> None:
-        name = f"evaluation/{evaluation.settings.config.data.path.stem}"
+        name = f"evaluation/{evaluation.settings.config.data[0].path.stem}"
         curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
         curves.flush()
         if how.best is not None:
@@ -118,7 +118,7 @@ def _keep_if_best(
 ) -> None:
     if figure not in report.figures:
         raise ConfigError(f"--keep-best {figure}: not a figure of this evaluation; legal: {', '.join(report.figures)}")
-    data, value = evaluation.settings.config.data.path, report.figures[figure].value
+    data, value = evaluation.settings.config.data[0].path, report.figures[figure].value
     others = _past(layout, data, figure)
     if any(value <= other for other in others.values()):
         return

@@ -14,10 +14,12 @@ from typing import Any
 from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
 from rlhpc.config_file import settled
+from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
 OPEN = ("data", "generation", "rewards")  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
+_LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
     "admission": {"groups_per_step": 1, "group_size": 2},
     "trainer": {"backend": "reference", "device": "cpu", "token_budget": 1 << 40},
@@ -47,7 +49,22 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
     }
     if (run := target.settings) is not None:
         document["model"]["dtype"] = run.model.dtype
-        document["data"] = run.data.model_dump(mode="json") | data_here
-        document["generation"] = run.generation.model_dump(mode="json") | generation | {"temperature": 1.0}
+        like = _like(run, data, words)
+        document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here
+        limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
+        document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
         document["rewards"] = run.rewards.model_dump(mode="json")
     return settled(document, words, "evaluation")
+
+
+def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
+    """The dataset of a run whose template, reward and limits are meant.  Raises ConfigError if that is not clear."""
+    if len(run.data) == 1:
+        return run.data[0]
+    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.name"]
+    for dataset in run.data:
+        if dataset.title in named or (not named and dataset.path.absolute() == data.absolute()):
+            return dataset
+    names = ", ".join(dataset.title for dataset in run.data)
+    said = f"data.name={named[0]}: no such dataset" if named else f"{data}: is of none of the run's datasets"
+    raise ConfigError(f"{said}; add data.name=NAME, whose template, reward and limits are taken; legal: {names}")

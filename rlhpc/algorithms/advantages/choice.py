@@ -20,6 +20,7 @@ BY_GROUP: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "rloo": rloo,
         "opo": opo,
         "reinforce_pp": reward_itself,
+        "gae": reward_itself,  # of which the trainer's critic makes advantages
         "reinforce_pp_baseline": grpo_no_std,
     }
 )
@@ -34,5 +35,7 @@ def make_estimator(config: AlgorithmConfig) -> AdvantageEstimator:
 
 
 def normalization(config: AlgorithmConfig) -> str:
-    """Over what advantages are normalised after that: "off", "batch", "task"."""
+    """Over what advantages are normalised before they are packed: "off", "batch", "task"."""
+    if config.advantage == "gae":
+        return "off"  # the trainer does it
     return "batch" if config.advantage in OVER_BATCH else config.advantage_normalization

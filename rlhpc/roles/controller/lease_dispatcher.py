@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Set
+from collections.abc import Awaitable, Callable, Set
 from typing import Protocol
 
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
@@ -45,9 +45,11 @@ class LeaseDispatcher:
         prompts: PromptSource,
         policy: LivePolicy,
         credit: Credit,
+        on_disk: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """on_disk: waited for between admission and lease, where another prompt might be drawn after a restart."""
         self._leases, self._buffer, self._prompts = leases, buffer, prompts
-        self._policy, self._credit = policy, credit
+        self._policy, self._credit, self._on_disk = policy, credit, on_disk
         self._work = asyncio.Event()
         self.is_open = True  # False: nothing new is admitted, the run is ending
 
@@ -61,13 +63,20 @@ class LeaseDispatcher:
             await self._work.wait()
             self._work.clear()
             if self.is_open and self._policy.live_version >= 0:
-                self._admit()
-                await self._grant()
+                is_new = self._admit()
+                if is_new and self._on_disk is not None:
+                    # Who samples a group by its id goes on after a restart, and must not find another prompt there.
+                    await self._on_disk()
+                if self.is_open:  # still
+                    await self._grant()
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         self._buffer.readmit(self._policy.live_version)
+        is_new = self._buffer.has_slot
         while self._buffer.has_slot:
-            self._buffer.admit(self._prompts.draw(), self._policy.live_version)
+            version = self._policy.live_version
+            self._buffer.admit(self._prompts.draw(version), version)
+        return is_new
 
     async def _grant(self) -> None:
         """Grant leases, the generator with most credit first, so that replicas stay equally full."""

@@ -122,11 +122,11 @@ class Controller:
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
         shaping = RewardShaping.of(config)
-        self._sink = RolloutSink(self._state.buffer, gate, config.admission, shaping, of_one_version=is_exact)
+        buffer, prompts = self._state.buffer, self._state.prompts
+        self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
-        self._dispatcher = LeaseDispatcher(
-            leases, self._state.buffer, self._state.prompts, self._weight_sync, self._registry
-        )
+        on_disk = self._journaling.durable if config.curriculum.leaves_out else None
+        self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, on_disk)
         self._guarding = self._make_guarding()
         self._loop = self._make_loop()
         self._partials = PartialKeeping(

@@ -18,6 +18,7 @@ from rlhpc.buffer.lost_leases import LostLeases
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config_sections import AdmissionConfig
+from rlhpc.contracts import PromptSource
 from rlhpc.errors import LedgerError, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.types import Rollout, RolloutGroup, ScoredRollout, Verdict
@@ -45,12 +46,14 @@ class RolloutSink:
         gate: ErrorGate,
         admission: AdmissionConfig,
         shaping: RewardShaping | None = None,
+        prompts: PromptSource | None = None,
         *,
         of_one_version: bool = False,
     ) -> None:
-        """of_one_version: take no rollout but those that the weights of their admission have sampled, whole."""
+        """prompts: told how groups went.  of_one_version: take only what the weights of its admission sampled whole."""
         self._shaping = shaping or RewardShaping()
         self._buffer, self._gate, self._admission, self._of_one_version = buffer, gate, admission, of_one_version
+        self._prompts = prompts
         self.lost_leases = LostLeases()
         self._num_consecutive_zero_variance = 0
         self._last_rewards: list[float] = []
@@ -66,6 +69,10 @@ class RolloutSink:
         rollout = scored.rollout
         if not self._buffer.is_wanted(rollout.group_id, rollout.sample_index):
             return False  # a second copy, or its group was dropped meanwhile
+        record = self._buffer.open_record(rollout.group_id)
+        if record is not None and record.prompt.prompt_id != rollout.prompt.prompt_id:
+            log.warning("rollout %d:%d is of another prompt: ignored", rollout.group_id, rollout.sample_index)
+            return False
         if self._of_one_version and (rollout.versions != self._buffer.admitted_version(rollout.group_id)).any():
             self._check_holder(holder, rollout)
             log.warning("rollout %d:%d is of other weights: ignored", rollout.group_id, rollout.sample_index)
@@ -81,7 +88,7 @@ class RolloutSink:
             return True
         if group is None:
             return False
-        self.stats.groups.append(group)
+        self._count_finished(group)
         self._check_reward_variance(group)
         return True
 
@@ -104,7 +111,7 @@ class RolloutSink:
             group = resolved.group
             self.stats.num_tokens += sum(len(member.rollout.token_ids) for member in group.members)
             if resolved.drop_reason is None or resolved.drop_reason is DropReason.NO_SPREAD:
-                self.stats.groups.append(group)
+                self._count_finished(group)
             if resolved.drop_reason is not None:
                 self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
                 self._count_drop(resolved.drop_reason)
@@ -122,6 +129,12 @@ class RolloutSink:
             if self._buffer.drop(group_id, reason):
                 self.cancelled.append(group_id)
             self._count_drop(reason)
+
+    def _count_finished(self, group: RolloutGroup) -> None:
+        self.stats.groups.append(group)
+        if self._prompts is not None:
+            pass_rate = sum(member.verdict is Verdict.CORRECT for member in group.members) / len(group.members)
+            self._prompts.learn(group.group_id, group.admitted_version, group.prompt.prompt_id, pass_rate)
 
     def _count_drop(self, reason: DropReason) -> None:
         self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1

@@ -26,7 +26,7 @@ from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.config_sections import GuardConfig
 from rlhpc.contracts import Clock, PromptSource
-from rlhpc.data.prompts import open_prompts
+from rlhpc.data.mixture import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, JournalError
 from rlhpc.roles.common.lifecycle import RoleContext
@@ -62,7 +62,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
     """Open a run's state, from the checkpoint to resume from if there is one.  Raises CheckpointError, ConfigError."""
     config, layout = context.config, context.layout
     saved = read_saved_state(layout, context.resume_step) if context.resume_step is not None else None
-    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompts(config), Membership()
+    tokenizer, prompts, membership = PromptTokenizer(config.model.path), open_prompt_source(config), Membership()
     if saved is not None:
         prompts.load_state(saved.prompts)  # refuses another dataset, before anything is set aside
     lost_leases = _read_lost_leases(layout)
@@ -112,7 +112,7 @@ def _restore(
     # Without a checkpoint, rollouts of late policies would be trained on by an early one if the early ones are gone.
     goes_on = saved is not None or not history.lacks_beginning
     first_group = buffer.counts()["admitted"]
-    restored = buffer.restore(history, prompts.draw) if goes_on else []
+    restored = buffer.restore(history, prompts.draw_again) if goes_on else []
     if restored:
         log.info("%d groups of %d rollouts come from the journal", len(restored), len(history.rollouts))
     steps = recorded_steps(history, step, buffer.is_finished) if goes_on else ()
@@ -179,17 +179,18 @@ def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:
-    admission, generation = context.config.admission, context.config.generation
+    config, admission = context.config, context.config.admission
+
+    def sampling(prompt_id: int) -> SamplingParams:
+        limit = config.max_completion_tokens(prompt_id)
+        return SamplingParams(limit, config.generation.temperature, tokenizer.eos_token_ids)
+
     return {
         "num_slots": admission.num_slots,
         "window_groups": admission.window,
         "groups_per_step": admission.groups_per_step,
         "group_size": admission.group_size,
-        "sampling": SamplingParams(
-            max_tokens=generation.max_completion_tokens,
-            temperature=generation.temperature,
-            stop_token_ids=tokenizer.eos_token_ids,
-        ),
+        "sampling": sampling,
         "lease_deadline_s": admission.lease_deadline_s,
         "max_attempts": admission.max_attempts,
         "clock": clock,

@@ -41,8 +41,10 @@ from rlhpc.messages import (
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.batch_figures import BatchFigures, means_of
 from rlhpc.roles.trainer.command_stream import CommandStream
+from rlhpc.roles.trainer.critic import Critic
 from rlhpc.roles.trainer.end_request import EndRequest
 from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
+from rlhpc.roles.trainer.saving import Together
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint.directory import policy_version_of
 from rlhpc.training.factory import open_backend
@@ -66,12 +68,15 @@ def run(context: RoleContext) -> None:
         heartbeat = stack.enter_context(TrainerHeartbeat(context, interval_s))  # before the model: loading may hang too
         backend = _open_backend(context)
         stack.callback(backend.close)
+        critic = _open_critic(context)
+        if critic is not None:
+            stack.callback(critic.close)
         channel = None
         if backend.is_rank_zero:
             channel = connect_blocking(BATCHES, **context.caller, timeout_s=context.meet_timeout_s)
             stack.callback(channel.close)
         commands = CommandStream(channel, context.num_ranks)
-        trainer = Trainer(context, backend, channel, heartbeat)
+        trainer = Trainer(context, backend, channel, heartbeat, critic)
         try:
             trainer.begin()
             while trainer.obey(commands.next(end.is_made)):
@@ -81,7 +86,21 @@ def run(context: RoleContext) -> None:
 
 
 def _open_backend(context: RoleContext) -> TrainerBackend:
-    ranks = RankContext(
+    return open_backend(context.config, _ranks(context))
+
+
+def _open_critic(context: RoleContext) -> Critic | None:
+    """On the ranks that the policy's backend has connected."""
+    config = context.config
+    if not config.has_critic:
+        return None
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
+    own = config.model_copy(update={"model": model})
+    return Critic(open_backend(own, _ranks(context), has_value_head=True), config)
+
+
+def _ranks(context: RoleContext) -> RankContext:
+    return RankContext(
         rank=context.replica,
         world_size=context.num_ranks,
         # Not a name that ends like an endpoint's, or a search for endpoints would find it.
@@ -89,7 +108,6 @@ def _open_backend(context: RoleContext) -> TrainerBackend:
         host=_host(context.config) or LOOPBACK,
         meet_timeout_s=context.meet_timeout_s,
     )
-    return open_backend(context.config, ranks)
 
 
 class Trainer:
@@ -101,7 +119,9 @@ class Trainer:
         backend: TrainerBackend,
         channel: BlockingClientChannel | None,
         heartbeat: TrainerHeartbeat,
+        critic: Critic | None = None,
     ) -> None:
+        self._critic = critic
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
         make_policy_loss(self._config.algorithm, 0)  # one of the user's own is tried now, not at the first batch
@@ -121,6 +141,8 @@ class Trainer:
         if step is not None:
             checkpoint = self._context.layout.checkpoint(step)
             self._backend.load(checkpoint / TRAINER_DIRECTORY)
+            if self._critic is not None:
+                self._critic.load(checkpoint)
             self._version = policy_version_of(checkpoint)
         if self._channel is None:
             return
@@ -162,6 +184,10 @@ class Trainer:
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
         rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
+        judged = None
+        if self._critic is not None:
+            judged = self._critic.judge(batch)
+            batch, rate = judged.batch, rate if batch.step >= self._config.critic.head_start_steps else 0.0
         loss = make_policy_loss(self._config.algorithm, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
         references = self._of_reference(batch)
@@ -184,10 +210,11 @@ class Trainer:
             done.add(
                 result, minibatch.num_loss_tokens, "" if result.applied else refused(result.metrics, result.grad_norm)
             )
+        of_critic = self._critic.learn(judged) if self._critic is not None and judged is not None else {}
         self._version += done.is_applied
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
-            figures = done.means()
+            figures = done.means() | of_critic
             figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
             report = StepReport(batch.step, self._version, done.is_applied, figures, done.refused, done.skipped)
             self._channel.send(report)
@@ -272,7 +299,10 @@ class Trainer:
         """Copy the state and go on; the writing thread reports completion."""
         began = time.monotonic()
         self._heartbeat.now("saving", "", self._version)
-        self._saving = self._backend.save(Path(command.directory) / TRAINER_DIRECTORY)
+        directory = Path(command.directory)
+        self._saving = self._backend.save(directory / TRAINER_DIRECTORY)
+        if self._critic is not None:
+            self._saving = Together([self._saving, self._critic.save(directory)])
         self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
             self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))

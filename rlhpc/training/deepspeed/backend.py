@@ -36,7 +36,7 @@ from rlhpc.training.deepspeed.state import ZeroState
 from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk
-from rlhpc.training.metric_sums import MetricSums
+from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import (
@@ -51,6 +51,7 @@ from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scatter
 from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
+from rlhpc.training.value_head import with_value_head
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -103,7 +104,7 @@ class DeepSpeedBackend(TrainerBackend):
             self._undo = undo.pop_all()
 
     @classmethod
-    def open(cls, config: Config, context: RankContext) -> DeepSpeedBackend:
+    def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> DeepSpeedBackend:
         """Load config.model, connect to the other ranks, and shard the model.
 
         An existing default process group is used, and not closed in the end.  The model is loaded whole into host
@@ -117,6 +118,7 @@ class DeepSpeedBackend(TrainerBackend):
             device=torch.device("cpu"),
             recompute_activations=config.trainer.recompute_activations == "full",
         )
+        model = with_value_head(model) if has_value_head else model
         settings = ZeroSettings(config.trainer, DTYPES[config.model.dtype], config.generation.temperature)
         if dist.is_initialized():
             return cls(model, settings, device=device)
@@ -250,6 +252,10 @@ class DeepSpeedBackend(TrainerBackend):
             temperature=temperature,
         )
         return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
+
+    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """See TrainerBackend; every rank is a replica."""
+        return sums_over_ranks(figures, self._device)
 
     # ------------------------------------------------------------------------------------------- weights and state
 

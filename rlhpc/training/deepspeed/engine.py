@@ -81,6 +81,9 @@ class NormGate:
         return [torch.full_like(total, math.inf)] if isinstance(measured, list) else torch.full_like(total, math.inf)
 
 
+_OPEN: set[int] = set()  # engines of this process, whose groups DeepSpeed keeps for all of them
+
+
 def open_engine(
     policy: nn.Module,
     parameters: Mapping[str, nn.Parameter],
@@ -120,9 +123,11 @@ def open_engine(
         deepspeed.zero.Init(module=policy, config_dict_or_path=options, dtype=dtype)
         for buffer in policy.buffers():
             buffer.data = buffer.data.to(device)
-    return ZeroEngine(
+    engine = ZeroEngine(
         args=None, model=policy, optimizer=optimizer, config=options, config_class=DeepSpeedConfig(options, None)
     )
+    _OPEN.add(id(engine))
+    return engine
 
 
 def engine_options(trainer: TrainerConfig, *, dtype: torch.dtype, num_elements: int) -> dict[str, Any]:
@@ -168,8 +173,13 @@ def forget_gradients(zero: Any) -> None:
 
 
 def close_engine(engine: ZeroEngine) -> None:
-    """Take the engine's hooks off its module and forget DeepSpeed's groups; before the default group is left."""
+    """Take the engine's hooks off its module and, with the last one, forget DeepSpeed's groups.
+
+    Before the default group is left.
+    """
     engine.destroy()
-    comm.comm.cdb = None
-    deepspeed.utils.groups._release_process_group_references()
+    _OPEN.discard(id(engine))
+    if not _OPEN:  # a critic's is closed while the policy's still speaks
+        comm.comm.cdb = None
+        deepspeed.utils.groups._release_process_group_references()
     gc.collect()

@@ -1,17 +1,17 @@
 """A causal language model as one module whose parameters may be sharded over ranks.
 
-Input: a packed row and the tokens wanted of it.  Output: their log-probabilities.  ZeRO-3 gathers a parameter when the
-module that owns it is called, so the head is a module of its own here, tied to the embedding or not.
+Input: a packed row and the tokens wanted of it.  Output: their log-probabilities or values.  ZeRO-3 gathers a parameter
+when the module that owns it is called, so the head is a module of its own here, tied to the embedding or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlhpc.training.hf_model import CausalLM
-from rlhpc.training.logprob import chunked_logprobs
 from rlhpc.training.packed_attention import SegmentPlan
 
 
@@ -23,7 +23,7 @@ class ZeroPolicy(nn.Module):
         super().__init__()
         assert isinstance(model.trunk, nn.Module)
         self.trunk = model.trunk
-        self.head = _LogprobHead(model.head_weight, temperature, chunk_tokens)
+        self.head = _Head(model.head, model.head_weight, temperature, chunk_tokens)
 
     def forward(
         self,
@@ -52,10 +52,12 @@ class ZeroPolicy(nn.Module):
         return logprobs, entropy
 
 
-class _LogprobHead(nn.Module):
-    def __init__(self, weight: nn.Parameter, temperature: float, chunk_tokens: int) -> None:
+class _Head(nn.Module):
+    def __init__(
+        self, function: Callable[..., Any], weight: nn.Parameter, temperature: float, chunk_tokens: int
+    ) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self._function = weight, function
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def forward(
@@ -66,7 +68,7 @@ class _LogprobHead(nn.Module):
         has_entropy_gradient: bool,
         temperature: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        return chunked_logprobs(
+        result: tuple[Tensor, Tensor | None] = self._function(
             hidden,
             self.weight,
             targets,
@@ -75,3 +77,4 @@ class _LogprobHead(nn.Module):
             want_entropy=want_entropy,
             has_entropy_gradient=has_entropy_gradient,
         )
+        return result

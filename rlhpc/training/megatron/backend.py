@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +37,10 @@ from rlhpc.training.megatron.exchange import Exchange
 from rlhpc.training.megatron.model import HeadRequest
 from rlhpc.training.megatron.optimizer import MegatronAdamW, OptimizerSettings, wrap_chunks
 from rlhpc.training.megatron.parallel import close_groups, open_groups
-from rlhpc.training.megatron.rank_parts import RankModel, RankState
+from rlhpc.training.megatron.rank_parts import ModelSource, RankModel, RankState
 from rlhpc.training.megatron.schedule import Schedule, Work
 from rlhpc.training.megatron.sharded_state import ShardedState
-from rlhpc.training.metric_sums import MetricSums
+from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
 from rlhpc.training.optimizer import STATE_KINDS
 from rlhpc.training.process_group import (
     DTYPES,
@@ -52,7 +53,6 @@ from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, of_row, token_row
 from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
-from rlhpc.training.tensor_source import TensorSource
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 LEAD_RANK = 0
@@ -84,30 +84,34 @@ class MegatronBackend(TrainerBackend):
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
         self._saver = self._open_saver()
-        self._is_open = True
+        self._is_open, self._undo = True, ExitStack()  # closes the groups that this one has opened
 
     @classmethod
-    def open(cls, config: Config, context: RankContext) -> MegatronBackend:
+    def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> MegatronBackend:
         """Load config.model, sharded over all ranks, and connect to them.
 
+        Groups that are open already, as those of another backend, are used, and not closed in the end.
         Raises ConfigError for a model or a layout that cannot be trained here, ChannelTimeout for ranks that do not
         appear; then nothing is left open.
         """
         device = device_of(config.trainer.device, context.rank)
         _refuse_unfit(config, device)
         torch.manual_seed(config.run.seed)
-        open_process_group(context, device)
-        try:
-            open_groups(ParallelLayout.of(config.trainer), rank=context.rank, device=device)
-            return cls._on_open_groups(config, device)
-        except BaseException:  # survived: nothing; whatever it was, this process must be able to open another
-            _close_everything()
-            raise
+        with ExitStack() as undo:  # whatever happens, this process must be able to open another
+            if not dist.is_initialized():
+                open_process_group(context, device)
+                undo.callback(close_process_group)
+            if not parallel_state.model_parallel_is_initialized():  # else a critic beside its policy
+                open_groups(ParallelLayout.of(config.trainer), rank=context.rank, device=device)
+                undo.callback(close_groups)
+            backend = cls._on_open_groups(config, device, has_value_head=has_value_head)
+            backend._undo = undo.pop_all()
+            return backend
 
     @classmethod
-    def _on_open_groups(cls, config: Config, device: torch.device) -> MegatronBackend:
+    def _on_open_groups(cls, config: Config, device: torch.device, *, has_value_head: bool) -> MegatronBackend:
         trainer, dtype = config.trainer, DTYPES[config.model.dtype]
-        model = RankModel.load(config, dtype, device)
+        model = RankModel.load(config, dtype, device, has_value_head=has_value_head)
         settings = OptimizerSettings(
             dtype=dtype,
             betas=(trainer.adam_beta1, trainer.adam_beta2),
@@ -126,7 +130,7 @@ class MegatronBackend(TrainerBackend):
         )
         if dtype != torch.float32:
             # Main weights were copied from rounded ones; the checkpoint may have them in full precision.
-            with TensorSource.of_model(config.model.path) as source:
+            with ModelSource.of_model(config.model.path) as source:
                 backend._state.read("weights", source)
         return backend
 
@@ -240,6 +244,10 @@ class MegatronBackend(TrainerBackend):
             return {}
         return sums.over_ranks(self._device, group=parallel_state.get_data_parallel_group())
 
+    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """See TrainerBackend."""
+        return sums_over_ranks(figures, self._device, parallel_state.get_data_parallel_group())
+
     # ------------------------------------------------------------------------------------------- weights, checkpoints
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
@@ -301,14 +309,9 @@ class MegatronBackend(TrainerBackend):
             self._reference.release()
             self._model.forget_last_tokens()
             del self._saver, self._state, self._schedule, self._optimizer, self._reference, self._model
-            _close_everything()
+            self._undo.close()
             # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.
             gc.collect()
-
-
-def _close_everything() -> None:
-    close_groups()
-    close_process_group()
 
 
 def _refuse_unfit(config: Config, device: torch.device) -> None:

@@ -15,6 +15,7 @@ shard.  A shard is a pile of slabs, runs of rows (or columns) of HF tensors:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,11 +25,24 @@ import torch
 from torch import Tensor
 
 from rlhpc.parallel_layout import ParallelLayout, num_experts
+from rlhpc.training.value_head import VALUE_HEAD
 from rlhpc.types import TensorSpec
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # (HF name, index) → that part of the tensor
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def critic_of(model: Any) -> Any:
+    """The same configuration, of a model whose head has one output; see value_head.py."""
+    critic = copy.deepcopy(model)
+    critic.tie_word_embeddings, critic.has_value_head = False, True
+    return critic
+
+
+def has_value_head(model: Any) -> bool:
+    """Whether it is one of critic_of."""
+    return bool(getattr(model, "has_value_head", False))
 
 
 class Kind(Enum):
@@ -187,7 +201,9 @@ class _MapMaker:
             yield from self._layer(f"decoder.layers.{index}.", f"model.layers.{index}.")
         self._stage = layout.pipeline - 1
         yield self._map("decoder.final_layernorm.weight", Kind.REPLICATED, self._norm("model.norm", self._hidden))
-        if not self._model.tie_word_embeddings:
+        if has_value_head(self._model):
+            yield self._map(HEAD, Kind.REPLICATED, HfTensor(VALUE_HEAD, (1, self._hidden)))
+        elif not self._model.tie_word_embeddings:
             yield self._map(HEAD, Kind.VOCABULARY, HfTensor("lm_head.weight", vocabulary))
         elif layout.pipeline > 1:
             yield self._map(HEAD, Kind.VOCABULARY, embedding, is_copy=True)

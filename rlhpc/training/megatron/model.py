@@ -41,8 +41,10 @@ from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.logprob import VocabularyShard, chunked_logprobs
 from rlhpc.training.megatron.attention import core_attention
 from rlhpc.training.megatron.grouped_experts import GroupedExperts
+from rlhpc.training.megatron.hf_layout import has_value_head
 from rlhpc.training.megatron.local_row import LocalRow
 from rlhpc.training.megatron.model_config import rotary_frequencies
+from rlhpc.training.value_head import token_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,14 @@ class RMSNorm(nn.Module):
         return self.weight * functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
 
 
+class _ValueHead(nn.Module):
+    """In the place of the output layer; every tensor rank has the whole weight."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """Passed through GPTModel.forward as its `labels`, which it hands to _postprocess unread."""
@@ -93,6 +103,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             position_embedding_type="none",  # Megatron's own does not restart positions at borders
             **options,
         )
+        self._is_critic = has_value_head(model)
+        if self._is_critic and self.post_process:
+            self.output_layer = _ValueHead(config)
         self._real_vocabulary = model.vocab_size
         self._padding_token: int | None = model.pad_token_id
         # Not a buffer: Megatron's conversion to half precision would round it, and with it every angle.
@@ -137,6 +150,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             return hidden_states
         row, request = labels.row, labels.request
         hidden = self._on_every_tensor_rank(hidden_states)[:, 0]
+        if self._is_critic:
+            values, none = token_values(hidden.index_select(0, row.predictors), self.output_layer.weight)
+            return self._at(row, torch.stack([values, none]))
         # Runs even if nothing is wanted: backward must reach the collectives that other ranks wait in.
         logprobs, entropy = chunked_logprobs(
             hidden.index_select(0, row.predictors),
@@ -149,7 +165,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             shard=self._shard(),
         )
         wanted = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy])
-        # One tensor, because Megatron reads the device of a mixture's output.
+        return self._at(row, wanted)
+
+    @staticmethod
+    def _at(row: LocalRow, wanted: Tensor) -> Tensor:
+        """[2, W] at the places that were asked for, [2, L]: one tensor, whose device Megatron reads in a mixture."""
         return wanted.new_zeros(2, len(row.token_ids)).index_copy(1, row.predictors, wanted)
 
     @property
@@ -160,10 +180,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return weight
 
     def _on_every_tensor_rank(self, hidden: Tensor) -> Tensor:
-        """[L, 1, H], such that the partial gradients of the ranks are summed on the way back."""
+        """[L, 1, H]; a critic's gradient is whole on every rank, that of a head in shards is summed on the way back."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            whole: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+            whole: Tensor = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=not self._is_critic, group=group
+            )
+        elif self._is_critic:
+            whole = hidden
         else:
             whole = copy_to_tensor_model_parallel_region(hidden, group=group)
         return whole

@@ -19,7 +19,7 @@ from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.training.megatron.exchange import Exchange
-from rlhpc.training.megatron.hf_layout import ParameterMap, exported, parameter_maps
+from rlhpc.training.megatron.hf_layout import ParameterMap, critic_of, exported, parameter_maps
 from rlhpc.training.megatron.hf_weights import (
     OwnedRange,
     load_weights,
@@ -35,6 +35,7 @@ from rlhpc.training.megatron.model_config import transformer_config
 from rlhpc.training.megatron.optimizer_state import OptimizerShard
 from rlhpc.training.sharded_tensors import ShardedTensorSpec
 from rlhpc.training.tensor_source import TensorSource
+from rlhpc.training.value_head import VALUE_HEAD
 from rlhpc.types import TensorSpec
 
 
@@ -51,15 +52,18 @@ class RankModel:
     own: Callable[[int], Sequence[Tensor]]  # see gather_stream
 
     @classmethod
-    def load(cls, config: Config, dtype: torch.dtype, device: torch.device) -> RankModel:
+    def load(
+        cls, config: Config, dtype: torch.dtype, device: torch.device, *, has_value_head: bool = False
+    ) -> RankModel:
         """Build and fill them.  Process groups must be open.  Raises ConfigError naming model.path or a key."""
         layout = ParallelLayout.of(config.trainer)
         try:
             model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path={config.model.path}: no model that transformers knows: {error}") from error
+        model = critic_of(model) if has_value_head else model
         chunks = build_chunks(model, transformer_config(model, config.trainer, dtype), config.trainer, device)
-        load_weights(chunks, TensorSource.of_model(config.model.path), model, layout)
+        load_weights(chunks, ModelSource.of_model(config.model.path), model, layout)
         items = sharded_weights(model, layout, dtype)
         return cls(tuple(chunks), model, layout, dtype, device, items, own_shards(chunks, model, layout))
 
@@ -88,6 +92,21 @@ class RankModel:
     def places(self) -> tuple[ParameterMap, ...]:
         """All parameters of the whole model, copies of a tied head included."""
         return parameter_maps(self.config, self.layout)
+
+
+class ModelSource(TensorSource):
+    """An HF checkpoint, and a head of zeros for a critic, which it does not have."""
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """See TensorSource."""
+        if name in self.names or name != VALUE_HEAD:
+            super().require(name, shape)
+
+    def read(self, name: str, dtype: torch.dtype | None = None, index: tuple[slice, ...] | None = None) -> Tensor:
+        """See TensorSource; zeros of one row, which broadcast to as many columns as there are."""
+        if name in self.names or name != VALUE_HEAD:
+            return super().read(name, dtype, index)
+        return torch.zeros(1, 1, dtype=dtype or torch.float32)
 
 
 class RankState:

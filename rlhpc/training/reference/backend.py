@@ -28,8 +28,7 @@ from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, on_all_ra
 from rlhpc.training.held_parameters import HeldParameters
 from rlhpc.training.hf_model import CausalLM, cast_parameters, load_causal_lm
 from rlhpc.training.hf_names import named_on_disk, on_disk, sharded_on_disk
-from rlhpc.training.logprob import chunked_logprobs
-from rlhpc.training.metric_sums import MetricSums
+from rlhpc.training.metric_sums import MetricSums, sums_over_ranks
 from rlhpc.training.optimizer import STATE_KINDS, FlatAdamW
 from rlhpc.training.packed_attention import SegmentPlan
 from rlhpc.training.process_group import (
@@ -43,6 +42,7 @@ from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scattered, token_row
 from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.training.value_head import with_value_head
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -60,10 +60,15 @@ class ReferenceSettings:
 class ReferenceBackend(TrainerBackend):
     """Data parallelism by one all-reduce of one flat float32 gradient."""
 
-    def __init__(self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int) -> None:
-        """Take over a float32 model; with more than one rank the default process group must be up."""
+    def __init__(
+        self, model: CausalLM, settings: ReferenceSettings, *, rank: int, world_size: int, owns_group: bool = False
+    ) -> None:
+        """Take over a float32 model; with more than one rank the default process group must be up.
+
+        owns_group: whether that ends with this.
+        """
         self._model, self._settings = model, settings
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._owns_group = rank, world_size, owns_group
         self._device = model.head_weight.device
         self._optimizer = FlatAdamW(model.parameters, betas=settings.betas, eps=settings.eps)
         if settings.dtype != torch.float32:
@@ -81,9 +86,10 @@ class ReferenceBackend(TrainerBackend):
         )
 
     @classmethod
-    def open(cls, config: Config, context: RankContext) -> ReferenceBackend:
+    def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> ReferenceBackend:
         """Load config.model on this rank's device and connect to the other ranks.
 
+        An existing default process group is used, and not closed in the end.
         Raises ConfigError for a model that cannot be trained here, ChannelTimeout for ranks that do not appear.
         """
         device = device_of(config.trainer.device, context.rank)
@@ -91,7 +97,9 @@ class ReferenceBackend(TrainerBackend):
         model = load_causal_lm(
             config.model.path, device=device, recompute_activations=config.trainer.recompute_activations == "full"
         )
-        if context.world_size > 1:
+        model = with_value_head(model) if has_value_head else model
+        owns_group = context.world_size > 1 and not dist.is_initialized()
+        if owns_group:
             open_process_group(context, device)
         settings = ReferenceSettings(
             dtype=DTYPES[config.model.dtype],
@@ -100,7 +108,7 @@ class ReferenceBackend(TrainerBackend):
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
             eps=config.trainer.adam_eps,
         )
-        return cls(model, settings, rank=context.rank, world_size=context.world_size)
+        return cls(model, settings, rank=context.rank, world_size=context.world_size, owns_group=owns_group)
 
     @property
     def dp_rank(self) -> int:
@@ -215,7 +223,7 @@ class ReferenceBackend(TrainerBackend):
             SegmentPlan.of(microbatch.cu_seqlens, self._device),
         )
         tokens = on_device(positions, self._device)
-        logprobs, entropy = chunked_logprobs(
+        logprobs, entropy = self._model.head(
             hidden.index_select(0, tokens - 1),  # the state before a token predicts it
             self._model.head_weight,
             token_ids.index_select(0, tokens),
@@ -225,6 +233,10 @@ class ReferenceBackend(TrainerBackend):
             has_entropy_gradient=has_entropy_gradient,
         )
         return scattered(logprobs, entropy, tokens, len(microbatch.token_ids))
+
+    def sum_over_replicas(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """See TrainerBackend; every rank is a replica."""
+        return sums_over_ranks(figures, self._device)
 
     def _sum_gradients(self) -> None:
         if self._world_size > 1:
@@ -273,5 +285,5 @@ class ReferenceBackend(TrainerBackend):
         """Wait for a running save, then leave the process group.  Idempotent."""
         self._saver.close()
         self._reference.release()
-        if self._world_size > 1:
+        if self._owns_group:
             close_process_group()

@@ -5,6 +5,7 @@ import pytest
 from group_builder import group, rollout, scored
 
 from rlhpc.algorithms.advantages.group_relative import grpo_no_std
+from rlhpc.algorithms.advantages.reward_itself import reward_itself
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.types import FinishReason, Rollout, Verdict
 
@@ -61,3 +62,11 @@ def test_a_group_with_a_failed_verifier_is_refused() -> None:
 def test_what_must_not_be_trained_on_is_refused(broken: Rollout, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_samples([group(scored(broken, 1.0), scored(rollout(1), 0.0))])
+
+
+def test_a_critic_gets_the_reward_of_a_completion_on_its_last_loss_token() -> None:
+    mask = np.array([True, True, False])
+    members = (scored(rollout(0, loss_mask=mask), 1.0), scored(rollout(1, length=2), 1.0))
+    first, second = SampleMaker(reward_itself, at_the_end=True)([group(*members)])
+    assert first.advantages.tolist() == [0, 0, 0, 1, 0]
+    assert second.advantages.tolist() == [0, 0, 0, 1]

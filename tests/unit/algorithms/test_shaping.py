@@ -24,7 +24,7 @@ def member(index: int, length: int, reward: float = 1.0, **parts: float) -> Scor
 
 
 def shaping(**settings: object) -> RewardShaping:
-    return RewardShaping(ShapingConfig.model_validate(settings), LONGEST)
+    return RewardShaping(ShapingConfig.model_validate(settings), lambda _: LONGEST)
 
 
 def of_lengths(*lengths: int) -> RolloutGroup:
@@ -89,3 +89,12 @@ def test_a_rollout_itself_is_not_changed() -> None:
     mask = cut_off.rollout.loss_mask.copy()
     SampleMaker(grpo_no_std, shaping=shaping(truncated="masked"))([group(cut_off, replace(cut_off, reward=0.0))])
     np.testing.assert_array_equal(cut_off.rollout.loss_mask, mask)
+
+
+def test_length_is_measured_by_the_limit_of_the_prompt_s_own_dataset() -> None:
+    """Two datasets: prompts of odd numbers may have 50 tokens, the others 100."""
+    rule = RewardShaping(ShapingConfig(overlong_tokens=20), lambda prompt_id: 50 if prompt_id % 2 else 100)
+    for prompt_id, expected in ((4, 1.0), (5, 0.5)):
+        scored_one = member(0, 40)
+        asked = replace(scored_one.rollout, prompt=replace(scored_one.rollout.prompt, prompt_id=prompt_id))
+        assert rule.rewards(group(replace(scored_one, rollout=asked))).tolist() == [expected]

@@ -28,7 +28,7 @@ def make_ledger(clock: ManualClock, **changes: Any) -> AdmissionLedger:
         "window_groups": 2,
         "groups_per_step": 2,
         "group_size": 2,
-        "sampling": SamplingParams(max_tokens=16),
+        "sampling": lambda _: SamplingParams(max_tokens=16),
         "lease_deadline_s": 60.0,
         "max_attempts": 3,
         "clock": clock,

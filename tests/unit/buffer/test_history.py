@@ -34,7 +34,7 @@ from rlhpc.buffer.resolved import DropReason
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segment_reader import read_rollouts_directory
-from rlhpc.errors import CheckpointError, LedgerError
+from rlhpc.errors import LedgerError
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import Prompt, Verdict
 
@@ -65,9 +65,9 @@ def begin_with_groups(layout: RunLayout) -> RolloutBuffer:
     return buffer
 
 
-def draw() -> Callable[[], Prompt]:
+def draw() -> Callable[[int | None], Prompt]:
     order = itertools.count()
-    return lambda: make_prompt(next(order))
+    return lambda _: make_prompt(next(order))
 
 
 def journal_of(buffer: RolloutBuffer) -> RolloutJournal:
@@ -178,19 +178,28 @@ def test_what_a_checkpoint_knows_is_not_read_again(layout: RunLayout, tmp_path: 
     again.load(directory)
     prompts = draw()
     for _ in range(4):
-        prompts()
+        prompts(None)
     again.restore(history, prompts)
     assert again.open_groups() == [2, 3, 4]
     assert not again.is_wanted(3, 1)
 
 
-def test_another_order_of_prompts_is_refused(layout: RunLayout) -> None:
+def test_prompts_are_drawn_again_by_their_number_unless_it_is_lost(layout: RunLayout) -> None:
     buffer = begin(layout, 0)
-    buffer.admit(make_prompt(0), 0)
+    for prompt_id in (0, 4, 7):  # a curriculum has left the others out
+        buffer.admit(make_prompt(prompt_id), 0)
     journal_of(buffer).commit()
-    again = RolloutBuffer(make_ledger(ManualClock()), make_writer(layout.rollouts))
-    with pytest.raises(CheckpointError, match="admitted for prompt 0, and the next one is 9"):
-        again.restore(read_history(layout.rollouts, START), lambda: make_prompt(9))
+    history = read_history(layout.rollouts, START)
+    del history.admitted[1]
+    asked = list[int | None]()
+
+    def draw_again(prompt_id: int | None) -> Prompt:
+        asked.append(prompt_id)
+        return make_prompt(1 if prompt_id is None else prompt_id)
+
+    RolloutBuffer(make_ledger(ManualClock()), make_writer(layout.rollouts)).restore(history, draw_again)
+    assert asked == [0, None, 7]
+    assert history.implied[1].prompt == 1
 
 
 def test_more_groups_come_back_than_there_are_slots_and_none_is_admitted_until_there_is_one(layout: RunLayout) -> None:

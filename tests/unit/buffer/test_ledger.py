@@ -408,7 +408,7 @@ def settings(clock: ManualClock, **changes: object) -> dict[str, object]:
         "window_groups": 2,
         "groups_per_step": 2,
         "group_size": 2,
-        "sampling": SamplingParams(max_tokens=16),
+        "sampling": lambda _: SamplingParams(max_tokens=16),
         "lease_deadline_s": 60.0,
         "max_attempts": 3,
         "clock": clock,
@@ -419,3 +419,10 @@ def settings(clock: ManualClock, **changes: object) -> dict[str, object]:
 def restore(ledger: AdmissionLedger, clock: ManualClock, next_step: int, **changes: object) -> AdmissionLedger:
     text = json.dumps(ledger.state(next_step))
     return AdmissionLedger.from_state(json.loads(text), **settings(clock, **changes))
+
+
+def test_a_prompt_of_a_dataset_with_a_limit_of_its_own_is_leased_with_it(clock):
+    ledger = make_ledger(clock, sampling=lambda prompt_id: SamplingParams(5 if prompt_id % 2 else 8))
+    for prompt_id in range(2):
+        ledger.admit(make_prompt(prompt_id), 0)
+    assert [ledger.grant("g-0", 2).sampling.max_tokens for _ in range(2)] == [8, 5]

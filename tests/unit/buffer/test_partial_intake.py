@@ -24,7 +24,7 @@ class Door:
 
     def __init__(self, directory: Path) -> None:
         self.clock = ManualClock()
-        ledger = make_ledger(self.clock, sampling=SamplingParams(max_tokens=MAX_TOKENS), max_attempts=1000)
+        ledger = make_ledger(self.clock, sampling=lambda _: SamplingParams(max_tokens=MAX_TOKENS), max_attempts=1000)
         self.buffer = RolloutBuffer(ledger, make_writer(directory))
         for group_id in range(2):
             self.buffer.admit(make_prompt(group_id), ADMITTED)

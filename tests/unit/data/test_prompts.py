@@ -8,7 +8,8 @@ import pytest
 from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
 from rlhpc.config import Config
-from rlhpc.data.prompts import SeededPrompts, open_prompts, validate_dataset
+from rlhpc.data.mixture import validate_datasets
+from rlhpc.data.prompts import SeededPrompts, open_prompts
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
@@ -153,7 +154,7 @@ def test_a_template_of_anything_but_plain_names_is_refused(tokenizer, template):
 
 
 def test_a_dataset_is_validated_before_anything_is_started(tmp_path):
-    summary = validate_dataset(make_config(tmp_path, sums(12)))
+    (summary,) = validate_datasets(make_config(tmp_path, sums(12)))
     assert (summary.num_records, summary.longest_prompt_tokens) == (12, 13)
     assert summary.mean_prompt_tokens == pytest.approx((10 * 11 + 2 * 13) / 12)
     assert summary.longest_source == f"{tmp_path / 'train.jsonl'}:11"
@@ -176,14 +177,21 @@ def test_a_dataset_is_validated_before_anything_is_started(tmp_path):
 )
 def test_the_first_bad_record_is_named_by_file_and_line(tmp_path, record, why):
     with pytest.raises(DataError, match=why):
-        validate_dataset(make_config(tmp_path, [*sums(2), record]))
+        validate_datasets(make_config(tmp_path, [*sums(2), record]))
 
 
 def test_a_run_opens_its_prompts_with_its_own_seed(tmp_path, tokenizer):
     config = make_config(tmp_path, sums(10))
     opened = open_prompts(config)
-    expected = make_prompts(tokenizer, records=read_records(config.data.path), seed=3)
+    expected = make_prompts(tokenizer, records=read_records(config.data[0].path), seed=3)
     assert references(opened, 10) == references(expected, 10)
 
 
 FROZEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
+
+
+def test_stages_without_difficulties_are_found_before_anything_is_started(tmp_path: Path) -> None:
+    config = make_config(tmp_path, sums(3))
+    curriculum = config.curriculum.model_copy(update={"stages": (1.0,)})
+    with pytest.raises(DataError, match=r"no field 'difficulty', which curriculum\.difficulty_field names"):
+        validate_datasets(config.model_copy(update={"curriculum": curriculum}))

@@ -283,7 +283,8 @@ def a_checkpoint_is_of_another_version(layout: RunLayout, chance: random.Random)
 
 def a_checkpoint_has_another_cursor(layout: RunLayout, chance: random.Random) -> Falsified | None:
     def change(document: dict[str, Any]) -> None:
-        document["prompts"]["cursor"] += 1
+        prompts = document["prompts"]
+        chance.choice(prompts.get("datasets", [prompts]))["cursor"] += 1
 
     return _edited(layout, chance, change)
 

@@ -42,23 +42,47 @@ from rlhpc.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredRol
 from tests.unit.buffer.rollout_samples import ManualClock, make_prompt
 from tests.unit.launch.site_kit import config_of
 
+TWO_DATASETS = 'data=[{path="a.jsonl", task="integer_arithmetic"}, {path="b.jsonl", task="integer_arithmetic"}]'
+
 
 class Killed(Exception):
     """The controller is dead: what was only in memory is gone."""
 
 
 class CountedPrompts:
-    """An endless stream; the cursor is all its state."""
+    """Endless datasets in turn, twice the first and once the second, of each of which every fifth is left out."""
 
-    def __init__(self) -> None:
-        self.cursor = 0
+    def __init__(self, num_datasets: int) -> None:
+        self.cursors, self.left_out, self.num_drawn = [0] * num_datasets, [0] * num_datasets, 0
 
     def draw(self) -> Prompt:
-        self.cursor += 1
-        return make_prompt(self.cursor - 1)
+        place = self._whose_turn
+        return self._draw(place, self.cursors[place] + (self.cursors[place] % 5 == 4))
+
+    def draw_again(self, prompt_id: int | None) -> Prompt:
+        if prompt_id is None:
+            return self._draw(self._whose_turn, self.cursors[self._whose_turn])
+        local, place = divmod(prompt_id, len(self.cursors))
+        return self._draw(place, local)
+
+    @property
+    def _whose_turn(self) -> int:
+        return (0, 0, 1)[self.num_drawn % 3] % len(self.cursors)
+
+    def _draw(self, place: int, local: int) -> Prompt:
+        self.left_out[place] += local - self.cursors[place]
+        self.cursors[place] = local + 1
+        self.num_drawn += 1
+        return make_prompt(local * len(self.cursors) + place)
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor}
+        states = [{"cursor": c, "left_out": left} for c, left in zip(self.cursors, self.left_out, strict=True)]
+        return {"datasets": states} if len(states) > 1 else states[0]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        states = state.get("datasets", [state])
+        self.cursors, self.left_out = [each["cursor"] for each in states], [each["left_out"] for each in states]
+        self.num_drawn = sum(self.cursors) - sum(self.left_out)
 
 
 class AuditedRun:
@@ -77,6 +101,7 @@ class AuditedRun:
             f"admission.max_staleness={seed % 3}",
             f"buffer.segment_groups={segment_groups}",
             f"checkpoint.every_steps={every_steps}",
+            *((TWO_DATASETS,) if seed % 3 == 2 else ()),
         )
         if not self.layout.is_run:
             for directory in (root, self.layout.rollouts, self.layout.checkpoints):
@@ -103,14 +128,14 @@ class AuditedRun:
     def _open(self, resume_step: int | None) -> None:
         config, layout = self.config, self.layout
         saved = read_saved_state(layout, resume_step) if resume_step is not None else None
-        self.prompts = CountedPrompts()
+        self.prompts = CountedPrompts(len(self.config.data))
         self.held: list[tuple[int, int]] = []  # members that the generator is sampling
         settings: dict[str, Any] = {
             "num_slots": config.admission.num_slots,
             "window_groups": config.admission.window,
             "groups_per_step": config.admission.groups_per_step,
             "group_size": config.admission.group_size,
-            "sampling": SamplingParams(max_tokens=16),
+            "sampling": lambda _: SamplingParams(max_tokens=16),
             "lease_deadline_s": 60.0,
             "max_attempts": 3,
             "clock": ManualClock(),
@@ -118,7 +143,7 @@ class AuditedRun:
         self.totals, self.step, self.version, self.saved = Totals(), 0, 0, resume_step or 0
         ledger = AdmissionLedger(**settings)
         if saved is not None:
-            self.prompts.cursor = saved.prompts["cursor"]
+            self.prompts.load_state(saved.prompts)
             ledger = AdmissionLedger.from_state(saved.buffer["ledger"], **settings)
         segments = SegmentWriter(
             layout.rollouts,

@@ -63,7 +63,7 @@ class Runs:
         """What a controller wrote `ago_s` ago."""
         config = config_of(f"run.name={layout.root.name}", f"run.directory={layout.root}", "run.num_steps=100")
         ledger = AdmissionLedger(
-            num_slots=4, window_groups=2, groups_per_step=2, group_size=2, sampling=SamplingParams(max_tokens=16),
+            num_slots=4, window_groups=2, groups_per_step=2, group_size=2, sampling=lambda _: SamplingParams(16),
             lease_deadline_s=60.0, max_attempts=3, clock=time.monotonic,
         )  # fmt: skip
         board = StatusBoard(layout, config, ProcessRegistry("", 15.0, time.monotonic), ledger)

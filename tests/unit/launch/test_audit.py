@@ -117,6 +117,7 @@ def test_no_history_of_the_real_buffer_is_accused_whenever_it_is_killed(tmp_path
 @pytest.mark.parametrize(
     "seeds", [range(12), pytest.param(range(12, 150), marks=pytest.mark.long)], ids=lambda seeds: f"{seeds.start}-"
 )
+@pytest.mark.timeout(900)  # over a second a seed on a busy machine
 def test_a_run_whose_journal_was_damaged_between_two_attempts_tells_a_history_that_is_right(
     tmp_path: Path, seeds: range
 ) -> None:

@@ -21,7 +21,7 @@ from launch.run_directory.owner import launcher_of, register_launcher
 from launch.run_directory.prepare import mint_keys, prepare_run_dir
 from launch.run_directory.process_identity import ProcessIdentity
 from rlhpc.config import Config
-from rlhpc.config_file import load_config
+from rlhpc.config_file import load_config, override
 from rlhpc.errors import RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -509,6 +509,27 @@ def test_what_a_checkpoint_is_of_cannot_change_on_resume(
     with pytest.raises(RunDirectoryError, match=f"cannot change on resume: {key}: "):
         prepare_run_dir(other, layout, resume=True, fresh=False)
     assert layout.config.read_bytes() == before
+
+
+def test_datasets_may_move_and_neither_change_nor_come_or_go_on_resume(
+    lab: Lab, config: Config, layout: RunLayout, tmp_path: Path
+) -> None:
+    def mixed(*tables: str) -> Config:
+        return override(config, [f"data=[{', '.join(tables)}]"])
+
+    here, there = lab.dataset, tmp_path / "moved.jsonl"
+    there.write_bytes(here.read_bytes())
+    first, second = (f'{{path="{here}", task="integer_arithmetic", name="{name}"}}' for name in ("a", "b"))
+    moved = second.replace(str(here), str(there))
+    prepare_run_dir(mixed(first, second), layout, resume=False, fresh=False)
+    for tables, said in (
+        ((first, second.replace("}", ", weight=2.0}")), r"data.1.weight: 1.0 → 2.0"),
+        ((first,), r"data.name: 'a, b' → 'a'$"),
+        ((first, second, second.replace('"b"', '"c"')), r"data.name: 'a, b' → 'a, b, c'$"),
+    ):
+        with pytest.raises(RunDirectoryError, match=f"cannot change on resume: .*{said}"):
+            prepare_run_dir(mixed(*tables), layout, resume=True, fresh=False)
+    assert prepare_run_dir(mixed(first, moved), layout, resume=True, fresh=False).changed[0].startswith("data.1.path: ")
 
 
 def test_other_settings_may_change_and_are_told(lab: Lab, config: Config, layout: RunLayout) -> None:

@@ -62,12 +62,33 @@ def test_a_run_is_evaluated_as_it_was_trained_but_for_what_belongs_to_training(m
     target = find_target(layout.root, None)
     assert (target.title, target.checkpoint) == ("small-step_000012", layout.checkpoint(12))
     config = evaluation_config(target, model.parent / "test.jsonl", ["generation.max_completion_tokens=64"])
-    assert (config.data.task, config.model.dtype) == ("integer_arithmetic", "float32")
+    assert (config.data[0].task, config.model.dtype) == ("integer_arithmetic", "float32")
     assert (config.generation.max_prompt_tokens, config.generation.max_completion_tokens) == (5, 64)
     assert config.generation.kv_cache_bytes is None  # the engine has its GPU to itself
     assert config.has_seeded_samples
     assert config.run.seed == 0 != target.settings.run.seed  # all models get the same prompts
-    assert config.data.path == model.parent / "test.jsonl"
+    assert config.data[0].path == model.parent / "test.jsonl"
+
+
+def test_of_a_run_on_several_datasets_one_says_how_its_kind_is_asked_and_judged(model: Path) -> None:
+    layout = a_run(model, 4)
+    sums = {"path": "d", "task": "integer_arithmetic", "name": "sums", "max_completion_tokens": 3}
+    essays = {"path": str(model.parent / "essays.jsonl"), "task": "math_answer", "weight": 5.0}
+    config = small_config()
+    tables = config.model_dump() | {"data": [sums, essays], "model": {"path": str(model)}}
+    write_resolved(type(config).model_validate(tables), layout, "")
+    target, data = find_target(layout.root, None), model.parent / "test.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"test.jsonl: is of none of the run's datasets; add data.name=NAME.*sums, essays"
+    ):
+        evaluation_config(target, data, [])
+    with pytest.raises(ConfigError, match=r"data.name=all: no such dataset; .*legal: sums, essays"):
+        evaluation_config(target, data, ["data.name=all"])
+    like_sums = evaluation_config(target, data, ["data.name=sums"])
+    assert (like_sums.data[0].task, like_sums.generation.max_completion_tokens) == ("integer_arithmetic", 3)
+    assert like_sums.data[0].path == data
+    own = evaluation_config(target, model.parent / "essays.jsonl", [])
+    assert (own.data[0].task, own.generation.max_completion_tokens) == ("math_answer", 8)
 
 
 def test_one_step_of_a_run_is_meant_by_number_or_by_its_directory(model: Path) -> None:

@@ -183,3 +183,21 @@ def test_fresh_deletes_nothing_through_a_link(config: Config, layout: RunLayout,
     (tmp_path / "scratch").rename(tmp_path / "gone")
     with pytest.raises(RunDirectoryError, match=rf"is a link to {tmp_path / 'scratch'}, which does not exist"):
         prepare_run_dir(config, layout, resume=False, fresh=False)
+
+
+def test_files_of_several_datasets_may_have_one_name_and_each_is_compared(
+    config: Config, layout: RunLayout, tmp_path: Path
+) -> None:
+    (tmp_path / "more").mkdir()
+    write_dataset(tmp_path / "more" / "train.jsonl", 20, seed=1)
+    paths = (tmp_path / "train.jsonl", tmp_path / "more" / "train.jsonl")
+    tables = (f'{{path="{path}", task="integer_arithmetic", name="d{n}"}}' for n, path in enumerate(paths))
+    mixed = override(config, [f"data=[{', '.join(tables)}]", f"run.directory={tmp_path / 'mixed'}"])
+    place = RunLayout(mixed.run_directory)
+    prepare_run_dir(mixed, place, resume=False, fresh=False)
+    (place.rollouts / "segment_000000.h5").touch()
+    assert list(look_at_inputs(mixed).data) == ["0/train.jsonl", "1/train.jsonl"]
+    prepare_run_dir(mixed, place, resume=True, fresh=False)
+    append(paths[1], "\n")
+    with pytest.raises(RunDirectoryError, match=r"data.path: .*more/train.jsonl has other content"):
+        prepare_run_dir(mixed, place, resume=True, fresh=False)

@@ -220,6 +220,17 @@ def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host() -> None:
     assert far.peak < near.peak
 
 
+@pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])
+def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys: dict[str, Any]) -> None:
+    config, shape = config_of("deepspeed", **keys), shape_of(CONFIGS["Qwen2.5-0.5B"])
+    (alone,), (both,) = (
+        plan_memory(each, shape) for each in (config, with_values(config, {"algorithm.advantage": "gae"}))
+    )
+    assert both.resident == 2 * alone.resident
+    assert both.host == 2 * alone.host
+    assert both.moment == alone.moment
+
+
 def test_the_first_stage_holds_one_row_more_than_each_after_it() -> None:
     layout = ParallelLayout.of(config_of(num_ranks=4, pipeline_parallel=4).trainer)
     assert [rows_in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]

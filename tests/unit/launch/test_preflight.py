@@ -12,6 +12,7 @@ import pytest
 from launch.checks.preflight import preflight
 from launch.plan.gpu_map import GpuMap
 from launch.plan.processes import describe_plan
+from rlhpc.config import with_values
 from rlhpc.config_file import load_config
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import ROOT, command_environment
@@ -26,7 +27,7 @@ def test_preflight_knows_the_shape_of_the_model(tmp_path: Path) -> None:
     findings = preflight(load_config(ROOT / "configs" / "large" / "qwen2.5-7b-tp2.toml", paths))
     assert findings.shape is not None
     assert findings.shape.num_parameters == NUM_PARAMETERS["Qwen2.5-7B"]
-    assert (findings.model_type, findings.max_positions, findings.dataset.num_records) == ("qwen2", 32768, 1)
+    assert (findings.model_type, findings.max_positions, findings.datasets[0].num_records) == ("qwen2", 32768, 1)
 
 
 @pytest.mark.starts
@@ -64,3 +65,11 @@ def test_a_large_run_is_checked_without_loading_torch_or_megatron(tmp_path: Path
 def test_the_plan_says_how_the_trainer_is_laid_out(trainer: dict[str, Any], words: str) -> None:
     config = config_of(**trainer)
     assert f"trainer     {words} 8192 tokens" in describe_plan(config, RunLayout(Path("/run")), GpuMap())
+
+
+def test_the_plan_names_a_critic_where_there_is_one() -> None:
+    config = config_of()
+    assert "critic" not in describe_plan(config, RunLayout(Path("/run")), GpuMap())
+    values = {"algorithm.advantage": "gae", "critic.path": Path("/models/judge"), "critic.head_start_steps": 5}
+    plan = describe_plan(with_values(config, values), RunLayout(Path("/run")), GpuMap())
+    assert "critic      beside it, from /models/judge; learning rate 1e-05, alone for 5 steps" in plan

@@ -111,7 +111,7 @@ def make_ledger(
         window_groups=admission.window,
         groups_per_step=admission.groups_per_step,
         group_size=admission.group_size,
-        sampling=SamplingParams(max_tokens=8),
+        sampling=lambda _: SamplingParams(max_tokens=8),
         lease_deadline_s=admission.lease_deadline_s,
         max_attempts=admission.max_attempts,
         clock=clock,

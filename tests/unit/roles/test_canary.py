@@ -10,7 +10,7 @@ import pytest
 
 from launch.demo.task import write_dataset
 from rlhpc.config import Config
-from rlhpc.data.prompts import open_prompts
+from rlhpc.data.curriculum import open_curriculum
 from rlhpc.errors import RoleFailed
 from rlhpc.messages import CanaryTaken, WeightsLive
 from rlhpc.roles.controller.canary import MAX_FAILURES, MAX_TOKENS, Canary, canary_row, differing, open_canary
@@ -275,10 +275,10 @@ def test_the_row_is_the_beginning_of_the_runs_prompts_and_leaves_them_undrawn(tm
     write_dataset(tmp_path / "train.jsonl", 50, seed=0)
     generation = {"max_prompt_tokens": 12, "max_completion_tokens": 8}
     tables = small_config().model_dump() | {"data": data, "model": model, "generation": generation}
-    prompts = open_prompts(Config.model_validate(tables))
+    prompts = open_curriculum(Config.model_validate(tables))
     row = canary_row(prompts, 20)
     assert row is not None
-    drawn = np.concatenate([prompts.draw().token_ids for _ in range(20)])
+    drawn = np.concatenate([prompts.draw(0).token_ids for _ in range(20)])
     assert row.tolist() == drawn[:20].tolist()
     assert canary_row(prompts, 1) is None
 

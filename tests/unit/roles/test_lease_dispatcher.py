@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +27,18 @@ class CountedPrompts(PromptSource):
     def __init__(self) -> None:
         self.num_drawn = 0
 
-    def draw(self) -> Prompt:
+    def draw(self, live_version: int) -> Prompt:
+        return self.draw_again(None)
+
+    def draw_again(self, prompt_id: int | None) -> Prompt:
         self.num_drawn += 1
         return self.peek(self.num_drawn - 1)
+
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        raise AssertionError("not needed here")
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
     def peek(self, prompt_id: int) -> Prompt:
         return prompt(prompt_id)
@@ -56,14 +65,14 @@ class TwoGenerators:
 class Exchange:
     """LeaseDispatcher with two generators that say what they can hold."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, on_disk: Callable[[], Awaitable[None]] | None = None) -> None:
         self.server = MemoryServer(LEASES)
         self.clients = {name: self.server.connect(name) for name in ("generator-0", "generator-1")}
         self.ledger, self.prompts = make_ledger(CONFIG), CountedPrompts()
         self.generators = TwoGenerators(set(self.clients))
         self.capacity = self.generators.samples
         buffer = make_buffer(CONFIG, directory, self.ledger)
-        self.dispatcher = LeaseDispatcher(self.server, buffer, self.prompts, self.generators, self.generators)
+        self.dispatcher = LeaseDispatcher(self.server, buffer, self.prompts, self.generators, self.generators, on_disk)
 
     async def leases(self) -> dict[str, list[Lease]]:
         """Wake it, and return what each generator is sent because of that."""
@@ -174,3 +183,25 @@ async def test_a_dropped_group_is_replaced_by_a_new_prompt(exchange: Exchange) -
     exchange.generators.live_version = 5
     (lease,) = (await exchange.leases())["generator-0"]
     assert (lease.prompt.prompt_id, lease.admitted_version) == (8, 5)
+
+
+async def test_where_another_prompt_might_be_drawn_after_a_restart_a_choice_is_on_disk_before_it_is_told(
+    tmp_path: Path,
+) -> None:
+    written = asyncio.Event()
+
+    async def on_disk() -> None:
+        await written.wait()
+
+    exchange = Exchange(tmp_path, on_disk)
+    exchange.capacity["generator-0"] = 1000
+    task = asyncio.create_task(exchange.dispatcher.run())
+    assert await exchange.leases() == {"generator-0": [], "generator-1": []}
+    assert exchange.prompts.num_drawn == 8
+    written.set()
+    assert num_samples((await exchange.leases())["generator-0"]) == 32
+    written.clear()
+    exchange.ledger.hand_back("generator-0", 0, [0])
+    assert num_samples((await exchange.leases())["generator-0"]) == 1  # nothing new was admitted
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -43,7 +43,7 @@ class Controller:
         self.directory = root / "rollouts"
         self.directory.mkdir()
         PartialLog(self.directory, 0).begin([piece_of(DRAFT, 0, 30, member=(7, 1))])  # left by the attempt before
-        ledger = make_ledger(ManualClock(), sampling=SamplingParams(max_tokens=200))
+        ledger = make_ledger(ManualClock(), sampling=lambda _: SamplingParams(max_tokens=200))
         self.buffer = make_buffer(small_config(), root, ledger)
         self.buffer.admit(make_prompt(0), 4)
         self.buffer.grant("generator-0", 2)

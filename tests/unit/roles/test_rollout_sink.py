@@ -12,7 +12,7 @@ from rlhpc.buffer.resolved import DropReason, ResolvedGroup
 from rlhpc.errors import LedgerError, RoleFailed, StarvedError
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.controller.rollout_sink import RolloutSink
-from rlhpc.types import Verdict
+from rlhpc.types import RolloutGroup, Verdict
 from tests.unit.roles.small_ring import make_buffer, make_ledger, prompt, scored, small_config
 
 
@@ -197,3 +197,40 @@ def test_a_prompt_of_which_no_completion_can_be_judged_is_quarantined_after_so_m
     assert buffer.admit(prompt(7), 0) == 7
     assert buffer.poisoned() == [7]
     assert buffer.grant("generator-0", 2) is None
+
+
+def test_a_rollout_of_another_prompt_than_its_group_s_is_ignored(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """A generator that has outlived a restart may have sampled a prompt that was drawn anew."""
+    member = scored(0, 0, 1.0)
+    other = replace(member, rollout=replace(member.rollout, prompt=prompt(99)))
+    assert not door.sink.receive("generator-0", other)
+    assert "rollout 0:0 is of another prompt: ignored" in caplog.text
+    assert door.bring(0, 0.0, 1.0) == [False, True]
+
+
+class Remembered:
+    """In the place of the prompts: what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int, float]] = []
+
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        self.told.append((group_id, admitted_version, prompt_id, pass_rate))
+
+
+def test_pass_rates_are_told_of_every_finished_group_once_with_spread_or_without(tmp_path: Path) -> None:
+    config, prompts = small_config(max_staleness=20), Remembered()
+    buffer = make_buffer(config, tmp_path)
+    sink = RolloutSink(buffer, ErrorGate(1.0), config.admission, prompts=prompts)  # type: ignore[arg-type]
+    for group_id in range(4):
+        buffer.admit(prompt(group_id), group_id)
+    members = {0: (0.0, 1.0), 1: (1.0, 1.0), 2: (0.0,)}
+    for group_id, rewards in members.items():
+        for index, reward in enumerate(rewards):
+            sink.receive("generator-0", scored(group_id, index, reward))
+            sink.receive("generator-0", scored(group_id, index, reward))
+    sink.receive("generator-0", scored(3, 0, 0.0, verdict=Verdict.VERIFIER_ERROR))
+    assert prompts.told == [(0, 0, 0, 0.5), (1, 1, 1, 1.0)]
+    back = [RolloutGroup(i, prompt(i), i, (scored(i, 0), scored(i, 1))) for i in (2, 3)]
+    sink.restored([ResolvedGroup(back[0]), ResolvedGroup(back[1], drop_reason=DropReason.POISON)])
+    assert prompts.told[2:] == [(2, 2, 2, 0.5)]

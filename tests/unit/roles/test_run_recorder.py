@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from launch.demo.task import write_dataset
 from launch.demo.tokenizer import make_tokenizer
+from rlhpc.config import with_values
 from rlhpc.config_file import config_hash, write_resolved
 from rlhpc.contracts import Clock
+from rlhpc.data.curriculum import open_curriculum
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext
@@ -39,7 +42,9 @@ async def recorded_ring(
     async with small_ring(config, layout.rollouts) as ring:
         context = RoleContext("controller", 0, 1, attempt, resume_step, "first", layout, config, config_hash(config))
         make_tokenizer().save_pretrained(root / "model")
-        prompts: Any = None
+        write_dataset(root / "train.jsonl", 5, seed=0)
+        paths = {"data.path": root / "train.jsonl", "model.path": root / "model"}
+        prompts = open_curriculum(with_values(config, paths))
         buffer = ring.buffer
         state = ControllerState(
             prompts,

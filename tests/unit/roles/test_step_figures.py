@@ -16,7 +16,12 @@ from rlhpc.messages import StepReport
 from rlhpc.metrics.names import HISTOGRAMS, find_metric
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import pack
-from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.controller.metrics.step_figures import (
+    dataset_figures,
+    histograms,
+    sampling_figures,
+    training_figures,
+)
 from rlhpc.roles.controller.rollout_sink import IntakeStats
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.types import PackedBatch, RolloutGroup
@@ -95,3 +100,13 @@ def test_groups_without_spread_are_told_apart_by_why() -> None:
 
 def test_a_step_in_which_no_group_was_finished_says_nothing_of_rewards() -> None:
     assert sampling_figures(IntakeStats()) == {}
+
+
+def test_of_several_datasets_each_has_figures_of_its_own() -> None:
+    groups = [group(0, 0, 0.0, 0.0), group(3, 0, 1.0, 1.0), group(1, 0, 0.0, 1.0), group(6, 0, 1.0, 0.0)]
+    figures = dataset_figures(groups, ["math", "sums", "code"])  # prompts 0, 3 and 6, then 1
+    assert figures["dataset_reward/math"] == pytest.approx(3 / 6)
+    assert figures["dataset_reward/sums"] == 0.5
+    assert figures["dataset_share/math"] == 0.75
+    assert not [name for name in figures if name.endswith("code")]
+    assert dataset_figures(groups, ["math"]) == dataset_figures([], ["math", "sums"]) == {}

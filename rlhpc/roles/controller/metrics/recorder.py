@@ -16,7 +16,12 @@ from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill, tokens_trained
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
-from rlhpc.roles.controller.metrics.step_figures import histograms, sampling_figures, training_figures
+from rlhpc.roles.controller.metrics.step_figures import (
+    dataset_figures,
+    histograms,
+    sampling_figures,
+    training_figures,
+)
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.controller.state import ControllerState
@@ -46,7 +51,7 @@ class RunRecorder:
         clock: Clock,
     ) -> None:
         self._config, self._totals, self._live = context.config, state.totals, live
-        self._buffer, self._tokenizer = state.buffer, state.tokenizer
+        self._buffer, self._prompts, self._tokenizer = state.buffer, state.prompts, state.tokenizer
         self._registry, self._weight_sync, self._sink = registry, weight_sync, sink
         self._channels = channels
         self.lag = LoopLag(clock)  # of the event loop, while its run() runs
@@ -82,6 +87,7 @@ class RunRecorder:
         self._last_step_at = now
         self._recent_s.append(step_s)
         figures = training_figures(record, self._config.trainer.token_budget) | sampling_figures(stats)
+        figures |= dataset_figures(stats.groups, [dataset.title for dataset in self._config.data])
         figures |= self._account(record, stats, step_s) | self._situation()
         step, totals = record.report.step, self._totals
         self._recorder.step(step, figures, totals.tokens_trained, totals.wall_s)
@@ -153,6 +159,7 @@ class RunRecorder:
         channels = [channel.statistics for channel in self._channels]
         num_generators = max(1, len(self._registry.names("generator")))
         return {
+            **self._prompts.figures(),
             "staleness/bound": float(self._buffer.staleness_bound),
             "queue/slots_free": float(counts["free_slots"]),
             "queue/in_flight": float(counts["in_flight"]),

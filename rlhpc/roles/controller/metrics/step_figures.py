@@ -5,6 +5,8 @@ Input: StepRecord and the rollouts since the previous step.  Output: scalars.  N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rlhpc.algorithms.diagnostics import (
@@ -20,6 +22,7 @@ from rlhpc.algorithms.diagnostics import (
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.controller.rollout_sink import IntakeStats
 from rlhpc.roles.controller.step_record import StepRecord
+from rlhpc.types import RolloutGroup
 
 # What the trainer reports, and its name in the table; every other name is the loss's own.
 _REPORTED = {
@@ -36,6 +39,13 @@ _REPORTED = {
     "importance_capped": "policy/importance_capped_share",
     "importance_masked": "policy/importance_masked_share",
     "mismatch_abs": "policy/mismatch_abs_mean",
+}
+
+_OF_DATASETS = {
+    "reward/mean": "dataset_reward",
+    "reward/correct_share": "dataset_correct_share",
+    "length/completion_mean": "dataset_length",
+    "length/truncated_share": "dataset_truncated_share",
 }
 
 
@@ -71,6 +81,17 @@ def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
     shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
     return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
+
+
+def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
+    """The same of every dataset by its name, where there are several; none of one of which no group is finished."""
+    figures: dict[str, float] = {}
+    for place, name in enumerate(names if len(names) > 1 else ()):
+        own = [group for group in groups if group.prompt.prompt_id % len(names) == place]
+        found = reward_figures(own) | length_figures(own)
+        shown = {f"{family}/{name}": found[metric] for metric, family in _OF_DATASETS.items() if metric in found}
+        figures |= shown | {f"dataset_share/{name}": len(own) / len(groups)} if own else {}
+    return figures
 
 
 def histograms(record: StepRecord) -> dict[str, np.ndarray]:

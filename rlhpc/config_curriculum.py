@@ -1,0 +1,45 @@
+"""The table [curriculum] of a run file; see config_sections.py.  Loads without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhpc.config_sections import NonNegative, Positive, Section
+
+Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has lists
+
+
+class CurriculumConfig(Section):
+    """[curriculum]: which prompts are left out when their turn comes, by what the run remembers of them."""
+
+    solved_rest_epochs: NonNegative = 0
+    """A solved prompt is left out in so many epochs, and then asked again; 0: never left out."""
+    solved_at: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Solved is a prompt whose pass rate is at least this."""
+    hopeless_rest_epochs: NonNegative = 0
+    """A hopeless prompt is left out in so many epochs, and then asked again; 0: never left out."""
+    hopeless_at: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Hopeless is a prompt whose pass rate is at most this."""
+    target_pass_rate: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
+    """Prompts are asked the less often the farther their pass rate is from this; one never asked is always asked."""
+    min_chance: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Chance, when its turn comes, of a prompt whose pass rate is as far from target_pass_rate as can be."""
+    newest_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of a prompt's newest group in its pass rate; the groups before it have the rest."""
+    stages: Ascending = ()
+    """Bounds of difficulty, ascending: at first only prompts up to the first bound are asked, then those up to the
+    second too, …, at last all.  Default: no stages."""
+    difficulty_field: str = "difficulty"
+    """Field of the record that holds its difficulty, a number."""
+    stage_pass_rate: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """The next stage begins when the mean pass rate of the newest stage_groups groups of a stage has reached this."""
+    stage_groups: Positive = 64
+    """How many groups that takes at least."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some prompt may be left out: which one is next then depends on what was sampled before."""
+        rests = self.solved_rest_epochs or self.hopeless_rest_epochs
+        return bool(rests or self.stages or self.target_pass_rate != "off")

@@ -1,0 +1,197 @@
+"""The prompts of a dataset, less those that teach little now: the seeded order, and who is left out of it.
+
+    order ──▶ stage ──▶ rest ──▶ chance ──▶ Prompt          who fails one of them waits for a later epoch
+                └────────┴────────┴── pass rates, of finished groups of versions before the live one
+
+Input: SeededPrompts, pass rates of finished groups.  Output: Prompt.  Numbers of prompts stay those of the order, so
+that they grow from draw to draw, and a restart draws what was drawn whatever is remembered by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.config import Config
+from rlhpc.config_curriculum import CurriculumConfig
+from rlhpc.contracts import PromptSource
+from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
+from rlhpc.data.prompts import DatasetSummary, SeededPrompts, open_prompts, raw_draws, seed_of_dataset
+from rlhpc.errors import CheckpointError, DataError
+from rlhpc.types import Prompt
+
+_COIN = 1  # tells this stream of random numbers from that of the order
+FIRST_LOOK, LONGEST_LOOK = 64, 65536  # positions looked at in one go: few are left out, or nearly all
+
+
+class Curriculum(PromptSource):
+    """Draws from a seeded order, leaving out by rules; without rules it only remembers."""
+
+    def __init__(self, prompts: SeededPrompts, config: CurriculumConfig, *, seed: int) -> None:
+        """Raises DataError if stages are asked for and a record has no difficulty, or the first stage no record."""
+        self._prompts, self._config, self._seed = prompts, config, seed
+        self._memory = PromptMemory(prompts.num_records, config.newest_weight)
+        self._num_left_out = 0
+        self._stage_of = _stages(prompts, config)
+        self._stage, self._stage_rates = 0, deque[float](maxlen=config.stage_groups)
+        self._coins_of, self._coins_in_order = NEVER, np.empty(0, dtype=np.float64)
+
+    @property
+    def num_records(self) -> int:
+        """Prompts of an epoch in which nobody is left out."""
+        return self._prompts.num_records
+
+    # ------------------------------------------------------------------------------------------------------- drawing
+
+    def draw(self, live_version: int) -> Prompt:
+        """Return the next prompt that is not left out.  Raises DataError, staying before it, if it makes no prompt."""
+        self._settle(live_version)
+        if self._config.leaves_out:
+            self._go_to(self._next_kept(self._prompts.cursor))
+        return self._prompts.draw()
+
+    def draw_again(self, prompt_id: int | None) -> Prompt:
+        """Return a prompt that was drawn before, left out by today's memory or not."""
+        if prompt_id is not None:
+            cursor = self._prompts.cursor
+            may_leave_out = self._config.leaves_out or self._num_left_out > 0
+            if prompt_id < cursor or (prompt_id > cursor and not may_leave_out):
+                raise CheckpointError(
+                    f"prompt {prompt_id} was drawn, and the next one is {cursor}: the order of prompts has changed"
+                )
+            self._go_to(prompt_id)
+        return self._prompts.draw()
+
+    def peek(self, prompt_id: int) -> Prompt:
+        """Return a prompt of the order.  Raises DataError for a record that makes none."""
+        return self._prompts.peek(prompt_id)
+
+    def validate(self) -> DatasetSummary:
+        """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
+        return self._prompts.validate()
+
+    # ------------------------------------------------------------------------------------------------------ learning
+
+    def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
+        """Remember what a finished group says of its prompt."""
+        record, epoch = self._prompts.record_index(prompt_id), prompt_id // self._prompts.num_records
+        self._memory.learn(Outcome(group_id, admitted_version, record, epoch, pass_rate))
+
+    def figures(self) -> dict[str, float]:
+        """Of the whole dataset, by name of the metric."""
+        rates = self._memory.rates
+        known = rates[~np.isnan(rates)]
+        share = 1 / max(1, len(known))
+        return {
+            "prompt/known_share": len(known) / len(rates),
+            "prompt/pass_rate_mean": float(known.sum(dtype=np.float64)) * share,
+            "prompt/solved_share": float((known >= self._config.solved_at).sum()) * share,
+            "prompt/hopeless_share": float((known <= self._config.hopeless_at).sum()) * share,
+            "prompt/left_out_total": float(self._num_left_out),
+            "prompt/stage": float(self._stage),
+        }
+
+    # --------------------------------------------------------------------------------------------------- persistence
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON that load_state takes: that of the order, how many were left out, and the memory."""
+        return {
+            **self._prompts.state(),
+            "left_out": self._num_left_out,
+            "memory": self._memory.state(),
+            "stage": self._stage,
+            "stage_rates": list(self._stage_rates),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where state() was taken.  Raises CheckpointError if it is of another order, or malformed.
+
+        A checkpoint of before there was a memory has none; a stage that the run file has no more is the last one.
+        """
+        self._prompts.load_state(state)
+        if "memory" in state:
+            self._memory.load_state(state["memory"])
+        try:
+            self._num_left_out = int(state.get("left_out", 0))
+            self._stage = min(int(state.get("stage", 0)), len(self._config.stages))
+            self._stage_rates.extend(map(float, state.get("stage_rates", ())))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's curriculum is malformed: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    def _settle(self, live_version: int) -> None:
+        for outcome in self._memory.settle(live_version):
+            if self._stage < len(self._config.stages) and self._stage_of[outcome.record] == self._stage:
+                self._stage_rates.append(outcome.pass_rate)
+                if self._is_stage_mastered():
+                    self._stage += 1
+                    self._stage_rates.clear()
+
+    def _is_stage_mastered(self) -> bool:
+        rates = self._stage_rates
+        return len(rates) == rates.maxlen and sum(rates) / len(rates) >= self._config.stage_pass_rate
+
+    def _go_to(self, position: int) -> None:
+        self._num_left_out += position - self._prompts.cursor
+        self._prompts.skip_to(position)
+
+    def _next_kept(self, position: int) -> int:
+        """The first position from this one on that is not left out.
+
+        There is one: a stage has records, who rests comes back after some epochs, and every chance is above 0.
+        """
+        num_records, look = self._prompts.num_records, FIRST_LOOK
+        while True:
+            epoch, first = divmod(position, num_records)
+            records = self._prompts.records(epoch, first, first + look)
+            kept = np.flatnonzero(self._is_kept(records, epoch, position))
+            if len(kept):
+                return position + int(kept[0])
+            position, look = position + len(records), min(2 * look, LONGEST_LOOK)
+
+    def _is_kept(self, records: NDArray[np.int64], epoch: int, position: int) -> NDArray[np.bool_]:
+        """Which of these records [n] are asked that stand at positions from `position` on, in one epoch."""
+        config = self._config
+        rates, asked = self._memory.rates[records].astype(np.float64), self._memory.epochs[records]
+        kept = self._stage_of[records] <= self._stage
+        since = np.where(asked == NEVER, np.iinfo(np.int32).max, epoch - asked)
+        kept &= ~((rates >= config.solved_at) & (since <= config.solved_rest_epochs))  # NaN compares false
+        kept &= ~((rates <= config.hopeless_at) & (since <= config.hopeless_rest_epochs))
+        if config.target_pass_rate != "off":
+            target = config.target_pass_rate
+            distance = np.nan_to_num(np.abs(rates - target) / max(target, 1 - target), nan=0.0)
+            chance = 1 - (1 - config.min_chance) * distance
+            first = position % self._prompts.num_records
+            kept &= self._coins(epoch)[first : first + len(records)] < chance
+        return kept
+
+    def _coins(self, epoch: int) -> NDArray[np.float64]:
+        """A number [N] in [0, 1) for each position of an epoch."""
+        if epoch != self._coins_of:
+            raw = raw_draws(self._prompts.num_records, self._seed, epoch, _COIN)
+            self._coins_in_order, self._coins_of = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, epoch
+        return self._coins_in_order
+
+
+def open_curriculum(config: Config, place: int = 0) -> Curriculum:
+    """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
+    return Curriculum(open_prompts(config, place), config.curriculum, seed=seed_of_dataset(config.run.seed, place))
+
+
+def _stages(prompts: SeededPrompts, config: CurriculumConfig) -> NDArray[np.int64]:
+    """The stage [N] from which on each record is asked."""
+    if not config.stages:
+        return np.zeros(prompts.num_records, dtype=np.int64)
+    difficulties = prompts.numbers(config.difficulty_field, "curriculum.difficulty_field")
+    stages = np.searchsorted(np.array(config.stages), difficulties, side="left")
+    if 0 not in stages:
+        field, least = config.difficulty_field, difficulties.min()
+        raise DataError(
+            f"curriculum.stages={list(config.stages)}: the least {field!r} of all records is {least:g}, and the first "
+            "stage asks for none"
+        )
+    return stages

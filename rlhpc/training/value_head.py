@@ -1,0 +1,35 @@
+"""A head with one output in the place of a language model's: what makes a critic of it.
+
+Input: hidden states and the head's weight.  Output: a value per token, in the place of its log-probability.  Its weight
+begins as zeros, so that a critic that has learnt nothing says 0 everywhere; its name is that of HF's heads for
+classification with one label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.training.hf_model import CausalLM
+
+VALUE_HEAD = "score.weight"
+
+
+def token_values(hidden: Tensor, head_weight: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor]:
+    """Values float32 [N] of hidden [N, H] by head_weight [1, H], in float32, and entropies of 0.
+
+    May be called as chunked_logprobs is; what else that takes says nothing here.
+    """
+    values = (hidden.float() @ head_weight.float().t())[:, 0]
+    return values, torch.zeros_like(values)
+
+
+def with_value_head(model: CausalLM) -> CausalLM:
+    """The same trunk with a value head; the module's own head is gone, unless it is the embedding too."""
+    head, embedding = model.head_weight, model.module.get_input_embeddings()  # type: ignore[operator]
+    weight = nn.Parameter(torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype))
+    is_tied = embedding.weight is head
+    kept = {name: each for name, each in model.parameters.items() if is_tied or each is not head}
+    return replace(model, parameters=kept | {VALUE_HEAD: weight}, head_weight=weight, head=token_values)

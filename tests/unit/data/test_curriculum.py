@@ -1,0 +1,250 @@
+"""Who is left out when its turn comes, and that a restart draws the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import make_tokenizer_files
+
+from rlhpc.config_curriculum import CurriculumConfig
+from rlhpc.data.curriculum import Curriculum
+from rlhpc.data.prompts import SeededPrompts
+from rlhpc.data.records import Record
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import CheckpointError, DataError
+
+NUM = 10  # records; the reference of each is its number, its difficulty too
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return PromptTokenizer(make_tokenizer_files(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def make(tokenizer: PromptTokenizer):
+    def make_curriculum(num_records: int = NUM, seed: int = 0, shuffle: bool = True, **rules: Any) -> Curriculum:
+        fields = [{"question": f"{n} + 0 =", "answer": str(n), "difficulty": n} for n in range(num_records)]
+        prompts = SeededPrompts(
+            [Record(each, f"train.jsonl:{n}") for n, each in enumerate(fields, 1)],
+            template="{question}",
+            task="integer",
+            reference_field="answer",
+            tokenizer=tokenizer,
+            seed=seed,
+            shuffle=shuffle,
+            max_prompt_tokens=64,
+            use_chat_template=False,
+        )
+        return Curriculum(prompts, CurriculumConfig(**rules), seed=seed)
+
+    return make_curriculum
+
+
+class Student:
+    """Draws and answers; every prompt is passed at a rate of its own."""
+
+    def __init__(self, curriculum: Curriculum, rates: dict[int, float]) -> None:
+        self.curriculum, self.rates, self.version, self.group_id = curriculum, rates, 0, 0
+
+    def ask(self, count: int) -> list[int]:
+        """Draw so many prompts one after the other, and answer each before the next; return their records."""
+        return [self._ask() for _ in range(count)]
+
+    def _ask(self) -> int:
+        prompt = self.curriculum.draw(self.version)
+        record = int(prompt.reference)
+        self.curriculum.learn(self.group_id, self.version, prompt.prompt_id, self.rates.get(record, 0.5))
+        self.group_id, self.version = self.group_id + 1, self.version + 1
+        return record
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_without_rules_the_order_is_that_of_the_seed_and_pass_rates_are_remembered(make) -> None:
+    curriculum, plain = make(), make()
+    records = Student(curriculum, {0: 1.0, 1: 0.0, 2: 0.0}).ask(3 * NUM)
+    assert records == [int(plain.draw(0).reference) for _ in range(3 * NUM)]
+    curriculum.draw(1000)  # settles the last one
+    figures = curriculum.figures()
+    assert figures["prompt/known_share"] == 1.0
+    assert figures["prompt/solved_share"] == pytest.approx(0.1)
+    assert figures["prompt/hopeless_share"] == pytest.approx(0.2)
+    assert figures["prompt/pass_rate_mean"] == pytest.approx((1 + 7 * 0.5) / 10)
+    assert figures["prompt/left_out_total"] == 0
+
+
+def test_solved_and_hopeless_prompts_rest_for_so_many_epochs_and_come_back(make) -> None:
+    student = Student(make(solved_rest_epochs=2, hopeless_rest_epochs=1), {3: 1.0, 4: 0.0})
+    assert sorted(student.ask(NUM)) == list(range(NUM))
+    assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {3, 4})
+    assert sorted(student.ask(NUM - 1)) == sorted(set(range(NUM)) - {3})
+    student.rates[3] = 0.0  # no longer: (1 + 0) / 2 is neither solved nor hopeless
+    assert sorted(student.ask(NUM - 1)) == sorted(set(range(NUM)) - {4})  # asked in the third, it rests again
+    assert sorted(student.ask(NUM)) == list(range(NUM))
+    assert student.curriculum.figures()["prompt/left_out_total"] == 4
+
+
+def test_who_is_solved_or_hopeless_is_a_matter_of_bounds(make) -> None:
+    rules = {"solved_rest_epochs": 9, "solved_at": 0.75, "hopeless_rest_epochs": 9, "hopeless_at": 0.25}
+    student = Student(make(**rules), {0: 0.75, 1: 0.74, 2: 0.25, 3: 0.26})
+    student.ask(NUM)
+    assert sorted(student.ask(NUM - 2)) == sorted(set(range(NUM)) - {0, 2})
+
+
+def test_where_all_rest_epochs_pass_until_one_comes_back(make) -> None:
+    student = Student(make(solved_rest_epochs=1000), dict.fromkeys(range(NUM), 1.0))
+    first = student.ask(NUM)
+    assert sorted(student.ask(NUM)) == sorted(first)
+    assert student.curriculum.figures()["prompt/left_out_total"] == 1000 * NUM
+
+
+def test_a_target_makes_prompts_rarer_the_farther_they_are_from_it(make) -> None:
+    rates = {n: n / (NUM - 1) for n in range(NUM)}
+    student = Student(make(target_pass_rate=0.5, min_chance=0.1), rates)
+    asked = np.bincount(student.ask(4000), minlength=NUM)
+    chance = np.array([1 - 0.9 * abs(rates[n] - 0.5) / 0.5 for n in range(NUM)])
+    expected = 4000 * chance / chance.sum()
+    assert np.abs(asked - expected).max() < 5 * np.sqrt(expected.max())
+    assert asked[0] < asked[2] < asked[4]
+
+
+def test_of_prompts_that_were_never_asked_none_is_left_out(make) -> None:
+    student = Student(make(200, target_pass_rate=0.9, min_chance=0.01), {})
+    assert len(set(student.ask(200))) == 200
+
+
+def test_a_stage_is_left_when_its_newest_groups_pass_and_easier_prompts_stay_in(make) -> None:
+    rules = {"stages": (2.0, 5.0), "stage_pass_rate": 0.75, "stage_groups": 4}
+    student = Student(make(**rules), dict.fromkeys(range(NUM), 0.5))
+    assert set(student.ask(30)) == {0, 1, 2}
+    student.rates |= dict.fromkeys(range(3), 1.0)
+    asked = student.ask(60)
+    assert set(asked) == {0, 1, 2, 3, 4, 5}  # those of the second stage do not pass, and only they count
+    assert student.curriculum.figures()["prompt/stage"] == 1
+    student.rates |= dict.fromkeys(range(6), 0.75)
+    student.ask(60)
+    assert student.curriculum.figures()["prompt/stage"] == 2
+    assert set(student.ask(40)) == set(range(NUM))
+
+
+# ------------------------------------------------------------------------------------------- what is drawn by whom
+
+
+def test_what_counts_hangs_on_versions_and_not_on_who_is_finished_first(make) -> None:
+    """Eight groups a version; within one they may be finished in any order, some before others are drawn."""
+
+    def run(shuffling: random.Random) -> list[int]:
+        curriculum = make(4, solved_rest_epochs=1, hopeless_rest_epochs=2, target_pass_rate=0.5, newest_weight=0.3)
+        drawn, group_id, late = list[int](), 0, list[tuple[int, int, int, float]]()
+        for version in range(12):
+            for _ in range(8):
+                prompt = curriculum.draw(version)
+                drawn.append(prompt.prompt_id)
+                late.append((group_id, version, prompt.prompt_id, (7 * group_id % 5) / 4))
+                group_id += 1
+                if shuffling.random() < 0.5:
+                    curriculum.learn(*late.pop(shuffling.randrange(len(late))))
+            shuffling.shuffle(late)
+            while late:
+                curriculum.learn(*late.pop())
+        return drawn
+
+    assert run(random.Random(1)) == run(random.Random(2)) == run(random.Random(3))
+
+
+def test_a_restart_draws_what_the_uninterrupted_run_draws(make) -> None:
+    rules = {"solved_rest_epochs": 1, "hopeless_rest_epochs": 1, "target_pass_rate": 0.5, "stages": (6.0,)}
+    rates = {n: (n % 5) / 4 for n in range(NUM)}
+    student = Student(make(**rules, stage_groups=8, stage_pass_rate=0.4), rates)
+    student.ask(37)
+    state = json.loads(json.dumps(student.curriculum.state()))
+    restarted = Student(make(**rules, stage_groups=8, stage_pass_rate=0.4), rates)
+    restarted.curriculum.load_state(state)
+    restarted.group_id, restarted.version = student.group_id, student.version
+    assert restarted.ask(100) == student.ask(100)
+    assert restarted.curriculum.figures() == student.curriculum.figures()
+
+
+def test_drawn_prompts_are_drawn_again_whatever_is_remembered_by_then(make) -> None:
+    student = Student(make(solved_rest_epochs=3), {1: 1.0, 2: 1.0})
+    student.ask(NUM + 3)
+    again = make(solved_rest_epochs=3)
+    drawn = [again.draw(v).prompt_id for v in range(NUM + 3)]
+    fresh = make(solved_rest_epochs=3)
+    assert [fresh.draw_again(prompt_id).prompt_id for prompt_id in drawn] == drawn
+    assert fresh.draw_again(drawn[-1] + 4).prompt_id == drawn[-1] + 4
+    assert fresh.draw_again(None).prompt_id == drawn[-1] + 5
+    assert fresh.state()["left_out"] == 3
+    with pytest.raises(CheckpointError, match=r"prompt 2 was drawn, and the next one is 18: the order of prompts has"):
+        fresh.draw_again(2)
+
+
+def test_without_rules_a_gap_in_the_order_is_an_error_unless_there_were_rules_before(make) -> None:
+    with pytest.raises(CheckpointError, match="prompt 9 was drawn, and the next one is 0"):
+        make().draw_again(9)
+    before = make(solved_rest_epochs=1)
+    before.draw_again(3)
+    after = make()
+    after.load_state(before.state())
+    assert after.draw_again(9).prompt_id == 9
+
+
+def test_a_checkpoint_of_before_the_memory_is_taken_up(make) -> None:
+    curriculum = make(solved_rest_epochs=1)
+    state = {key: value for key, value in curriculum.state().items() if key in ("cursor", "seed", "shuffle", "dataset")}
+    curriculum.load_state(state | {"cursor": 7})
+    assert curriculum.draw(0).prompt_id == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"memory": {"rates": "!", "epochs": "", "unsettled": []}}, "memory of prompts is malformed"),
+        ({"memory": {}}, "memory of prompts is malformed: KeyError"),
+        ({"stage": "third"}, "curriculum is malformed"),
+        ({"dataset": "other"}, "order of prompts cannot be continued"),
+    ],
+)
+def test_a_damaged_state_is_refused(make, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        make().load_state(make().state() | change)
+
+
+def test_a_memory_of_another_number_of_records_is_refused(make) -> None:
+    state = make().state() | {"memory": make(NUM + 1).state()["memory"]}
+    with pytest.raises(CheckpointError, match="11 records, and the dataset has 10"):
+        make().load_state(state)
+
+
+def test_stages_need_a_difficulty_in_every_record_and_somebody_to_begin_with(make) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:1: no field 'level', which curriculum.difficulty_field names"):
+        make(stages=(1.0,), difficulty_field="level")
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: field 'question', which curriculum.difficulty_field names, is"
+    ):
+        make(stages=(1.0,), difficulty_field="question")
+    with pytest.raises(
+        DataError, match=r"the least 'difficulty' of all records is 0, and the first stage asks for none"
+    ):
+        make(stages=(-1.0,))
+
+
+def test_a_dataset_of_a_million_is_drawn_from_without_delay(make) -> None:
+    """All but one rest: the next one is found by looking at arrays, and not prompt by prompt."""
+    curriculum = make(20_000, solved_rest_epochs=50)
+    memory = curriculum._memory
+    memory.rates[:], memory.epochs[:] = 1.0, 0
+    memory.rates[7] = 0.5
+    assert [int(curriculum.draw(0).reference) for _ in range(20)] == [7] * 20
+    assert len(json.dumps(curriculum.state())) < 100_000
+
+
+def test_two_seeds_have_two_series_of_chances(make) -> None:
+    first, second = (Student(make(target_pass_rate=0.5, seed=seed), {0: 0.0, 1: 1.0}) for seed in (1, 2))
+    assert first.ask(100) != second.ask(100)
