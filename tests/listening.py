@@ -10,6 +10,11 @@ _LISTENING = "0A"  # proc(5), /proc/net/tcp: st
 
 def listening_addresses(pid: int) -> set[str]:
     """IPv4 addresses that sockets of a process listen at; 0.0.0.0 is all of them."""
+    return {host for host, _ in listening_endpoints(pid)}
+
+
+def listening_endpoints(pid: int) -> set[tuple[str, int]]:
+    """The same, each with its port: two sockets at one address are two."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -21,6 +26,7 @@ def listening_addresses(pid: int) -> set[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENING and fields[9] in inodes:
-                last_word = fields[1].split(":")[0][-8:]  # of an IPv6 address it is the IPv4 address, if it has one
-                found.add(socket.inet_ntoa(bytes.fromhex(last_word)[::-1]))
+                address, port = fields[1].split(":")
+                last_word = address[-8:]  # of an IPv6 address it is the IPv4 address, if it has one
+                found.add((socket.inet_ntoa(bytes.fromhex(last_word)[::-1]), int(port, 16)))
     return found

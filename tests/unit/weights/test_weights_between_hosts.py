@@ -17,7 +17,7 @@ from rlhpc.weights.buckets import make_manifest
 from rlhpc.weights.factory import make_publisher
 from tests.contracts.weight_receiver_process import fingerprint
 from tests.contracts.weight_receivers import Broadcast, ReceiverProcess, draw_weights, specs_of
-from tests.listening import listening_addresses
+from tests.listening import listening_addresses, listening_endpoints
 
 pytestmark = pytest.mark.starts
 
@@ -43,14 +43,14 @@ def broadcast_from(host: str, directory: Path) -> Iterator[Broadcast]:
 
 def publish_once(broadcast: Broadcast) -> list[set[str]]:
     """Form, publish, check what arrived; returns where each process listens, the publisher first."""
-    before = listening_addresses(os.getpid())
+    before = listening_endpoints(os.getpid())  # other tests of this process may have left groups open
     broadcast.form(epoch=1)
     weights = draw_weights(1)
     manifest = make_manifest(1, 1, specs_of(weights), BUCKET_BYTES)
     broadcast.tell_all(manifest)
     broadcast.publisher.publish(manifest, iter(weights))
     assert [receiver.answer() for receiver in broadcast.receivers] == [{"ok": fingerprint(weights)}] * 2
-    here = listening_addresses(os.getpid()) - before
+    here = {host for host, _ in listening_endpoints(os.getpid()) - before}
     return [here, *(listening_addresses(receiver.process.pid) for receiver in broadcast.receivers)]
 
 
