@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
+from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
 from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
@@ -39,14 +40,15 @@ HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody 
 
 
 def _as_several(value: object) -> object:
-    """A table [data] is the only dataset."""
-    return [value] if isinstance(value, Mapping | DataConfig) else value
+    """A table [data] is the only dataset, [evaluation] the only evaluation."""
+    return [value] if isinstance(value, Mapping | Section) else value
 
 
 # A run file has lists.
 Datasets = Annotated[
     tuple[DataConfig, ...], BeforeValidator(_as_several), Field(strict=False, min_length=1, max_length=MOST_DATASETS)
 ]
+Evaluations = Annotated[tuple[EvaluationConfig, ...], BeforeValidator(_as_several), Field(strict=False)]
 
 
 class Config(Section):
@@ -65,6 +67,7 @@ class Config(Section):
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: Evaluations = ()
     guard: GuardConfig = GuardConfig()
     buffer: BufferConfig = BufferConfig()
     transport: TransportConfig = TransportConfig()
@@ -295,6 +298,7 @@ RULES = (
     limits_of_datasets_are_within_those_of_all,
     stages_ascend,
     no_prompt_is_solved_and_hopeless,
+    *EVALUATION,
 )
 
 

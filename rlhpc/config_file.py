@@ -184,12 +184,17 @@ def _validate(document: dict[str, Any], source: str, *, is_begun: bool = False) 
         config = Config.model_validate(document, context=HAS_BEGUN if is_begun else None)
     except ValidationError as error:
         found = fault_lines(error, _explain)
-        if not isinstance(tables := document.get("data"), list) or len(tables) == 1:
-            found = [line.replace("data.0.", "data.", 1) if line.startswith("data.0.") else line for line in found]
-        faults += found
+        faults += [_of_the_only_table(line, document) for line in found]
     if faults:
         raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
     return config
+
+
+def _of_the_only_table(line: str, document: dict[str, Any]) -> str:
+    """A fault in a table that may be there several times, and is there once, without its number."""
+    name, number, key = [*line.split(".", 2), "", ""][:3]
+    tables = document.get(name)
+    return f"{name}.{key}" if number == "0" and not (isinstance(tables, list) and len(tables) > 1) else line
 
 
 def _explain(key: str, detail: ErrorDetails) -> str | None:
@@ -215,7 +220,7 @@ def _places_of(name: str) -> list[str]:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The tables of a run file by name; [data] may be there several times."""
+    """The tables of a run file by name; [data] and [evaluation] may be there several times."""
     annotations = {name: field.annotation for name, field in Config.model_fields.items()}
     tables = {name: (get_args(each) or (each,))[0] for name, each in annotations.items()}
     return {name: each for name, each in tables.items() if isinstance(each, type) and issubclass(each, BaseModel)}
@@ -231,6 +236,9 @@ def _with_absolute_paths(config: Config) -> Config:
             "run": config.run.model_copy(update={"directory": config.run_directory}),
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
             "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
-            "data": tuple(each.model_copy(update={"path": each.path.absolute()}) for each in config.data),
+            **{
+                name: tuple(each.model_copy(update={"path": each.path.absolute()}) for each in getattr(config, name))
+                for name in ("data", "evaluation")
+            },
         }
     )

@@ -94,6 +94,11 @@ class RunLayout:
         return self.root / "status.json"
 
     @property
+    def evaluations(self) -> Path:
+        """What `rlhpc evaluate` has found out about the run's models."""
+        return self.root / "evaluations"
+
+    @property
     def weights(self) -> Path:
         """Rendezvous of weight groups, and files of the disk transport."""
         return self.root / "weights"

@@ -60,14 +60,15 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     """A model, a dataset, and how much to sample."""
     model = "HF checkpoint, run directory, or one checkpoint in it"
     parser.add_argument("model", type=Path, metavar="MODEL|RUN_DIR", help=model)
-    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .parquet file, or a directory of them")
+    text = "a .jsonl or .parquet file, or a directory of them; default: what [[evaluation]] of the run file says"
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help=text)
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest sound one")
-    parser.add_argument("--samples", type=number, default=1, metavar="K", help="of each prompt (default 1)")
+    parser.add_argument("--samples", type=number, metavar="K", help="of each prompt (default 1)")
     parser.add_argument("--prompts", type=number, metavar="N", help="that many, drawn at random; default: all")
     text = "of sampling; 0: the most likely token each time (default 1)"
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=text)
+    parser.add_argument("--temperature", type=float, metavar="T", help=text)
     text = "where samples and figures go; default: evaluations/ in the run directory, or here"
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=text)
     parser.add_argument("--fresh", action="store_true", help="delete samples that are there, and start over")

@@ -8,6 +8,7 @@ import os
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.preflight import preflight
+from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from rlhpc.config_file import load_config
@@ -22,7 +23,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     config = load_config(options.run_file, options.overrides)
     here = VisibleGpus() if options.site else gpus_here(os.environ)  # a site's GPUs are elsewhere
     gpus = GpuMap() if options.site else map_gpus(config, here)
-    findings = preflight(config)
+    findings, evaluations = preflight(config), preview_evaluations(config)
     memory = memory_report(config, findings.model, findings.shape, options.site, gpus, here.memory_gib)
     print(describe_plan(config, RunLayout(config.run_directory), gpus))
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
@@ -34,7 +35,7 @@ def check_run_file(options: argparse.Namespace) -> int:
             f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
             f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
         )
-    print(memory)
+    print("\n".join([*evaluations, memory]))
     return 0
 
 

@@ -9,6 +9,8 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.device_verdict import judge_devices
 from launch.checks.preflight import preflight
+from launch.commands.evaluate.beside_run import EvaluationBesideRun
+from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.watch import Watch
 from launch.plan.gpu_map import map_gpus
 from launch.plan.local import local_plan_document
@@ -41,6 +43,7 @@ def run_locally(
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)
+    preview_evaluations(config)
     layout = RunLayout(config.run_directory)
     watch = Watch(layout, sys.stderr)
     if gpus.devices and findings.shape is not None:
@@ -48,21 +51,27 @@ def run_locally(
             judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)
         except ConfigError as error:  # an estimate: `rlhpc check` refuses, a start only warns
             watch.tell(f"GPU memory may not suffice, as far as an estimate says: {error}")
-    with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
-        if resume:
-            look_before_going_on(layout, resume_from, watch.tell)
-        begun = prepare_run_dir(config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell)
-        write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
-        mint_keys(config, layout)
-        for change in begun.changed:
-            watch.tell(f"resumed with {change}")
-        status = supervise_locally(
-            layout,
-            Attempt(begun.index, begun.resume_step, job_id=0, restart=0, fence=begun.owner),
-            watch.tell,
-            LocalSignals([watch.look, owner.renew], owner.check),
-            descriptors=owner.inherited,
-            begins=owner.begins,
-        )
-        watch.close()
+    with EvaluationBesideRun(config, layout, gpus, watch.tell) as evaluation:
+        with own_run(layout, watch.tell, may_take_over=resume or fresh) as owner:
+            if resume:
+                look_before_going_on(layout, resume_from, watch.tell)
+            begun = prepare_run_dir(
+                config, layout, resume=resume, fresh=fresh, resume_from=resume_from, tell=watch.tell
+            )
+            write_atomically(layout.local_plan, local_plan_document(config, layout, gpus, max_retries).encode())
+            mint_keys(config, layout)
+            for change in begun.changed:
+                watch.tell(f"resumed with {change}")
+            evaluation.start()
+            status = supervise_locally(
+                layout,
+                Attempt(begun.index, begun.resume_step, job_id=0, restart=0, fence=begun.owner),
+                watch.tell,
+                LocalSignals([watch.look, evaluation.look, owner.renew], owner.check),
+                descriptors=owner.inherited,
+                begins=owner.begins,
+            )
+            watch.close()
+        if status == 0 and layout.summary.exists():
+            evaluation.finish()
     return status

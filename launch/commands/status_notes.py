@@ -1,6 +1,7 @@
-"""What `rlhpc status` says of the guard and of prompts that are kept from generators.
+"""What `rlhpc status` says of the guard, of prompts that are kept from generators, and of evaluations.
 
-Input: guard.jsonl and strikes.jsonl of a run directory.  Output: lines, or JSON.  Loads nothing where neither is there.
+Input: guard.jsonl, strikes.jsonl and evaluations/ of a run directory.  Output: lines, or JSON.  Loads nothing where
+none of them is there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Notes:
     guard: Sequence[dict[str, Any]]  # entries of guard.jsonl, oldest first
     quarantined: Sequence[str]  # prompts, by digest, that are given to no generator any more
     suspects: Sequence[str]  # prompts that lost leases to deaths of generators, and may still be completed
+    evaluations: dict[str, dict[int, dict[str, Any]]]  # figures by dataset and step
 
     def lines(self) -> list[str]:
         """For people; none where nothing has happened."""
@@ -37,18 +39,29 @@ class Notes:
             found.append(
                 f"guard   {number}, the last one: {last['action']} (attempt {last['attempt']}), {last['text']}"
             )
+        if self.evaluations:
+            from launch.commands.evaluate.past import lines_about
+
+            found += lines_about(self.evaluations)
         return found
 
     def as_document(self) -> dict[str, Any]:
         """For programs."""
-        return {"guard": [*self.guard], "quarantined": [*self.quarantined], "suspects": [*self.suspects]}
+        return {
+            "guard": [*self.guard],
+            "quarantined": [*self.quarantined],
+            "suspects": [*self.suspects],
+            "evaluations": self.evaluations,
+        }
 
 
 def read_notes(layout: RunLayout) -> Notes:
     """Read both files.  Raises RunDirectoryError if one cannot be read."""
     try:
         quarantined, suspects = _prompts(layout) if layout.strikes.exists() else ([], [])
-        return Notes(_guard(layout) if layout.guard.exists() else [], quarantined, suspects)
+        guard = _guard(layout) if layout.guard.exists() else []
+        evaluations = _evaluations(layout) if layout.evaluations.is_dir() else {}
+        return Notes(guard, quarantined, suspects, evaluations)
     except OSError as error:
         raise RunDirectoryError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
@@ -57,6 +70,12 @@ def _guard(layout: RunLayout) -> list[dict[str, Any]]:
     from rlhpc.roles.controller.guard_file import read_guard_file  # slow to import, and rarely needed
 
     return [asdict(entry) for entry in read_guard_file(layout.guard)]
+
+
+def _evaluations(layout: RunLayout) -> dict[str, dict[int, dict[str, Any]]]:
+    from launch.commands.evaluate.past import past_evaluations
+
+    return past_evaluations(layout)
 
 
 def _prompts(layout: RunLayout) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.slurm_check import refuse_unfit
+from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.report import component_documents, plan_document, shared_layout
 from launch.plan.script import render_scripts
@@ -88,7 +89,9 @@ def prepare(config: Config, site_file: Path) -> Submission:
 
 def check(run: Submission) -> None:
     """Check model, data, memory, and the cluster's limits.  Raises ConfigError; SlurmError: Slurm does not answer."""
-    findings = preflight(run.config, roles_run_here=roles_run_here(run.site.prologue))
+    run_here = roles_run_here(run.site.prologue)
+    findings = preflight(run.config, roles_run_here=run_here)
+    preview_evaluations(run.config, roles_run_here=run_here)
     refuse_small_gpus(run.config, findings, run.site, run.site_file)
     refuse_unfit_for_slurm(run.plan)
 

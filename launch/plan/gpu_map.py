@@ -1,4 +1,5 @@
-"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines.
+"""Which GPU each process of a run on one machine gets: trainer ranks first, one GPU each, then the engines, then
+[[evaluation]].
 
 Input: a Config and the usable GPUs.  Output: CUDA_VISIBLE_DEVICES of every process, or a ConfigError that says how many
 GPUs are needed, how many there are, and which settings would fit.  Pure.  On Slurm jobs request GPUs per task, and this
@@ -16,6 +17,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+EVALUATION = "evaluation"  # the command that evaluates a run, beside its processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,22 @@ def map_gpus(config: Config, gpus: VisibleGpus) -> GpuMap:
         place += each
     source = words[0] if ranks else CPU
     transport = choose_transport(config.weights.transport, source, workers or {"generator-0": (CPU,)})
-    return GpuMap(trainer | workers, words[place:], transport)
+    left = words[place:]
+    evaluation = _of_evaluation(config, left, gpus)
+    return GpuMap(trainer | workers | evaluation, left[len(evaluation.get(EVALUATION, ())) :], transport)
+
+
+def _of_evaluation(config: Config, left: tuple[str, ...], gpus: VisibleGpus) -> dict[str, tuple[str, ...]]:
+    """Its engines have GPUs of their own, so that training does not notice them."""
+    each = config.generation.tensor_parallel if config.generation.engine == "vllm" else 0
+    wanted = max((table.num_replicas for table in config.evaluation), default=0) * each
+    if wanted > len(left):
+        raise ConfigError(
+            f"[evaluation] needs {wanted} GPU(s) beside those of the run, {len(left)} are left of {gpus.describe()}; "
+            "legal: fewer generation.num_replicas or trainer.num_ranks; or without [evaluation], and "
+            "`rlhpc evaluate RUN_DIR DATA --follow` on another machine"
+        )
+    return {EVALUATION: left[:wanted]} if wanted else {}
 
 
 def describe_gpus(gpu_map: GpuMap) -> str:

@@ -5,6 +5,8 @@ Input: Config.  Output: shares of roles; lines for people.  local.py and jobs.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from launch.plan.gpu_map import VARIABLE, GpuMap, describe_gpus
 from launch.run_files.plan_file import Share
 from rlhpc.config import Config
@@ -63,6 +65,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         *([f"gpus        {describe_gpus(gpus)}"] if gpus.devices else []),
         f"checkpoint  every {config.checkpoint.every_steps} steps; a crash between two costs at most the training of "
         "these steps, on the rollouts of the journal: nothing is sampled again",
+        *_describe_evaluations(config),
         f"deaths      {_describe_deaths(config)}",
         f"sockets     {config.transport.kind}, "
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
@@ -76,6 +79,18 @@ def _describe_critic(config: Config) -> list[str]:
     path, critic = config.critic.path or config.model.path, config.critic
     alone = f", alone for {critic.head_start_steps} steps" if critic.head_start_steps else ""
     return [f"critic      beside it, from {path}; learning rate {critic.learning_rate:g}{alone}"]
+
+
+def _describe_evaluations(config: Config) -> Iterator[str]:
+    for place, table in enumerate(config.evaluation):
+        prompts = "all prompts" if table.prompts is None else f"{table.prompts} prompts"
+        every = table.every_steps or config.checkpoint.every_steps
+        after = "" if table.stop_after is None else f", stops the run after {table.stop_after} without a better one"
+        best = f"; keeps the best {table.keep_best}{after}" if table.keep_best else ""
+        yield (
+            f"{'evaluation' if place == 0 else '':<12}{table.title}: every {every} steps and at the end, {prompts} × "
+            f"{table.samples}, temperature {table.temperature:g}{best}"
+        )
 
 
 def _describe_deaths(config: Config) -> str:

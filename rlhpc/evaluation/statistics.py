@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.config_evaluation import sizes_of_sets
+
 Z = 1.959964  # 97.5 % of a normal distribution lie below
 
 
@@ -92,7 +94,7 @@ def estimates(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int
     maj@k needs a reward function that names answers.
     """
     found: dict[str, Estimate] = {}
-    for k in _ks(samples_per_prompt):
+    for k in sizes_of_sets(samples_per_prompt):
         counted = [(len(samples), sum(each.is_correct for each in samples)) for samples in prompts if len(samples) >= k]
         if counted:
             found[f"pass@{k}"] = share(np.array([pass_at_k(*counts, k) for counts in counted]))
@@ -103,8 +105,3 @@ def estimates(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int
     if any(prompts):
         found["reward"] = mean(np.array([np.mean([each.reward for each in samples]) for samples in prompts if samples]))
     return found
-
-
-def _ks(samples_per_prompt: int) -> list[int]:
-    powers = [2**i for i in range(samples_per_prompt.bit_length())]
-    return sorted({*(k for k in powers if k <= samples_per_prompt), samples_per_prompt})

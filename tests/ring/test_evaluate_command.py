@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from launch.commands.evaluate.past import past_evaluations
 from rlhpc.evaluation.samples_file import EvaluatedSample, read_samples
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
@@ -78,6 +79,15 @@ def evaluators(directory: Path) -> list[psutil.Process]:
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         found += [process] if "rlhpc.roles.evaluator" in words and str(directory) in words else []
+    return found
+
+
+def followers(run_directory: Path) -> list[psutil.Process]:
+    """Commands that follow this run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        found += [process] if "--follow" in words and str(run_directory) in words else []
     return found
 
 
@@ -212,6 +222,55 @@ def test_a_run_is_followed_until_it_is_complete_and_its_best_model_kept(lab: Lab
     again = rlhpc("evaluate", str(layout.root / "evaluations" / "best-train"), str(lab.dataset), *FEW, *SCRIPTED,
                   "--out", str(lab.root / "again"), "--json")  # fmt: skip
     assert again.returncode == 0, again.stderr
+
+
+def test_what_the_run_file_asks_for_is_evaluated_beside_the_run(lab: Lab) -> None:
+    slow = "tests.ring.ring_rewards:very_slow_parity"
+    tables = [
+        {"path": str(lab.dataset), "name": "held-out", "prompts": 5, "samples": 2, "keep_best": "pass@2"},
+        {"path": str(lab.dataset), "name": "greedy", "prompts": 3, "temperature": 0.0, "max_completion_tokens": 4,
+         "every_steps": 100},
+    ]  # fmt: skip
+    layout = lab.layout("beside")
+    path = lab.run_file("beside", run={"num_steps": 12}, data={"task": slow}, evaluation=tables)
+    with Run(path, layout) as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+        said = run.story()
+    assert "pass@1" in (layout.evaluations / "follow.log").read_text()
+    past = past_evaluations(layout)
+    assert max(past["held-out"]) == max(past["greedy"]) == 12
+    assert len(past["greedy"]) <= 2  # a first one, and that at the end
+    assert (layout.evaluations / "best-held-out" / "config.json").exists()
+    assert "evaluation  held-out: pass@1" in said
+    assert "evaluation  held-out: pass@1" in rlhpc("status", str(layout.root)).stdout
+    greedy = next(layout.evaluations.glob("*-step_000012-greedy"))
+    assert {each.num_tokens for each in read_samples(greedy)} <= {1, 2, 3, 4}
+    again = rlhpc("evaluate", str(layout.root), "--json")  # draws nothing: all is there
+    assert [json.loads(each)["num_prompts"] for each in _documents(again.stdout)] == [5, 3], again.stderr
+
+
+def _documents(text: str) -> list[str]:
+    """JSON documents that stand one after the other."""
+    return [f"{{{part}}}" for part in text.strip().removeprefix("{").removesuffix("}").split("}\n{")]
+
+
+def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
+    layout = lab.layout("lonely")
+    table = {"path": str(lab.dataset), "prompts": 2, "task": "tests.ring.ring_rewards:parity"}
+    with Run(lab.run_file("lonely", run={"num_steps": 100_000}, evaluation=[table]), layout) as run:
+        run.wait_for_step(1)
+        for process in followers(layout.root):
+            process.kill()
+        wait_while_it_moves(lambda: "[evaluation] has failed" in run.story(), lambda: 0, "words", run.story)
+        step = run.status()["step"]
+        run.wait_for_step(step + 2)
+        assert rlhpc("stop", str(layout.root)).returncode == 0
+        assert run.finish() == 0, run.story()
+    with Run(lab.run_file("lonely", run={"num_steps": step + 100}, evaluation=[table]), layout, "--resume") as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert max(past_evaluations(layout)["train"]) == step + 100
 
 
 def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:

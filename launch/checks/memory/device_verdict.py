@@ -18,7 +18,7 @@ from launch.checks.memory.engine_verdict import BUCKETS, Change, refuse_engine, 
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
-from launch.plan.gpu_map import GpuMap
+from launch.plan.gpu_map import EVALUATION, GpuMap
 from rlhpc.config import Config, obeys_rules, with_values
 from rlhpc.config_sections import as_toml
 from rlhpc.errors import ConfigError
@@ -68,10 +68,10 @@ def judge_devices(
 
 
 def _holders(gpus: GpuMap) -> dict[str, list[str]]:
-    """GPU → processes on it."""
+    """GPU → processes on it; [evaluation] has GPUs of its own, and the engine of a generator."""
     holders: dict[str, list[str]] = {}
     for process, words in gpus.devices.items():
-        for word in words:
+        for word in words if process != EVALUATION else ():
             holders.setdefault(word, []).append(process)
     return holders
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
-from launch.commands.evaluate.follow import follow_run, following
+from launch.commands.evaluate.follow import follow_run, refuse_how
 from launch.commands.evaluate.job import EvaluationJob
+from launch.commands.evaluate.report import Report
+from launch.commands.evaluate.request import requests_of
 from launch.commands.evaluate.target import find_target
 from launch.common.paths import without_dots
 from rlhpc.errors import ConfigError
@@ -24,26 +27,30 @@ def evaluate(options: argparse.Namespace) -> int:
     """Returns the exit status.  Raises ConfigError, CheckpointError, DataError, RunDirectoryError, RoleFailed."""
     if options.dry_run and options.site is None:
         raise ConfigError("--dry-run: prints the script of a job; use it with --site")
-    how = following(options)
-    if how is not None and options.site is None:
-        return follow_run(options, how, _tell)
-    evaluation = plan_evaluation(find_target(without_dots(options.model), options.step), options)
-    if options.site is not None:
-        return _submit(evaluation, options)
-    report = evaluation.report(_tell, is_fresh=options.fresh)
-    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
+    refuse_how(options)
+    if options.follow:
+        return follow_run(options, partial(_show, options, indent=None), _tell)
+    target, runs_here = find_target(without_dots(options.model), options.step), options.site is None
+    for evaluation in [plan_evaluation(target, each, runs_here=runs_here) for each in requests_of(options, target)]:
+        if runs_here:
+            _show(options, evaluation.report(_tell, is_fresh=options.fresh), indent=1)
+        else:
+            _submit(evaluation, options)
     return 0
 
 
-def _submit(evaluation: Evaluation, options: argparse.Namespace) -> int:
-    job = EvaluationJob.plan(evaluation, options)
+def _show(options: argparse.Namespace, report: Report, indent: int | None) -> None:
+    print(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text(), flush=True)
+
+
+def _submit(evaluation: Evaluation, options: argparse.Namespace) -> None:
+    job = EvaluationJob.plan(evaluation, options.site)
     if options.dry_run:
         print(job.script, end="")
-        return 0
+        return
     refuse_unfit(job.jobs)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
         job.submit(_tell)
-    return 0
 
 
 def _tell(line: str) -> None:

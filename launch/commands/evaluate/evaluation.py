@@ -1,11 +1,10 @@
 """One evaluation on this machine: everything checked, samples drawn, figures written.
 
-Input: a target and the options of the command.  Output: Report, and the files of the evaluation's directory.
+Input: a target and a request.  Output: Report, and the files of the evaluation's directory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,13 +17,13 @@ from launch.checks.preflight import preflight_sampling
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.processes import sample_all
 from launch.commands.evaluate.report import Report, report_of
+from launch.commands.evaluate.request import Request
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target
 from launch.common.paths import without_dots
 from launch.plan.gpu_map import map_gpus
 from launch.run_directory.inputs import look_at_data
 from rlhpc.config import with_values
-from rlhpc.errors import ConfigError
 from rlhpc.evaluation.samples_file import read_samples
 from rlhpc.evaluation.settings import SUMMARY, EvaluationSettings
 from rlhpc.files import write_atomically
@@ -38,6 +37,7 @@ class Evaluation:
     """What is to be evaluated, on what, and where samples go."""
 
     target: Target
+    request: Request
     settings: EvaluationSettings
     directory: Path
 
@@ -79,42 +79,25 @@ class Evaluation:
         return report
 
 
-def plan_evaluation(target: Target, options: argparse.Namespace) -> Evaluation:
-    """Everything that the options say, checked; writes nothing.  Raises ConfigError, DataError."""
-    config, runs_here = evaluation_config(target, options.data, options.overrides), options.site is None
+def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True) -> Evaluation:
+    """Everything that is asked for, checked; writes nothing.  Raises ConfigError, DataError.
+
+    runs_here: False where its processes run on another machine.
+    """
+    config = evaluation_config(target, request.data, request.words)
     if runs_here:
         map_gpus(config, gpus_here(os.environ))
-    wanted, num_records = options.prompts, preflight_sampling(config, roles_run_here=runs_here).datasets[0].num_records
+    num_records = preflight_sampling(config, roles_run_here=runs_here).datasets[0].num_records
     settings = EvaluationSettings(
         config=config,
-        title=f"{target.title} on {config.data[0].path.stem}",
-        samples_per_prompt=_at_least_one("--samples", options.samples),
-        num_prompts=num_records if wanted is None else min(num_records, _at_least_one("--prompts", wanted)),
-        temperature=_temperature(options),
+        title=f"{target.title} on {request.name}",
+        samples_per_prompt=request.samples,
+        num_prompts=min(num_records, request.prompts or num_records),
+        temperature=request.temperature,
         inputs={
             "model": target.digest,
             "data": [entry.digest for entry in look_at_data(config.data[0].path).values()],
         },
     )
-    return Evaluation(target, settings, without_dots(options.out or target.home / _name(target, config.data[0].path)))
-
-
-def _name(target: Target, data: Path) -> str:
-    return f"{target.title}-{data.stem}"
-
-
-def _at_least_one(option: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{option} {value}; legal: 1 or more")
-    return value
-
-
-def _temperature(options: argparse.Namespace) -> float:
-    temperature: float = options.temperature
-    if not 0 <= temperature <= 2:
-        raise ConfigError(f"--temperature {temperature:g}; legal: 0 (the most likely token each time) to 2")
-    if temperature == 0 and options.samples > 1:
-        raise ConfigError(
-            f"--temperature 0 with --samples {options.samples}: all samples of a prompt would be the same"
-        )
-    return temperature
+    directory = request.out or target.home / f"{target.title}-{request.name}"
+    return Evaluation(target, request, settings, without_dots(directory))

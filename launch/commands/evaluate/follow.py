@@ -1,11 +1,12 @@
-"""`rlhpc evaluate RUN_DIR DATA --follow`: evaluate what a run saves, while it trains.
+"""`rlhpc evaluate RUN_DIR [DATA] --follow`: evaluate what a run saves, while it trains.
 
-Input: a run directory.  Output: an evaluation of the newest checkpoint, again and again until the run is over; curves
-for TensorBoard; the best model so far, as an HF checkpoint; an end of the run where it gets no better.  A checkpoint is
-one weight version, and engines of our own sample it: the run does not notice.  All state is in the evaluations on disk.
+Input: a run directory, and which datasets.  Output: an evaluation of the newest checkpoint, again and again until the
+run is over; curves for TensorBoard; the best model so far, as an HF checkpoint; an end of the run where it gets no
+better.  A checkpoint is one weight version, and engines of our own sample it: the run does not notice.  All state is in
+the evaluations on disk.
 
-    RUN_DIR/evaluations/tensorboard/…                  evaluation/DATA/FIGURE against the step
-    RUN_DIR/evaluations/best-DATA/, rlhpc_figures.json in it
+    RUN_DIR/evaluations/tensorboard/…                  evaluation/NAME/FIGURE against the step
+    RUN_DIR/evaluations/best-NAME/, rlhpc_figures.json in it
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
+from launch.commands.evaluate.past import past_values
 from launch.commands.evaluate.report import Report
-from launch.commands.evaluate.target import find_target
+from launch.commands.evaluate.request import Request, requests_of
+from launch.commands.evaluate.target import find_target, target_of_run
 from launch.commands.stop import stop_run
 from launch.common.paths import without_dots
-from rlhpc.errors import CheckpointError, ConfigError
-from rlhpc.evaluation.settings import SUMMARY
+from launch.run_files.run_state import read_progress
+from rlhpc.errors import CheckpointError, ConfigError, RoleFailed
 from rlhpc.files import write_atomically
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 from rlhpc.run_layout import RunLayout
@@ -32,85 +34,107 @@ from rlhpc.training.checkpoint.directory import KnownCheckpoints
 
 FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
+MOST_FAILURES = 3  # evaluations in a row whose engines failed; then the command fails
 Tell = Callable[[str], None]
+Show = Callable[[Report], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Following:
-    """How a run is followed."""
-
-    every: int  # least number of steps between two evaluations
-    best: str | None  # figure whose best model is kept
-    stop_after: int | None  # evaluations in a row without a better one: the run is stopped
-    patience_s: float  # without a sign of life of the run
-
-
-def following(options: argparse.Namespace) -> Following | None:
-    """None: the run is not followed.  Raises ConfigError for options that mean nothing together."""
-    given = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
-    if not options.follow:
-        for option, value in given.items():
+def refuse_how(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that mean nothing with, or without, --follow."""
+    if options.follow:
+        for option, value in (("--step", options.step), ("--out", options.out), ("--site", options.site)):
             if value is not None:
-                raise ConfigError(f"{option} {value}: how a run is followed; use it with --follow")
-        return None
-    for option, value in (("--step", options.step), ("--out", options.out), ("--site", options.site)):
+                raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints, here")
+        return
+    of_following = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
+    for option, value in of_following.items():
         if value is not None:
-            raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints, here")
-    if options.stop_after is not None and options.keep_best is None:
-        raise ConfigError(f"--stop-after {options.stop_after}: no better in what? Use it with --keep-best FIGURE")
-    for option, value in (("--every", options.every), ("--stop-after", options.stop_after)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} {value}; legal: 1 or more")
-    return Following(options.every or 1, options.keep_best, options.stop_after, options.patience_s)
+            raise ConfigError(f"{option} {value}: how a run is followed; use it with --follow")
 
 
-def follow_run(options: argparse.Namespace, how: Following, tell: Tell) -> int:
-    """Returns 0 when the run is complete or was stopped, 1 when it has given no sign of life for too long."""
+def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
+    """Returns 0 when the run is over, 1 when it has given no sign of life for too long."""
     layout = RunLayout(without_dots(options.model))
     if not layout.is_run:
         raise ConfigError(f"--follow: {layout.root} is no run directory")
-    steps, life = _Steps(layout, how.every), _Life(layout, how.patience_s)
-    curves = TensorBoardWriter(layout.root / "evaluations" / "tensorboard")
+    courses = [_Course(layout, request) for request in requests_of(options, target_of_run(layout))]
+    life = _Life(layout, options.patience_s)
+    curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     try:
         while True:
-            is_complete = layout.summary.exists()
-            step = steps.due()
-            if step is not None:
-                steps.last = step
-                _evaluate(layout, step, options, how, curves, tell)
-            elif is_complete:
+            is_over, has_evaluated = life.is_over, False
+            for course in courses:
+                if (step := course.due(is_last=is_over)) is not None:
+                    course.evaluate(step, curves, show, tell)
+                    has_evaluated = True
+                    if course.is_no_better(tell):
+                        return stop_run(layout, now=False, tell=tell)
+            if is_over and not has_evaluated:
                 return 0
-            elif not life.shows:
-                tell(f"{layout.root}: no sign of life for {how.patience_s:g} s; not followed any more")
+            if not life.shows:
+                tell(f"{layout.root}: no sign of life for {options.patience_s:g} s; not followed any more")
                 return 1
-            else:
+            if not has_evaluated:
                 time.sleep(LOOK_S)
-            if how.best is not None and how.stop_after is not None:
-                past = _past(layout, options.data, how.best)
-                if _is_no_better(past, how.stop_after):
-                    tell(f"{how.best} is no better than {max(past.values()):.3f} for {how.stop_after} evaluations")
-                    return stop_run(layout, now=False, tell=tell)
     finally:
         curves.close()
 
 
-def _evaluate(
-    layout: RunLayout, step: int, options: argparse.Namespace, how: Following, curves: TensorBoardWriter, tell: Tell
-) -> None:
-    def done(report: Report, model: Path) -> None:
-        name = f"evaluation/{evaluation.settings.config.data[0].path.stem}"
-        curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
-        curves.flush()
-        if how.best is not None:
-            _keep_if_best(layout, evaluation, report, model, how.best, tell)
+class _Course:
+    """A dataset, from checkpoint to checkpoint."""
 
-    try:
-        evaluation = plan_evaluation(find_target(layout.root, step), options)
-        report = evaluation.report(tell, done=done)
-    except CheckpointError as error:  # the run has deleted it, or it is damaged; the next one comes
-        tell(f"step {step} is not evaluated: {error}")
-        return
-    print(json.dumps(report.as_json()) if options.json else report.as_text(), flush=True)
+    def __init__(self, layout: RunLayout, request: Request) -> None:
+        self._layout, self._request = layout, request
+        self._last: int | None = None  # step that was evaluated last
+        self._has_new = False  # figures that nobody has judged
+        self._failures = 0  # in a row
+
+    def due(self, *, is_last: bool) -> int | None:
+        """The newest step, if it is far enough from the last one, or if no other will come."""
+        if not self._layout.checkpoints.is_dir():
+            return None
+        steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
+        newest, far = max(steps, default=None), 1 if is_last else self._request.every
+        if newest is None or (self._last is not None and newest < self._last + far):
+            return None
+        return newest
+
+    def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> None:
+        """Evaluate the checkpoint of a step; one that is gone by now, or damaged, is passed over."""
+        self._last = step
+        name, best = f"evaluation/{self._request.name}", self._request.best
+
+        def done(report: Report, model: Path) -> None:
+            curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
+            curves.flush()
+            if best is not None:
+                _keep_if_best(self._layout, evaluation, report, model, best, tell)
+            self._has_new = True
+
+        try:
+            evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
+            report = evaluation.report(tell, done=done)
+        except CheckpointError as error:  # the run has deleted it; the next one comes
+            tell(f"step {step} is not evaluated: {error}")
+        except RoleFailed as error:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise
+            tell(f"step {step} is not evaluated: {error}")
+        else:
+            self._failures = 0
+            show(report)
+
+    def is_no_better(self, tell: Tell) -> bool:
+        """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
+        request, has_new, self._has_new = self._request, self._has_new, False
+        if not has_new or request.best is None or request.stop_after is None:
+            return False
+        past = past_values(self._layout, request.name, request.best)
+        if not _is_no_better(past, request.stop_after):
+            return False
+        tell(f"{request.best} is no better than {max(past.values()):.3f} for {request.stop_after} evaluations")
+        return True
 
 
 def _keep_if_best(
@@ -118,11 +142,11 @@ def _keep_if_best(
 ) -> None:
     if figure not in report.figures:
         raise ConfigError(f"--keep-best {figure}: not a figure of this evaluation; legal: {', '.join(report.figures)}")
-    data, value = evaluation.settings.config.data[0].path, report.figures[figure].value
-    others = _past(layout, data, figure)
+    name, value = evaluation.request.name, report.figures[figure].value
+    others = past_values(layout, name, figure)
     if any(value <= other for other in others.values()):
         return
-    place = layout.root / "evaluations" / f"best-{data.stem}"
+    place = layout.evaluations / f"best-{name}"
     write_atomically(model / FIGURES, json.dumps(report.as_json(), indent=1).encode())
     old = place.with_name(f".{place.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -133,25 +157,6 @@ def _keep_if_best(
     tell(f"{place}: the best model so far, {figure} {value:.3f}")
 
 
-def _past(layout: RunLayout, data: Path, figure: str) -> dict[int, float]:
-    """The figure by step, of the evaluations on this dataset that are done."""
-    found: dict[int, float] = {}
-    for step, directory in _evaluations(layout, data):
-        try:
-            document = json.loads((directory / SUMMARY).read_bytes())
-            found[step] = float(document["figures"][figure]["value"])
-        except (FileNotFoundError, KeyError):
-            continue
-    return dict(sorted(found.items()))
-
-
-def _evaluations(layout: RunLayout, data: Path) -> Iterator[tuple[int, Path]]:
-    for directory in (layout.root / "evaluations").glob(f"*-step_*-{data.stem}"):
-        number = directory.name.removesuffix(f"-{data.stem}").rpartition("step_")[2]
-        if number.isdecimal():
-            yield int(number), directory
-
-
 def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
     values = list(past.values())
     if len(values) <= num_evaluations:
@@ -159,36 +164,27 @@ def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
     return max(values[-num_evaluations:]) <= max(values[:-num_evaluations])
 
 
-class _Steps:
-    """Which checkpoint is due."""
-
-    def __init__(self, layout: RunLayout, every: int) -> None:
-        self._checkpoints, self._every = layout.checkpoints, every
-        self.last: int | None = None
-
-    def due(self) -> int | None:
-        """The newest one, if it is far enough from the last."""
-        if not self._checkpoints.is_dir():
-            return None
-        steps = [step for step, _ in KnownCheckpoints(self._checkpoints).steps()]
-        newest = max(steps, default=None)
-        if newest is None or (self.last is not None and newest < self.last + self._every):
-            return None
-        return newest
-
-
 class _Life:
-    """Whether a run has shown that it lives, by the file that its controller writes twice a second."""
+    """Whether a run goes on, by the file that its controller writes twice a second."""
 
     def __init__(self, layout: RunLayout, patience_s: float) -> None:
-        self._status, self._patience_s = layout.status, patience_s
+        self._layout, self._patience_s = layout, patience_s
         self._seen, self._seen_s = -1, time.monotonic()
+        self._began_s = self._seen_s
+
+    @property
+    def is_over(self) -> bool:
+        """True once it is complete, or has been stopped since we look."""
+        if self._layout.summary.exists():
+            return True
+        progress = read_progress(self._layout)
+        return progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s
 
     @property
     def shows(self) -> bool:
-        """False once it has not changed for too long."""
-        now = time.monotonic()
-        changed = self._status.stat().st_mtime_ns if self._status.exists() else -1
+        """False once it has shown nothing for too long."""
+        now, status = time.monotonic(), self._layout.status
+        changed = status.stat().st_mtime_ns if status.exists() else -1
         if changed != self._seen:
             self._seen, self._seen_s = changed, now
         return now - self._seen_s < self._patience_s

@@ -6,7 +6,6 @@ A job that is preempted is requeued and goes on with what is there.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +34,10 @@ class EvaluationJob:
     script: str
 
     @classmethod
-    def plan(cls, evaluation: Evaluation, options: argparse.Namespace) -> Self:
+    def plan(cls, evaluation: Evaluation, site_file: Path) -> Self:
         """Writes nothing.  Raises ConfigError: a fault of the site file, or replicas that do not fit one node."""
         directory = evaluation.directory
-        site = load_site(options.site)
+        site = load_site(site_file)
         config = with_values(evaluation.settings.config, {"run.directory": directory, "run.name": "evaluation"})
         plan = plan_jobs(config, site, shared_layout(config, site))
         component = _on_one_node(
@@ -52,7 +51,7 @@ class EvaluationJob:
             "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue",
             *component_directives(component),
         ]
-        words = [*role_command(plan, component), "-m", "launch.cli", *_words(options, evaluation)]
+        words = [*role_command(plan, component), "-m", "launch.cli", *_words(evaluation)]
         return cls(plan, directory, render_command(plan, directives, words))
 
     def submit(self, tell: Callable[[str], None]) -> None:
@@ -81,9 +80,9 @@ def _on_one_node(component: Component) -> Component:
     )
 
 
-def _words(options: argparse.Namespace, evaluation: Evaluation) -> list[str]:
+def _words(evaluation: Evaluation) -> list[str]:
     """The command on the node, where relative paths mean nothing, and when the run may have saved another step."""
-    target, directory = evaluation.target, evaluation.directory
-    words = ["evaluate", str(target.checkpoint or target.model), str(without_dots(options.data)), *options.overrides]
-    words += ["--samples", str(options.samples), "--temperature", f"{options.temperature:g}", "--out", str(directory)]
-    return words if options.prompts is None else [*words, "--prompts", str(options.prompts)]
+    target, directory, request = evaluation.target, evaluation.directory, evaluation.request
+    words = ["evaluate", str(target.checkpoint or target.model), str(without_dots(request.data)), *request.words]
+    words += ["--samples", str(request.samples), "--temperature", f"{request.temperature:g}", "--out", str(directory)]
+    return words if request.prompts is None else [*words, "--prompts", str(request.prompts)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,15 @@ def find_target(path: Path, step: int | None) -> Target:
     return Target(path.name, Path("evaluations").absolute(), None, None, path)
 
 
-def _of_run(layout: RunLayout, step: int | None) -> Target:
+def target_of_run(layout: RunLayout) -> Target:
+    """A run as it began, whatever it has saved.  Raises ConfigError."""
     config, _ = read_resolved(layout)
-    checkpoint = _sound_checkpoint(layout, step)
-    title = f"{config.run.name}-{checkpoint.name}"
-    return Target(title, layout.root / "evaluations", config, checkpoint, config.model.path)
+    return Target(config.run.name, layout.evaluations, config, None, config.model.path)
+
+
+def _of_run(layout: RunLayout, step: int | None) -> Target:
+    run, checkpoint = target_of_run(layout), _sound_checkpoint(layout, step)
+    return replace(run, title=f"{run.title}-{checkpoint.name}", checkpoint=checkpoint)
 
 
 def _sound_checkpoint(layout: RunLayout, step: int | None) -> Path:

@@ -1,0 +1,36 @@
+"""What [[evaluation]] of a run file asks for, checked before a run starts.
+
+Input: Config.  Output: lines for people; a ConfigError for what an evaluation would fail by.
+"""
+
+from __future__ import annotations
+
+from launch.checks.preflight import preflight_sampling
+from launch.commands.evaluate.request import Request, of_run_file
+from launch.commands.evaluate.settings import evaluation_config
+from launch.commands.evaluate.target import Target
+from rlhpc.config import Config
+from rlhpc.data.prompts import DatasetSummary
+from rlhpc.errors import ConfigError
+from rlhpc.run_layout import RunLayout
+
+
+def preview_evaluations(config: Config, *, roles_run_here: bool = True) -> list[str]:
+    """A line for each table.  Raises ConfigError, whose text names the table.
+
+    roles_run_here: False where engines run in another environment than this process.
+    """
+    layout = RunLayout(config.run_directory)
+    target = Target(config.run.name, layout.evaluations, config, None, config.model.path)
+    return [
+        f"evaluation  {request.name}: {_look(target, request, roles_run_here).num_records} records"
+        for request in of_run_file(config)
+    ]
+
+
+def _look(target: Target, request: Request, roles_run_here: bool) -> DatasetSummary:
+    try:
+        settings = evaluation_config(target, request.data, request.words)
+        return preflight_sampling(settings, roles_run_here=roles_run_here).datasets[0]
+    except ConfigError as error:
+        raise ConfigError(f"[evaluation] {request.name}: {error}") from error

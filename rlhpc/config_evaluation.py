@@ -1,0 +1,142 @@
+"""The table [evaluation] of a run file, and its rules; see config_sections.py.  Loads without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from rlhpc.config_sections import LoosePath, Positive, Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: how good the model is on held-out data while it trains; several are a table [[evaluation]] each."""
+
+    path: LoosePath
+    """A .jsonl or .parquet file, or a directory of them."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
+    """In curves and names of directories; default: that of its file or directory, without suffix."""
+    dataset: str = ""
+    """Dataset of the run whose template, reward function and limits are taken; default: the only one, or the one with
+    this path."""
+    task: str = ""
+    """Another reward function than that dataset's."""
+    max_completion_tokens: Positive | None = None
+    """Sampling stops here; none: where it stops in training."""
+    every_steps: Positive | None = None
+    """Least steps between two evaluations, a multiple of checkpoint.every_steps; none: each checkpoint, as far as there
+    is time.  The last step is always evaluated."""
+    samples: Positive = 1
+    """Of each prompt."""
+    prompts: Positive | None = None
+    """That many, drawn at random, the same ones each time; none: all."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Of sampling; 0: the most likely token each time."""
+    num_replicas: Positive = 1
+    """Engines, each with generation.tensor_parallel GPUs beside those of the run."""
+    keep_best: str = ""
+    """Figure, such as "pass@1", whose best model is kept as an HF checkpoint; default: none is."""
+    stop_after: Positive | None = None
+    """Stop the run after so many evaluations in a row without a better figure; needs keep_best."""
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return self.name or self.path.stem
+
+    @property
+    def figures(self) -> list[str]:
+        """What it says of a model."""
+        majority = [f"maj@{self.samples}"] if self.samples > 1 else []
+        return [*(f"pass@{k}" for k in sizes_of_sets(self.samples)), *majority, "reward"]
+
+
+def sizes_of_sets(samples: int) -> list[int]:
+    """Every k for which pass@k is told of so many samples of a prompt: 1, 2, 4, … and all of them."""
+    powers = [1 << exponent for exponent in range(samples.bit_length())]
+    return sorted({*powers, samples})
+
+
+def evaluations_are_told_apart(config: Config) -> None:
+    """Their directories and curves have their names."""
+    titles = [evaluation.title for evaluation in config.evaluation]
+    for place, title in enumerate(titles):
+        if title in titles[:place]:
+            raise ValueError(
+                f"evaluation.{titles.index(title)} and evaluation.{place} are both called {title!r}; give one of them "
+                "another name"
+            )
+
+
+def evaluations_are_like_a_dataset(config: Config) -> None:
+    """Somebody has to say how prompts are asked and completions judged."""
+    titles, paths = ([getattr(dataset, key) for dataset in config.data] for key in ("title", "path"))
+    for place, evaluation in enumerate(config.evaluation):
+        like = evaluation.dataset
+        if like not in titles if like else len(titles) > 1 and evaluation.path not in paths:
+            raise ValueError(
+                f"{_key(config, place, 'dataset')}={like!r}: whose template, reward function and limits "
+                f"has {str(evaluation.path)!r}? legal: {', '.join(map(repr, titles))}"
+            )
+
+
+def evaluations_have_checkpoints(config: Config) -> None:
+    """What is evaluated is what was saved."""
+    saved = config.checkpoint.every_steps
+    for place, evaluation in enumerate(config.evaluation):
+        every = evaluation.every_steps
+        if every is not None and every % saved:
+            raise ValueError(
+                f"{_key(config, place, 'every_steps')}={every}: a checkpoint comes every {saved} steps "
+                "(checkpoint.every_steps); legal: a multiple of it"
+            )
+
+
+def evaluations_fit_the_context(config: Config) -> None:
+    """Engines are made for the run's longest completion."""
+    most = config.generation.max_completion_tokens
+    for place, evaluation in enumerate(config.evaluation):
+        limit = evaluation.max_completion_tokens
+        if limit is not None and limit > most:
+            raise ValueError(
+                f"{_key(config, place, 'max_completion_tokens')}={limit} is above "
+                f"generation.max_completion_tokens={most}; legal: 1 to {most}"
+            )
+
+
+def best_is_a_figure(config: Config) -> None:
+    """Each evaluation has figures by its number of samples."""
+    for place, evaluation in enumerate(config.evaluation):
+        best, figures = evaluation.keep_best, evaluation.figures
+        if best and best not in figures:
+            raise ValueError(
+                f"{_key(config, place, 'keep_best')}={best!r} with samples={evaluation.samples}; legal: "
+                f"{', '.join(map(repr, figures))}"
+            )
+        if evaluation.stop_after is not None and not best:
+            raise ValueError(
+                f"{_key(config, place, 'stop_after')}={evaluation.stop_after}: no better in what? legal: beside "
+                "keep_best"
+            )
+        if evaluation.temperature == 0 and evaluation.samples > 1:
+            raise ValueError(
+                f"{_key(config, place, 'temperature')}=0 with samples={evaluation.samples}: all samples of a prompt "
+                "would be the same; legal: samples=1, or above 0"
+            )
+
+
+def _key(config: Config, place: int, key: str) -> str:
+    """As a run file with one table, or several, has it."""
+    return f"evaluation.{place}.{key}" if len(config.evaluation) > 1 else f"evaluation.{key}"
+
+
+EVALUATION = (
+    evaluations_are_told_apart,
+    evaluations_are_like_a_dataset,
+    evaluations_have_checkpoints,
+    evaluations_fit_the_context,
+    best_is_a_figure,
+)
