@@ -182,7 +182,12 @@ def _plan(options: argparse.Namespace) -> int:
     from launch.plan.report import plan_report
     from launch.plan.site_file import load_site
 
-    print(plan_report(load_config(options.run_file, options.overrides), load_site(options.site_file)))
+    config, site = load_config(options.run_file, options.overrides), load_site(options.site_file)
+    print(plan_report(config, site))
+    if config.evaluation:
+        from launch.commands.evaluate.job import EvaluationJob
+
+        print(f"\n----- evaluation.sbatch\n{EvaluationJob.following(config, site).script.rstrip()}")
     return 0
 
 

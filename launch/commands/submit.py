@@ -18,6 +18,8 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.slurm_check import refuse_unfit
+from launch.commands.evaluate.following_job import submit_following
+from launch.commands.evaluate.job import EvaluationJob
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.jobs import Job, JobPlan, plan_jobs
 from launch.plan.report import component_documents, plan_document, shared_layout
@@ -94,6 +96,8 @@ def check(run: Submission) -> None:
     preview_evaluations(run.config, roles_run_here=run_here)
     refuse_small_gpus(run.config, findings, run.site, run.site_file)
     refuse_unfit_for_slurm(run.plan)
+    if run.config.evaluation:
+        refuse_unfit_for_slurm(EvaluationJob.following(run.config, run.site).jobs)
 
 
 def submit_checked(
@@ -134,7 +138,20 @@ def submit_checked(
                 shutil.rmtree(layout.root, ignore_errors=True)
             raise
     tell(f"submitted   {', '.join(map(describe_record, records))}: {run.plan.run_name} in {layout.root}")
+    _submit_evaluation(run, records, tell)
     return records
+
+
+def _submit_evaluation(run: Submission, records: Sequence[JobRecord], tell: Tell) -> None:
+    """The run goes on without, if that fails."""
+    if not run.config.evaluation:
+        return
+    controller = next((record.job_id for record in records if record.hosts_controller), None)
+    try:
+        submit_following(run.config, run.layout, run.site, controller, tell)
+    except RlhpcError as error:
+        again = f"`rlhpc evaluate {run.layout.root} --follow --site {run.site_file}` tries again"
+        tell(f"evaluation  NOT submitted: {error}; {again}")
 
 
 def _for_jobs(config: Config, layout: RunLayout) -> Config:

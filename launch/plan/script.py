@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from launch.plan.jobs import Component, Job, JobPlan
-from launch.plan.site_file import PrologueConfig
+from launch.plan.site_file import ClusterConfig, PrologueConfig
 from launch.plan.site_values import slurm_time
 
 SHORTEST_WARNED_S = 300  # time limit of jobs that are warned of it
@@ -95,15 +95,20 @@ def _job_directives(plan: JobPlan, job: Job) -> Iterator[str]:
     yield f"--output={plan.log_directory / f'{job.name}-{number}.log'}"
     yield "--open-mode=append"  # a requeued job goes on in the log that it began
     yield "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue"
-    # To the batch step alone (B:), and USR2: NCCL may catch USR1.  Slurm may send it a minute early, and one that comes
-    # before the script runs ends the job: a short one has none, it reckons its end itself.
-    if first.allocation.time_s >= SHORTEST_WARNED_S:
-        yield f"--signal=B:USR2@{min(plan.cluster.warn_s, first.allocation.time_s // 4)}"
+    yield from warning(plan.cluster, first)
     if job.array_size is not None:
         yield f"--array=0-{job.array_size - 1}"
     if plan.cluster.mail is not None and first.name == "controller":  # its end is the end of the run
         yield f"--mail-user={plan.cluster.mail}"
         yield f"--mail-type={','.join(plan.cluster.mail_events)}"
+
+
+def warning(cluster: ClusterConfig, component: Component) -> Iterator[str]:
+    """The signal before the time limit, as a directive; none in a short job, which reckons its end itself."""
+    # To the batch step alone (B:), and USR2: NCCL may catch USR1.  Slurm may send it a minute early, and one that comes
+    # before the script runs ends the job.
+    if (time_s := component.allocation.time_s) >= SHORTEST_WARNED_S:
+        yield f"--signal=B:USR2@{min(cluster.warn_s, time_s // 4)}"
 
 
 def _content(job: Job) -> str:

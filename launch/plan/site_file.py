@@ -126,7 +126,8 @@ class RewardsConfig(ControllerConfig):
 
 
 class GpuConfig(CommonConfig):
-    """[trainer], [generation]: the processes that compute.  A task is a trainer rank, or a replica of the engine."""
+    """[trainer], [generation], [evaluation]: the processes that compute.  A task is a trainer rank, or a replica of the
+    engine; one node and one task for all engines of an evaluation, which without its section has [generation]'s."""
 
     gpu: str | None = None
     """Name of the GPU; GPU_MEMORY_GIB lists those whose memory is known."""
@@ -222,6 +223,7 @@ class Site(Section):
     trainer: GpuConfig
     generation: GpuConfig
     rewards: RewardsConfig | None = None
+    evaluation: GpuConfig | None = None
     prologue: PrologueConfig = PrologueConfig()
 
 
@@ -232,6 +234,7 @@ SECTIONS: dict[str, type[Section]] = {
     "trainer": GpuConfig,
     "generation": GpuConfig,
     "rewards": RewardsConfig,
+    "evaluation": GpuConfig,
     "prologue": PrologueConfig,
 }
 

@@ -75,9 +75,9 @@ def submit_script(
     return job_id
 
 
-def submit_once(script: Path) -> str:
-    """Submit a script whose job nobody needs to find again, and return its id.  Raises SlurmError."""
-    return slurm("sbatch", "--parsable", str(script)).strip().split(";")[0]
+def submit_once(script: Path, *options: str) -> str:
+    """Submit a script whose job may be there twice, and return its id.  options: of sbatch.  Raises SlurmError."""
+    return slurm("sbatch", "--parsable", *options, str(script)).strip().split(";")[0]
 
 
 def try_script(script: Path, patience_s: float) -> None:

@@ -14,13 +14,16 @@ from functools import partial
 from launch.checks.site.slurm_check import refuse_unfit
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
-from launch.commands.evaluate.follow import follow_run, refuse_how
+from launch.commands.evaluate.follow import follow_run, refuse_how, run_of
+from launch.commands.evaluate.following_job import submit_following
 from launch.commands.evaluate.job import EvaluationJob
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import requests_of
-from launch.commands.evaluate.target import find_target
+from launch.commands.evaluate.target import find_target, target_of_run
 from launch.common.paths import without_dots
+from launch.plan.site_file import Site, load_site
 from rlhpc.errors import ConfigError
+from rlhpc.evaluation.settings import SUMMARY
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -28,14 +31,32 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.dry_run and options.site is None:
         raise ConfigError("--dry-run: prints the script of a job; use it with --site")
     refuse_how(options)
+    site = None if options.site is None else load_site(options.site)
+    if options.follow and site is not None:
+        return _submit_following(options, site)
     if options.follow:
         return follow_run(options, partial(_show, options, indent=None), _tell)
-    target, runs_here = find_target(without_dots(options.model), options.step), options.site is None
-    for evaluation in [plan_evaluation(target, each, runs_here=runs_here) for each in requests_of(options, target)]:
-        if runs_here:
+    target = find_target(without_dots(options.model), options.step)
+    for evaluation in [plan_evaluation(target, each, runs_here=not site) for each in requests_of(options, target)]:
+        if site is None:
             _show(options, evaluation.report(_tell, is_fresh=options.fresh), indent=1)
         else:
-            _submit(evaluation, options)
+            _submit(evaluation, site, options)
+    return 0
+
+
+def _submit_following(options: argparse.Namespace, site: Site) -> int:
+    layout = run_of(options)
+    target = target_of_run(layout)
+    requests_of(options, target)
+    config = target.settings
+    assert config is not None  # a run has settings
+    job = EvaluationJob.following(config, site)
+    if options.dry_run:
+        print(job.script, end="")
+        return 0
+    refuse_unfit(job.jobs)
+    submit_following(config, layout, site, None, _tell)
     return 0
 
 
@@ -43,14 +64,15 @@ def _show(options: argparse.Namespace, report: Report, indent: int | None) -> No
     print(json.dumps(report.as_json(), indent=indent) if options.json else report.as_text(), flush=True)
 
 
-def _submit(evaluation: Evaluation, options: argparse.Namespace) -> None:
-    job = EvaluationJob.plan(evaluation, options.site)
+def _submit(evaluation: Evaluation, site: Site, options: argparse.Namespace) -> None:
+    job = EvaluationJob.of(evaluation, site)
     if options.dry_run:
         print(job.script, end="")
         return
     refuse_unfit(job.jobs)
     with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=options.fresh, tell=_tell):
-        job.submit(_tell)
+        job.tell(job.submit(), _tell)
+        _tell(f"figures come into {job.directory / SUMMARY}; the same command without --site prints them")
 
 
 def _tell(line: str) -> None:

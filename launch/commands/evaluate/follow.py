@@ -19,13 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
+from launch.commands.evaluate.following_job import TimeIsUp, go_on_later, warned_of_the_limit
 from launch.commands.evaluate.past import past_values
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.target import find_target, target_of_run
 from launch.commands.stop import stop_run
 from launch.common.paths import without_dots
+from launch.run_files.job_records import read_records
 from launch.run_files.run_state import read_progress
+from launch.slurm.queue import look_at_jobs
 from rlhpc.errors import CheckpointError, ConfigError, RoleFailed
 from rlhpc.files import write_atomically
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
@@ -34,6 +37,7 @@ from rlhpc.training.checkpoint.directory import KnownCheckpoints
 
 FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
+ASK_S = 60.0  # between two questions to Slurm
 MOST_FAILURES = 3  # evaluations in a row whose engines failed; then the command fails
 Tell = Callable[[str], None]
 Show = Callable[[Report], None]
@@ -42,9 +46,11 @@ Show = Callable[[Report], None]
 def refuse_how(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that mean nothing with, or without, --follow."""
     if options.follow:
-        for option, value in (("--step", options.step), ("--out", options.out), ("--site", options.site)):
+        for option, value in (("--step", options.step), ("--out", options.out)):
             if value is not None:
-                raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints, here")
+                raise ConfigError(f"{option} {value}: not with --follow, which evaluates the newest checkpoints")
+        if options.site is not None and options.data is not None:
+            raise ConfigError(f"--site {options.site}: a job that follows a run evaluates what its [[evaluation]] says")
         return
     of_following = {"--every": options.every, "--keep-best": options.keep_best, "--stop-after": options.stop_after}
     for option, value in of_following.items():
@@ -52,11 +58,28 @@ def refuse_how(options: argparse.Namespace) -> None:
             raise ConfigError(f"{option} {value}: how a run is followed; use it with --follow")
 
 
-def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
-    """Returns 0 when the run is over, 1 when it has given no sign of life for too long."""
+def run_of(options: argparse.Namespace) -> RunLayout:
+    """The run that is followed.  Raises ConfigError: there is none."""
     layout = RunLayout(without_dots(options.model))
     if not layout.is_run:
         raise ConfigError(f"--follow: {layout.root} is no run directory")
+    return layout
+
+
+def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
+    """Returns 0 when the run is over, 1 when it has given no sign of life for too long.
+
+    In a Slurm job of its own it goes back into the queue before its time limit.
+    """
+    layout = run_of(options)
+    try:
+        with warned_of_the_limit(layout):
+            return _follow(layout, options, show, tell)
+    except TimeIsUp:
+        return go_on_later(layout, tell)
+
+
+def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell) -> int:
     courses = [_Course(layout, request) for request in requests_of(options, target_of_run(layout))]
     life = _Life(layout, options.patience_s)
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
@@ -170,15 +193,25 @@ class _Life:
     def __init__(self, layout: RunLayout, patience_s: float) -> None:
         self._layout, self._patience_s = layout, patience_s
         self._seen, self._seen_s = -1, time.monotonic()
-        self._began_s = self._seen_s
+        self._began_s = self._asked_s = self._seen_s
 
     @property
     def is_over(self) -> bool:
-        """True once it is complete, or has been stopped since we look."""
+        """True once it is complete, or has been stopped since we look, or none of its Slurm jobs is left."""
         if self._layout.summary.exists():
             return True
         progress = read_progress(self._layout)
-        return progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s
+        if progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s:
+            return True
+        return self._has_no_jobs()
+
+    def _has_no_jobs(self) -> bool:
+        jobs = [record.job_id for record in read_records(self._layout)]
+        if not jobs or time.monotonic() - self._asked_s < ASK_S:
+            return False
+        self._asked_s = time.monotonic()
+        look = look_at_jobs(jobs)
+        return not look.trouble and not any(row.state.is_alive for row in look.rows)
 
     @property
     def shows(self) -> bool:

@@ -1,24 +1,27 @@
-"""An evaluation as one Slurm job: the command itself, on a node with the GPUs of the site's [generation].
+"""Evaluations as Slurm jobs: the command itself, on a node with the GPUs of the site's [evaluation] or [generation].
 
-Input: settings, the directory of the evaluation, the words of the command.  Output: a script, and a job in the queue.
-A job that is preempted is requeued and goes on with what is there.
+Input: what is to be evaluated, a site file.  Output: a script, and a job in the queue.  A job that is preempted is
+requeued and goes on with what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from launch.commands.evaluate.evaluation import Evaluation
+from launch.commands.evaluate.request import of_run_file
+from launch.commands.evaluate.settings import evaluation_config
+from launch.commands.evaluate.target import target_of
 from launch.common.paths import without_dots
 from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
 from launch.plan.report import role_command, shared_layout
-from launch.plan.script import component_directives, render_command
-from launch.plan.site_file import load_site
+from launch.plan.script import component_directives, render_command, warning
+from launch.plan.site_file import Site
 from launch.slurm.sbatch import submit_once
-from rlhpc.config import with_values
+from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
@@ -30,41 +33,68 @@ class EvaluationJob:
     """A job that is ready to be submitted."""
 
     jobs: JobPlan
-    directory: Path
+    directory: Path  # of its script and log
     script: str
 
     @classmethod
-    def plan(cls, evaluation: Evaluation, site_file: Path) -> Self:
-        """Writes nothing.  Raises ConfigError: a fault of the site file, or replicas that do not fit one node."""
-        directory = evaluation.directory
-        site = load_site(site_file)
-        config = with_values(evaluation.settings.config, {"run.directory": directory, "run.name": "evaluation"})
-        plan = plan_jobs(config, site, shared_layout(config, site))
-        component = _on_one_node(
-            next(part for job in plan.jobs for part in job.components if part.name == "generation")
-        )
-        plan = replace(plan, jobs=(Job("evaluation", (component,)),))
-        directives = [
-            f"--job-name=rlhpc-evaluate-{directory.name}",
-            f"--output={directory / 'job-%j.log'}",
-            "--open-mode=append",
-            "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue",
-            *component_directives(component),
-        ]
-        words = [*role_command(plan, component), "-m", "launch.cli", *_words(evaluation)]
-        return cls(plan, directory, render_command(plan, directives, words))
+    def of(cls, evaluation: Evaluation, site: Site) -> Self:
+        """One evaluation; writes nothing.
 
-    def submit(self, tell: Callable[[str], None]) -> None:
-        """Put it into the queue.  Raises SlurmError."""
+        Raises ConfigError: a fault of the site file, or replicas that do not fit one node.
+        """
+        plan = _plan(evaluation.settings.config, evaluation.directory, site)
+        name = f"rlhpc-evaluate-{evaluation.directory.name}"
+        return cls(plan, evaluation.directory, _script(plan, name, evaluation.directory, _words(evaluation)))
+
+    @classmethod
+    def following(cls, config: Config, site: Site) -> Self:
+        """What [[evaluation]] of a run's settings asks for, as long as the run goes on.  Raises as `of` does."""
+        config = with_values(config, {"run.directory": shared_layout(config, site).root})
+        first, *_ = of_run_file(config)
+        engines = max(table.num_replicas for table in config.evaluation)
+        target = target_of(config)
+        like = with_values(evaluation_config(target, first.data, first.words), {"generation.num_replicas": engines})
+        plan = _plan(like, target.home, site)
+        words = ["evaluate", str(config.run_directory), "--follow"]
+        directives = [*warning(plan.cluster, plan.jobs[0].components[0])]
+        name = f"{config.run.name}.evaluation"
+        return cls(plan, target.home, _script(plan, name, target.home, words, directives))
+
+    def submit(self, *options: str) -> str:
+        """Put it into the queue and return its id.  options: of sbatch.  Raises SlurmError."""
         path = self.directory / SCRIPT
         write_atomically(path, self.script.encode())
-        job = submit_once(path)
+        return submit_once(path, *options)
+
+    def tell(self, job: str, tell: Callable[[str], None]) -> None:
+        """Say where to look for it."""
         tell(f"submitted job {job}; it says how far it is in {self.directory / f'job-{job}.log'}")
-        tell(f"figures come into {self.directory / 'summary.json'}; the same command without --site prints them")
+
+
+def _plan(config: Config, directory: Path, site: Site) -> JobPlan:
+    """One task for all engines, whose command shares the GPUs out."""
+    if site.evaluation is not None:
+        site = site.model_copy(update={"generation": site.evaluation})
+    config = with_values(config, {"run.directory": directory, "run.name": "evaluation"})
+    plan = plan_jobs(config, site, shared_layout(config, site))
+    component = _on_one_node(next(part for job in plan.jobs for part in job.components if part.name == "generation"))
+    return replace(plan, jobs=(Job("evaluation", (component,)),))
+
+
+def _script(plan: JobPlan, name: str, directory: Path, words: Sequence[str], directives: Iterable[str] = ()) -> str:
+    component = plan.jobs[0].components[0]
+    lines = [
+        f"--job-name={name}",
+        f"--output={directory / 'job-%j.log'}",
+        "--open-mode=append",
+        "--requeue" if plan.cluster.continuation == "requeue" else "--no-requeue",
+        *directives,
+        *component_directives(component),
+    ]
+    return render_command(plan, lines, [*role_command(plan, component), "-u", "-m", "launch.cli", *words])
 
 
 def _on_one_node(component: Component) -> Component:
-    """All replicas as one task, whose launcher shares the GPUs out."""
     if component.nodes > 1:
         raise ConfigError(
             f"generation.num_replicas={component.num_tasks} need {component.nodes} nodes, and an evaluation has one; "

@@ -8,11 +8,10 @@ from __future__ import annotations
 from launch.checks.preflight import preflight_sampling
 from launch.commands.evaluate.request import Request, of_run_file
 from launch.commands.evaluate.settings import evaluation_config
-from launch.commands.evaluate.target import Target
+from launch.commands.evaluate.target import Target, target_of
 from rlhpc.config import Config
 from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError
-from rlhpc.run_layout import RunLayout
 
 
 def preview_evaluations(config: Config, *, roles_run_here: bool = True) -> list[str]:
@@ -20,8 +19,7 @@ def preview_evaluations(config: Config, *, roles_run_here: bool = True) -> list[
 
     roles_run_here: False where engines run in another environment than this process.
     """
-    layout = RunLayout(config.run_directory)
-    target = Target(config.run.name, layout.evaluations, config, None, config.model.path)
+    target = target_of(config)
     return [
         f"evaluation  {request.name}: {_look(target, request, roles_run_here).num_records} records"
         for request in of_run_file(config)

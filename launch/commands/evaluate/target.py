@@ -71,6 +71,11 @@ def find_target(path: Path, step: int | None) -> Target:
     return Target(path.name, Path("evaluations").absolute(), None, None, path)
 
 
+def target_of(config: Config) -> Target:
+    """A run as it begins."""
+    return Target(config.run.name, RunLayout(config.run_directory).evaluations, config, None, config.model.path)
+
+
 def target_of_run(layout: RunLayout) -> Target:
     """A run as it began, whatever it has saved.  Raises ConfigError."""
     config, _ = read_resolved(layout)

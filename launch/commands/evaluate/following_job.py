@@ -1,0 +1,115 @@
+"""The Slurm job that evaluates a run while it trains: submitted beside the run's own, and once only.
+
+Input: settings of a run, a site file.  Output: a job that waits for the run's first one; its id in
+evaluations/job.json.  It is none of the run's jobs: nobody waits for it, and the run ends without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from launch.commands.evaluate.job import SCRIPT, EvaluationJob
+from launch.plan.site_file import Site
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import PATIENCE_S, cancel
+from launch.slurm.queue import look_at_jobs
+from launch.slurm.sbatch import submit_once
+from launch.slurm.this_job import ThisJob
+from rlhpc.config import Config
+from rlhpc.files import write_atomically
+from rlhpc.privacy import PRIVATE
+from rlhpc.run_layout import RunLayout
+
+REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
+Tell = Callable[[str], None]
+
+
+class TimeIsUp(Exception):
+    """This job is close to its time limit."""
+
+
+def submit_following(config: Config, layout: RunLayout, site: Site, controller_job: int | None, tell: Tell) -> None:
+    """Put it into the queue, to start when the job of the controller has started; one that is there goes on.
+
+    Raises ConfigError, SlurmError.
+    """
+    job = following_job(layout)
+    if job is not None and _is_alive(job):
+        tell(f"evaluation  job {job} goes on")
+        return
+    layout.evaluations.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+    options = [] if controller_job is None else [f"--dependency=after:{controller_job}"]
+    submitted = EvaluationJob.following(config, site).submit(*options)
+    _record(layout, submitted)
+    tell(f"evaluation  job {submitted}; its figures are in {layout.evaluations}, and in TensorBoard")
+
+
+def following_job(layout: RunLayout) -> int | None:
+    """Id of the job that was submitted last."""
+    try:
+        return int(json.loads(_record_of(layout).read_bytes())["job_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def end_following(layout: RunLayout, tell: Tell) -> None:
+    """Cancel it, unless it is this process's own.  Raises SlurmError."""
+    job = following_job(layout)
+    if job is None or os.environ.get("SLURM_JOB_ID") == str(job) or not _is_alive(job):
+        return
+    cancel([job], patience_s=PATIENCE_S)
+    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {layout.root}` goes on with what it has begun")
+
+
+@contextmanager
+def warned_of_the_limit(layout: RunLayout) -> Iterator[None]:
+    """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over."""
+    if os.environ.get("SLURM_JOB_ID") != str(following_job(layout)):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGUSR2, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def go_on_later(layout: RunLayout, tell: Tell) -> int:
+    """Back into the queue, or a successor where the site forbids that.  Returns the exit status of the batch step."""
+    job = ThisJob.of(os.environ)
+    tell("this job is close to its time limit; it goes on after its requeue")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Slurm ends this step now
+    try:
+        job.requeue()
+    except SlurmError as error:
+        successor = submit_once(layout.evaluations / SCRIPT, f"--dependency=afterany:{job.job_id}")
+        _record(layout, successor)
+        tell(f"not requeued ({error}); job {successor} goes on")
+        return 0
+    time.sleep(REQUEUED_S)
+    return 0
+
+
+def _record_of(layout: RunLayout) -> Path:
+    return layout.evaluations / "job.json"
+
+
+def _record(layout: RunLayout, job: str) -> None:
+    write_atomically(_record_of(layout), json.dumps({"job_id": int(job)}).encode())
+
+
+def _is_alive(job: int) -> bool:
+    """True also where Slurm does not say: a second one would do the same work."""
+    look = look_at_jobs([job])
+    return bool(look.trouble) or any(row.state.is_alive for row in look.rows)

@@ -1,0 +1,92 @@
+"""[[evaluation]] of a run that is submitted: a job of its own, which nobody waits for, and which follows the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launch.commands.evaluate.following_job import following_job
+from launch.commands.evaluate.past import past_evaluations
+from launch.dev_cluster.cluster import DevCluster
+from tests.ring.run_kit import Lab, wait_while_it_moves
+from tests.slurm.cluster_run import ENDLESS, LASTING, SlurmRun, assert_whole
+
+pytestmark = [pytest.mark.slurm, pytest.mark.ring, pytest.mark.timeout(900)]
+
+
+def evaluated(slurm: DevCluster, lab: Lab, name: str, **sections: Any) -> SlurmRun:
+    table = {"path": str(lab.dataset), "name": "held-out", "prompts": 4, "samples": 2}
+    return SlurmRun(slurm, lab, name, "hetjob", **{**LASTING, "evaluation": [table], **sections})
+
+
+def state_of(run: SlurmRun, job: int) -> str:
+    """ "": it has left the queue."""
+    return run.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r", check=False).strip()
+
+
+def evaluation_job(run: SlurmRun) -> int:
+    job = following_job(run.layout)
+    assert job is not None, run.story()
+    return job
+
+
+def said_by(run: SlurmRun) -> str:
+    logs = [path.read_text() for path in sorted(run.layout.evaluations.rglob("*.log"))]
+    return "\n".join([run.story(), *logs])
+
+
+def wait_for_its_end(run: SlurmRun, job: int) -> None:
+    def trace() -> tuple[object, ...]:
+        return state_of(run, job), said_by(run), len(past_evaluations(run.layout).get("held-out", {}))
+
+    wait_while_it_moves(lambda: not state_of(run, job), trace, "the end of the evaluation", lambda: said_by(run))
+
+
+def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab: Lab) -> None:
+    run = evaluated(slurm, lab, "evaluated", run={"num_steps": 8}, checkpoint={"every_steps": 2})
+    assert "----- evaluation.sbatch" in run.submit("--dry-run")
+    said = run.submit()
+    job = evaluation_job(run)
+    assert f"evaluation  job {job}" in said
+    assert job not in run.jobs.values()
+    run.wait_complete()  # of its own jobs
+    assert_whole(run, 8)
+    wait_for_its_end(run, job)
+    past = past_evaluations(run.layout)["held-out"]
+    assert max(past) == 8, said_by(run)
+    assert "evaluation  held-out: pass@1" in run.cli("status", str(run.layout.root))
+
+
+def test_it_goes_back_into_the_queue_before_its_limit_and_ends_with_the_run(slurm: DevCluster, lab: Lab) -> None:
+    run = evaluated(slurm, lab, "evaluated-long", run=ENDLESS, checkpoint={"every_steps": 2})
+    run.submit()
+    job = evaluation_job(run)
+    run.wait(lambda: past_evaluations(run.layout), "figures")
+    slurm.run("scancel", "--batch", "--signal=USR2", str(job))  # as Slurm does, so long before the limit
+    run.wait(lambda: "goes on after its requeue" in said_by(run), "its requeue")
+    run.wait(lambda: state_of(run, job).startswith("RUNNING"), "its second life")
+    newest = max(past_evaluations(run.layout)["held-out"])
+    run.wait(lambda: max(past_evaluations(run.layout)["held-out"]) > newest, "more figures")
+    assert f"evaluation  job {job} goes on" in run.cli(
+        "evaluate", str(run.layout.root), "--follow", "--site", str(run.site_file)
+    )
+    run.stop()
+    run.wait(lambda: not state_of(run, job), "the end of the evaluation")
+    best = json.loads(run.cli("status", str(run.layout.root), "--json"))["evaluations"]["held-out"]
+    assert len(best) >= 2
+
+
+def test_a_run_whose_evaluation_cannot_be_had_is_refused_before_anything_is_submitted(
+    slurm: DevCluster, lab: Lab
+) -> None:
+    run = evaluated(slurm, lab, "not-evaluated", site={"evaluation": {"partition": "nowhere"}})
+    said = run.cli("submit", str(run.run_file), str(run.site_file), status=2)
+    assert "nowhere" in said
+    assert not run.layout.root.exists()
+    (lab.root / "torn.jsonl").write_text("{\n")
+    run = evaluated(slurm, lab, "torn", evaluation=[{"path": str(lab.root / "torn.jsonl")}])
+    said = run.cli("submit", str(run.run_file), str(run.site_file), status=2)
+    assert "[evaluation] torn: " in said
+    assert not run.layout.root.exists()
