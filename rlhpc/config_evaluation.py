@@ -24,8 +24,10 @@ class EvaluationConfig(Section):
     this path."""
     task: str = ""
     """Another reward function than that dataset's."""
+    max_prompt_tokens: Positive | None = None
+    """A longer prompt is refused before the run starts; none: as in training."""
     max_completion_tokens: Positive | None = None
-    """Sampling stops here; none: where it stops in training."""
+    """Sampling stops here; none: where it stops in training.  It may go on for longer than there."""
     every_steps: Positive | None = None
     """Least steps between two evaluations, a multiple of checkpoint.every_steps; none: each checkpoint, as far as there
     is time.  The last step is always evaluated."""
@@ -95,18 +97,6 @@ def evaluations_have_checkpoints(config: Config) -> None:
             )
 
 
-def evaluations_fit_the_context(config: Config) -> None:
-    """Engines are made for the run's longest completion."""
-    most = config.generation.max_completion_tokens
-    for place, evaluation in enumerate(config.evaluation):
-        limit = evaluation.max_completion_tokens
-        if limit is not None and limit > most:
-            raise ValueError(
-                f"{_key(config, place, 'max_completion_tokens')}={limit} is above "
-                f"generation.max_completion_tokens={most}; legal: 1 to {most}"
-            )
-
-
 def best_is_a_figure(config: Config) -> None:
     """Each evaluation has figures by its number of samples."""
     for place, evaluation in enumerate(config.evaluation):
@@ -137,6 +127,5 @@ EVALUATION = (
     evaluations_are_told_apart,
     evaluations_are_like_a_dataset,
     evaluations_have_checkpoints,
-    evaluations_fit_the_context,
     best_is_a_figure,
 )

@@ -256,6 +256,59 @@ def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, 
     assert said in str(error.value)
 
 
+TWO_EVALUATIONS = """
+[[evaluation]]
+path = "data/held-out.jsonl"
+samples = 6
+keep_best = "maj@6"
+[[evaluation]]
+path = "data/math.jsonl"
+name = "again"
+dataset = "easy"
+"""
+
+
+def test_evaluations_have_names_figures_and_somebody_s_reward(run_file: Path, tmp_path: Path) -> None:
+    run_file.write_text(f"{run_file.read_text()}{TWO_EVALUATIONS}")
+    config = load_config(run_file, ["data.name=easy", "evaluation.1.every_steps=100", "checkpoint.every_steps=50"])
+    assert [each.title for each in config.evaluation] == ["held-out", "again"]
+    assert config.evaluation[0].path == tmp_path / "data/held-out.jsonl"
+    assert config.evaluation[0].figures == ["pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "reward"]
+    assert config.evaluation[1].figures == ["pass@1", "reward"]
+    write_resolved(config, RunLayout(tmp_path), "abc")
+    assert read_resolved(RunLayout(tmp_path)) == (config, config_hash(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluation.1.name=held-out"], "evaluation.0 and evaluation.1 are both called 'held-out'"),
+        (["evaluation.1.dataset=hard"], "evaluation.1.dataset='hard': whose template, reward function and limits has"),
+        (["evaluation.0.every_steps=30"], "evaluation.0.every_steps=30: a checkpoint comes every 50 steps"),
+        (["evaluation.0.max_completion_tokens=0"], "evaluation.0.max_completion_tokens=0: legal: above 0"),
+        (["evaluation.0.keep_best=pass@8"], "'pass@8' with samples=6; legal: 'pass@1', 'pass@2', 'pass@4', 'pass@6'"),
+        (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: no better in what? legal: beside keep_best"),
+        (["evaluation.0.temperature=0"], "samples=6: all samples of a prompt would be the same"),
+        (["evaluation.0.temperature=3"], "evaluation.0.temperature=3: legal: 2.0 or less"),
+        (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, name"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(run_file: Path, words: list[str], said: str) -> None:
+    run_file.write_text(f"{run_file.read_text()}{TWO_EVALUATIONS}")
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, ["data.name=easy", *words])
+    assert said in str(error.value)
+
+
+def test_of_several_datasets_an_evaluation_names_the_one_that_it_is_like(mixed_file: Path) -> None:
+    table = '[evaluation]\npath = "{}"\n'
+    mixed_file.write_text(f"{mixed_file.read_text()}{table.format('data/math.jsonl')}")
+    assert load_config(mixed_file).evaluation[0].title == "math"
+    with pytest.raises(ConfigError, match=r"evaluation.dataset='': whose .* legal: 'math', 'sums'"):
+        load_config(mixed_file, ["evaluation.path=other.jsonl"])
+    assert load_config(mixed_file, ["evaluation.path=other.jsonl", "evaluation.dataset=sums"]).evaluation
+
+
 def test_faults_of_the_only_dataset_are_told_without_a_number(run_file: Path) -> None:
     for words in (["data.weight=-1", "data.shuffles=true"], ["data.0.weight=-1"]):
         with pytest.raises(ConfigError) as error:

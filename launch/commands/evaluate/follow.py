@@ -80,8 +80,8 @@ def follow_run(options: argparse.Namespace, show: Show, tell: Tell) -> int:
 
 
 def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Tell) -> int:
-    courses = [_Course(layout, request) for request in requests_of(options, target_of_run(layout))]
-    life = _Life(layout, options.patience_s)
+    courses = [Course(layout, request) for request in requests_of(options, target_of_run(layout))]
+    life = Life(layout, options.patience_s)
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     try:
         while True:
@@ -103,13 +103,13 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
         curves.close()
 
 
-class _Course:
+class Course:
     """A dataset, from checkpoint to checkpoint."""
 
     def __init__(self, layout: RunLayout, request: Request) -> None:
         self._layout, self._request = layout, request
-        self._last: int | None = None  # step that was evaluated last
-        self._has_new = False  # figures that nobody has judged
+        self.last: int | None = None  # step that was evaluated last
+        self.has_new = False  # figures that nobody has judged
         self._failures = 0  # in a row
 
     def due(self, *, is_last: bool) -> int | None:
@@ -118,13 +118,13 @@ class _Course:
             return None
         steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
         newest, far = max(steps, default=None), 1 if is_last else self._request.every
-        if newest is None or (self._last is not None and newest < self._last + far):
+        if newest is None or (self.last is not None and newest < self.last + far):
             return None
         return newest
 
     def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> None:
         """Evaluate the checkpoint of a step; one that is gone by now, or damaged, is passed over."""
-        self._last = step
+        self.last = step
         name, best = f"evaluation/{self._request.name}", self._request.best
 
         def done(report: Report, model: Path) -> None:
@@ -132,7 +132,7 @@ class _Course:
             curves.flush()
             if best is not None:
                 _keep_if_best(self._layout, evaluation, report, model, best, tell)
-            self._has_new = True
+            self.has_new = True
 
         try:
             evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
@@ -150,7 +150,7 @@ class _Course:
 
     def is_no_better(self, tell: Tell) -> bool:
         """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
-        request, has_new, self._has_new = self._request, self._has_new, False
+        request, has_new, self.has_new = self._request, self.has_new, False
         if not has_new or request.best is None or request.stop_after is None:
             return False
         past = past_values(self._layout, request.name, request.best)
@@ -187,7 +187,7 @@ def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
     return max(values[-num_evaluations:]) <= max(values[:-num_evaluations])
 
 
-class _Life:
+class Life:
     """Whether a run goes on, by the file that its controller writes twice a second."""
 
     def __init__(self, layout: RunLayout, patience_s: float) -> None:

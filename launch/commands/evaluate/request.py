@@ -58,6 +58,7 @@ def of_run_file(config: Config) -> list[Request]:
         words = {
             "data.name": table.dataset,
             "data.task": table.task,
+            "generation.max_prompt_tokens": table.max_prompt_tokens,
             "generation.max_completion_tokens": table.max_completion_tokens,
             "generation.num_replicas": table.num_replicas,
         }

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
+from launch.commands.arguments import takes_evaluation
 from launch.commands.evaluate.directory import evaluation_directory
+from launch.commands.evaluate.follow import Course, Life
+from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
+from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.evaluate.report import report_of
+from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, find_target
+from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
-from rlhpc.config_file import write_resolved
+from rlhpc.config_file import read_resolved, write_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.evaluation.samples_file import EvaluatedSample
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
@@ -248,3 +256,152 @@ def test_evaluations_of_a_run_lie_in_its_directory(model: Path) -> None:
     layout = a_run(model, 4)
     assert find_target(layout.root, None).home == layout.root / "evaluations"
     assert isinstance(find_target(model, None), Target)
+
+
+# ------------------------------------------------------------------------------------------- what a run file asks for
+
+
+TABLE = {"name": "held-out", "samples": 2, "prompts": 3, "keep_best": "pass@2", "stop_after": 2}
+
+
+def with_table(model: Path, **keys: object) -> RunLayout:
+    layout = a_run(model, 4, 12)
+    config, _ = read_resolved(layout)
+    table = {"path": str(model.parent / "test.jsonl"), **TABLE, **keys}
+    write_resolved(type(config).model_validate(config.model_dump() | {"evaluation": [table]}), layout, "")
+    return layout
+
+
+def options_of(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    takes_evaluation(parser)
+    return parser.parse_args([*words])
+
+
+def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:
+    layout = with_table(model, max_completion_tokens=4, task="math_answer", num_replicas=2, every_steps=50)
+    target = find_target(layout.root, 4)
+    (request,) = requests_of(options_of(str(layout.root)), target)
+    assert (request.name, request.samples, request.prompts, request.every) == ("held-out", 2, 3, 50)
+    assert (request.best, request.stop_after) == ("pass@2", 2)
+    config = evaluation_config(target, request.data, request.words)
+    assert (config.data[0].task, config.generation.num_replicas) == ("math_answer", 2)
+    assert config.generation.max_completion_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--samples", "3"], "--samples 3: without DATA, [[evaluation]] of the run file says it; name DATA"),
+        (["--follow", "--keep-best", "reward"], "--keep-best reward: without DATA"),
+        (["data.task=math_answer"], "data.task=math_answer: DATA comes before settings"),
+        (["--follow", "--step", "4"], "--step 4: not with --follow"),
+        (
+            ["d.jsonl", "--follow", "--site", "s.toml"],
+            "a job that follows a run evaluates what its [[evaluation]] says",
+        ),
+        (["--keep-best", "reward"], "--keep-best reward: how a run is followed; use it with --follow"),
+    ],
+)
+def test_words_that_contradict_the_run_file_are_refused(
+    words: list[str], text: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = with_table(model)
+    assert main(["evaluate", str(layout.root), *words]) == EXIT_CONFIG
+    assert text in capsys.readouterr().err
+
+
+def test_only_a_run_says_what_it_is_evaluated_on(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (model, a_run(model, 4).root):
+        assert main(["evaluate", str(place)]) == EXIT_CONFIG
+        assert f"{place}: on which DATA?" in capsys.readouterr().err
+
+
+def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model: Path) -> None:
+    config, _ = read_resolved(with_table(model, max_prompt_tokens=12))
+    assert preview_evaluations(config) == ["evaluation  held-out: 6 records"]
+    for keys, text in (
+        ({"max_prompt_tokens": None}, r"\[evaluation\] held-out: .*the prompt has 10 tokens; legal: 1 to"),
+        ({"path": Path("no.jsonl")}, r"\[evaluation\] held-out: .*no.jsonl"),
+        ({"task": "sums"}, r"\[evaluation\] held-out: data.task='sums' is not a task"),
+    ):
+        table = config.evaluation[0].model_copy(update=keys)
+        with pytest.raises(ConfigError, match=text):
+            preview_evaluations(config.model_copy(update={"evaluation": (table,)}))
+
+
+def note(layout: RunLayout, name: str, step: int, **values: float) -> None:
+    place = layout.evaluations / f"small-step_{step:06d}-{name}"
+    place.mkdir(parents=True)
+    figures = {key.replace("_at_", "@"): {"value": v, "low": v - 0.1, "high": v + 0.1} for key, v in values.items()}
+    (place / "summary.json").write_text(json.dumps({"figures": figures}))
+
+
+def test_past_figures_are_read_from_their_directories(model: Path) -> None:
+    layout = a_run(model)
+    assert past_evaluations(layout) == {}
+    for step, value in ((12, 0.4), (4, 0.5), (100, 0.3)):
+        note(layout, "held-out", step, pass_at_1=value, reward=value)
+    note(layout, "step_7-odd", 4)
+    (layout.evaluations / "small-step_000008-held-out").mkdir()  # begun
+    damaged = layout.evaluations / "small-step_000009-held-out"
+    damaged.mkdir()
+    (damaged / "summary.json").write_text("{")
+    past = past_evaluations(layout)
+    assert list(past["held-out"]) == [4, 12, 100]
+    assert past_values(layout, "held-out", "reward") == {4: 0.5, 12: 0.4, 100: 0.3}
+    assert past_values(layout, "held-out", "pass@2") == {}
+    assert lines_about(past) == [
+        "evaluation  held-out: pass@1 0.300 [0.200, 0.400] at step 100; the best was 0.500 at step 4"
+    ]
+    assert "evaluation  held-out: pass@1 0.300" in "\n".join(read_notes(layout).lines())
+
+
+def life_of(layout: RunLayout, phase: str, unix_time_s: float) -> tuple[bool, bool]:
+    layout.status.write_text(json.dumps({"phase": phase, "step": 4, "unix_time_s": unix_time_s, "roles": []}))
+    life = Life(layout, patience_s=0.05)
+    time.sleep(0.1)
+    return life.is_over, life.shows
+
+
+def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Path) -> None:
+    layout = a_run(model, 4)
+    assert life_of(layout, "training", time.time()) == (False, True)
+    assert life_of(layout, "stopped", time.time() - 100) == (False, True)  # of the attempt before
+    assert life_of(layout, "stopped", time.time() + 0.05) == (True, True)
+    life = Life(layout, patience_s=0.05)
+    assert life.shows
+    time.sleep(0.1)
+    assert not life.shows
+    layout.summary.write_text("{}")
+    assert life.is_over
+
+
+def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model: Path) -> None:
+    layout = a_run(model, 4, 12)
+    course = Course(layout, Request("d", model.parent / "test.jsonl", every=10))
+    assert course.due(is_last=False) == 12
+    course.last = 12
+    for step, due in ((20, None), (22, 22)):
+        place = begin(layout.checkpoint(step))
+        (place / "weights").write_bytes(b"")
+        complete(place, layout.checkpoint(step), {"attempt": 0})
+        assert course.due(is_last=False) == due
+        assert course.due(is_last=True) == step
+
+
+@pytest.mark.parametrize(
+    ("values", "has_ended"),
+    [([0.5, 0.4], False), ([0.5, 0.4, 0.5], True), ([0.5, 0.4, 0.51], False), ([0.4, 0.5, 0.5, 0.5], True)],
+)
+def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(
+    model: Path, values: list[float], has_ended: bool
+) -> None:
+    layout, said = a_run(model), list[str]()
+    course = Course(layout, Request("d", model, best="reward", stop_after=2))
+    for step, value in enumerate(values):
+        note(layout, "d", step, reward=value)
+    assert not course.is_no_better(said.append)  # it was resumed, and nothing is new
+    course.has_new = True
+    assert course.is_no_better(said.append) is has_ended
+    assert len(said) == has_ended

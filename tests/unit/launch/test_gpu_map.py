@@ -33,7 +33,7 @@ PART_0, PART_1 = parse_listing(ONE_CUT)[0].parts
 OLD_PART = "MIG-GPU-1a2b3c4d-d33d-2b2c-524d-9e3d8d2b8a77/1/0"  # as drivers before 470 called them
 
 
-def config_of(*, trainer: Any = None, generation: Any = None, weights: Any = None) -> Config:
+def config_of(*, trainer: Any = None, generation: Any = None, weights: Any = None, evaluation: Any = ()) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "r", "num_steps": 1},
@@ -43,6 +43,7 @@ def config_of(*, trainer: Any = None, generation: Any = None, weights: Any = Non
             "admission": {"groups_per_step": 1, "group_size": 2},
             "trainer": {"token_budget": 64, **(trainer or {})},
             "weights": weights or {},
+            "evaluation": evaluation,
         }
     )
 
@@ -137,6 +138,22 @@ def test_trainer_ranks_come_first_then_the_engines_and_rewards_have_what_is_left
         "generator-0": "5,4",
         "generator-1": "3,2",
     }
+
+
+def test_evaluation_has_gpus_of_its_own_before_rewards_have_the_rest() -> None:
+    tables = [{"path": "a.jsonl"}, {"path": "b.jsonl", "num_replicas": 2}]
+    config = config_of(generation={"tensor_parallel": 2}, evaluation=tables)
+    gpus = map_gpus(config, visible(*"01234567"))
+    assert (gpus.variable("evaluation"), gpus.variable("reward-0")) == ("3,4,5,6", "7")
+    assert "evaluation: 3,4,5,6" in describe_gpus(gpus)
+    with pytest.raises(ConfigError, match=r"\[evaluation\] needs 4 GPU\(s\) beside those of the run, 2 are left of 5"):
+        map_gpus(config, visible(*"01234"))
+    alone = config_of(generation={"kv_cache_bytes": 1 << 30}, evaluation=tables[:1])
+    with pytest.raises(ConfigError, match="0 are left"):
+        map_gpus(alone, visible("0"))
+    scripted = config_of(generation={"engine": "scripted"}, evaluation=tables)
+    assert map_gpus(scripted, visible("0")).variable("evaluation") == ""
+    assert map_gpus(scripted, VisibleGpus()).variable("evaluation") is None
 
 
 def test_uuids_and_parts_are_handed_on_as_they_are() -> None:
