@@ -18,7 +18,7 @@ from launch.checks.audit.before_resume import look_before_going_on
 from launch.checks.memory.verdict import judge_memory
 from launch.checks.preflight import Findings, preflight
 from launch.checks.site.slurm_check import refuse_unfit
-from launch.commands.evaluate.following_job import submit_following
+from launch.commands.evaluate.following_job import end_following, following_job, submit_following
 from launch.commands.evaluate.job import EvaluationJob
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.jobs import Job, JobPlan, plan_jobs
@@ -114,7 +114,7 @@ def submit_checked(
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        is_new = not layout.root.exists()
+        is_new, evaluation = not layout.root.exists(), following_job(layout)
         if resume:
             look_before_going_on(layout, resume_from, lambda line: tell(f"audit       {line.removeprefix('audit: ')}"))
         changed = prepare_run_dir_for_jobs(
@@ -125,6 +125,8 @@ def submit_checked(
             resume_from=resume_from,
             tell=lambda line: tell(f"checkpoint  {line}"),
         )
+        if fresh:
+            end_following(evaluation, tell)
         for change in changed:
             tell(f"changed     {change}")
         write_atomically(layout.site, site_text, mode=site_mode)

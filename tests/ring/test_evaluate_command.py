@@ -273,6 +273,32 @@ def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     assert max(past_evaluations(layout)["train"]) == step + 100
 
 
+def test_a_step_that_a_run_comes_by_twice_is_evaluated_as_it_is_now(lab: Lab) -> None:
+    layout = run_to_the_end(lab, "twice")
+    words = ["evaluate", str(layout.root), str(lab.dataset), *FEW, "--follow"]
+    assert rlhpc(*words).returncode == 0
+    (directory,) = layout.evaluations.glob("twice-step_000006-train")
+    settings = json.loads((directory / "evaluation.json").read_text())
+    settings["inputs"]["model"] = "of the timeline before"
+    (directory / "evaluation.json").write_text(json.dumps(settings))
+    before = drawn(directory)
+    again = rlhpc(*words)
+    assert again.returncode == 0, again.stderr
+    assert "is deleted, and the evaluation begun anew" in again.stderr
+    assert drawn(directory) == before
+
+
+def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
+    layout = lab.layout("enough")
+    table = {"path": str(lab.dataset), "prompts": 5, "samples": 2, "keep_best": "reward", "stop_after": 1}
+    with Run(lab.run_file("enough", run={"num_steps": 100_000}, evaluation=[table]), layout) as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    assert "reward is no better than" in (layout.evaluations / "follow.log").read_text()
+    assert len(figures_of(layout)) >= 2
+    assert 0 < run.status()["step"] < 100_000
+
+
 def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:
     layout = lab.layout("stopped")
     with Run(lab.run_file("stopped", run={"num_steps": 100_000}), layout) as run:

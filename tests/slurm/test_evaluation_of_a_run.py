@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from launch.cli import main
+from launch.commands.evaluate import job
+from launch.commands.evaluate.follow import ASK_S
 from launch.commands.evaluate.following_job import following_job
 from launch.commands.evaluate.past import past_evaluations
 from launch.dev_cluster.cluster import DevCluster
@@ -21,15 +24,15 @@ def evaluated(slurm: DevCluster, lab: Lab, name: str, **sections: Any) -> SlurmR
     return SlurmRun(slurm, lab, name, "hetjob", **{**LASTING, "evaluation": [table], **sections})
 
 
-def state_of(run: SlurmRun, job: int) -> str:
+def state_of(run: SlurmRun, number: int) -> str:
     """ "": it has left the queue."""
-    return run.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r", check=False).strip()
+    return run.cluster.run("squeue", "--noheader", f"--jobs={number}", "--format=%T %r", check=False).strip()
 
 
 def evaluation_job(run: SlurmRun) -> int:
-    job = following_job(run.layout)
-    assert job is not None, run.story()
-    return job
+    number = following_job(run.layout)
+    assert number is not None, run.story()
+    return number
 
 
 def said_by(run: SlurmRun) -> str:
@@ -37,23 +40,23 @@ def said_by(run: SlurmRun) -> str:
     return "\n".join([run.story(), *logs])
 
 
-def wait_for_its_end(run: SlurmRun, job: int) -> None:
+def wait_for_its_end(run: SlurmRun, number: int) -> None:
     def trace() -> tuple[object, ...]:
-        return state_of(run, job), said_by(run), len(past_evaluations(run.layout).get("held-out", {}))
+        return state_of(run, number), said_by(run), len(past_evaluations(run.layout).get("held-out", {}))
 
-    wait_while_it_moves(lambda: not state_of(run, job), trace, "the end of the evaluation", lambda: said_by(run))
+    wait_while_it_moves(lambda: not state_of(run, number), trace, "the end of the evaluation", lambda: said_by(run))
 
 
 def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab: Lab) -> None:
     run = evaluated(slurm, lab, "evaluated", run={"num_steps": 8}, checkpoint={"every_steps": 2})
     assert "----- evaluation.sbatch" in run.submit("--dry-run")
     said = run.submit()
-    job = evaluation_job(run)
-    assert f"evaluation  job {job}" in said
-    assert job not in run.jobs.values()
+    number = evaluation_job(run)
+    assert f"evaluation  job {number}" in said
+    assert number not in run.jobs.values()
     run.wait_complete()  # of its own jobs
     assert_whole(run, 8)
-    wait_for_its_end(run, job)
+    wait_for_its_end(run, number)
     past = past_evaluations(run.layout)["held-out"]
     assert max(past) == 8, said_by(run)
     assert "evaluation  held-out: pass@1" in run.cli("status", str(run.layout.root))
@@ -62,20 +65,45 @@ def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab:
 def test_it_goes_back_into_the_queue_before_its_limit_and_ends_with_the_run(slurm: DevCluster, lab: Lab) -> None:
     run = evaluated(slurm, lab, "evaluated-long", run=ENDLESS, checkpoint={"every_steps": 2})
     run.submit()
-    job = evaluation_job(run)
+    number = evaluation_job(run)
     run.wait(lambda: past_evaluations(run.layout), "figures")
-    slurm.run("scancel", "--batch", "--signal=USR2", str(job))  # as Slurm does, so long before the limit
+    slurm.run("scancel", "--batch", "--signal=USR2", str(number))  # as Slurm does, so long before the limit
     run.wait(lambda: "goes on after its requeue" in said_by(run), "its requeue")
-    run.wait(lambda: state_of(run, job).startswith("RUNNING"), "its second life")
+    run.wait(lambda: state_of(run, number).startswith("RUNNING"), "its second life")
     newest = max(past_evaluations(run.layout)["held-out"])
     run.wait(lambda: max(past_evaluations(run.layout)["held-out"]) > newest, "more figures")
-    assert f"evaluation  job {job} goes on" in run.cli(
+    assert f"evaluation  job {number} goes on" in run.cli(
         "evaluate", str(run.layout.root), "--follow", "--site", str(run.site_file)
     )
     run.stop()
-    run.wait(lambda: not state_of(run, job), "the end of the evaluation")
+    run.wait(lambda: not state_of(run, number), "the end of the evaluation")
     best = json.loads(run.cli("status", str(run.layout.root), "--json"))["evaluations"]["held-out"]
     assert len(best) >= 2
+
+
+@pytest.mark.long
+def test_it_frees_its_node_while_the_run_waits_in_the_queue(
+    slurm: DevCluster, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = evaluated(slurm, lab, "evaluated-late", site={"common": {"time": "0:30:00", "extra": ["--begin=now+1hour"]}})
+    run.submit()
+    waiting = evaluation_job(run)
+    slurm.run("scancel", str(waiting))
+    for name, value in slurm.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "PATIENCE_S", job_patience_s := ASK_S + 5)
+    run.site_file.write_text(run.site_file.read_text().replace('extra = ["--begin=now+1hour"]', "extra = []"))
+    assert main(["evaluate", str(run.layout.root), "--follow", "--site", str(run.site_file)]) == 0
+    first = evaluation_job(run)
+    assert first != waiting
+    run.wait(lambda: evaluation_job(run) != first, f"its successor, after {job_patience_s:g} s")
+    successor = evaluation_job(run)
+    assert "looks again in an hour" in said_by(run)
+    run.wait(lambda: not state_of(run, first), "its end")
+    assert state_of(run, successor) == "PENDING BeginTime"
+    said = run.cli("stop", str(run.layout.root), timeout_s=300.0)
+    assert f"evaluation job {successor}" in said
+    run.wait(lambda: not state_of(run, successor), "the end of that, too")
 
 
 def test_a_run_whose_evaluation_cannot_be_had_is_refused_before_anything_is_submitted(

@@ -22,7 +22,7 @@ from rlhpc.parent_death import die_with
 from rlhpc.run_layout import RunLayout
 
 NICENESS = 10  # where there are no GPUs: it takes cores that the run leaves
-END_S = 30.0  # for a process that was asked to end; it ends its engines first
+END_S = 3.0  # for a process that was asked to end; then the kernel ends it and its engines
 LOG_TAIL_BYTES = 20_000
 
 
@@ -43,7 +43,7 @@ class EvaluationBesideRun:
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel ends what it has started
+            self._process.kill()
             self._process.wait()
 
     @property

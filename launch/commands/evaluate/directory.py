@@ -51,6 +51,12 @@ def evaluation_directory(
         lock.close()
 
 
+def holds_other_samples(directory: Path, settings: EvaluationSettings) -> bool:
+    """Whether samples of other settings, or of another model, are there.  Raises ConfigError."""
+    before = read_settings(directory)
+    return before is not None and before.identity != settings.identity
+
+
 def _refuse_other_samples(directory: Path, before: EvaluationSettings, now: EvaluationSettings) -> None:
     old, new = before.identity, now.identity
     lines = [f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}" for key in sorted({*old, *new})

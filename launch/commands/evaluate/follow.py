@@ -18,8 +18,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.commands.evaluate.directory import holds_other_samples
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
-from launch.commands.evaluate.following_job import TimeIsUp, go_on_later, warned_of_the_limit
+from launch.commands.evaluate.following_job import (
+    TimeIsUp,
+    go_on_later,
+    is_following_job,
+    look_again_later,
+    warned_of_the_limit,
+)
 from launch.commands.evaluate.past import past_values
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import Request, requests_of
@@ -95,6 +102,8 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
             if is_over and not has_evaluated:
                 return 0
             if not life.shows:
+                if life.has_jobs and is_following_job(layout):
+                    return look_again_later(layout, tell)
                 tell(f"{layout.root}: no sign of life for {options.patience_s:g} s; not followed any more")
                 return 1
             if not has_evaluated:
@@ -136,7 +145,9 @@ class Course:
 
         try:
             evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
-            report = evaluation.report(tell, done=done)
+            # A run that went back to an older step comes by this one again, with another model.
+            is_fresh = holds_other_samples(evaluation.directory, evaluation.settings)
+            report = evaluation.report(tell, is_fresh=is_fresh, done=done)
         except CheckpointError as error:  # the run has deleted it; the next one comes
             tell(f"step {step} is not evaluated: {error}")
         except RoleFailed as error:
@@ -194,6 +205,7 @@ class Life:
         self._layout, self._patience_s = layout, patience_s
         self._seen, self._seen_s = -1, time.monotonic()
         self._began_s = self._asked_s = self._seen_s
+        self._has_jobs: bool | None = None
 
     @property
     def is_over(self) -> bool:
@@ -203,15 +215,16 @@ class Life:
         progress = read_progress(self._layout)
         if progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s:
             return True
-        return self._has_no_jobs()
+        return self.has_jobs is False
 
-    def _has_no_jobs(self) -> bool:
+    @property
+    def has_jobs(self) -> bool | None:
+        """Whether one of its Slurm jobs was left when Slurm was asked last; None: it has none, or Slurm did not say."""
         jobs = [record.job_id for record in read_records(self._layout)]
-        if not jobs or time.monotonic() - self._asked_s < ASK_S:
-            return False
-        self._asked_s = time.monotonic()
-        look = look_at_jobs(jobs)
-        return not look.trouble and not any(row.state.is_alive for row in look.rows)
+        if jobs and time.monotonic() - self._asked_s >= ASK_S:
+            self._asked_s, look = time.monotonic(), look_at_jobs(jobs)
+            self._has_jobs = None if look.trouble else any(row.state.is_alive for row in look.rows)
+        return self._has_jobs
 
     @property
     def shows(self) -> bool:

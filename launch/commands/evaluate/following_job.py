@@ -59,19 +59,23 @@ def following_job(layout: RunLayout) -> int | None:
         return None
 
 
-def end_following(layout: RunLayout, tell: Tell) -> None:
-    """Cancel it, unless it is this process's own.  Raises SlurmError."""
-    job = following_job(layout)
+def is_following_job(layout: RunLayout) -> bool:
+    """Whether this process is that job."""
+    return os.environ.get("SLURM_JOB_ID") == str(following_job(layout))
+
+
+def end_following(job: int | None, tell: Tell) -> None:
+    """Cancel it, if there is one and it is not this process's own.  Raises SlurmError."""
     if job is None or os.environ.get("SLURM_JOB_ID") == str(job) or not _is_alive(job):
         return
     cancel([job], patience_s=PATIENCE_S)
-    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {layout.root}` goes on with what it has begun")
+    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate RUN_DIR` goes on with what it has begun")
 
 
 @contextmanager
 def warned_of_the_limit(layout: RunLayout) -> Iterator[None]:
     """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over."""
-    if os.environ.get("SLURM_JOB_ID") != str(following_job(layout)):
+    if not is_following_job(layout):
         yield
         return
 
@@ -93,12 +97,22 @@ def go_on_later(layout: RunLayout, tell: Tell) -> int:
     try:
         job.requeue()
     except SlurmError as error:
-        successor = submit_once(layout.evaluations / SCRIPT, f"--dependency=afterany:{job.job_id}")
-        _record(layout, successor)
-        tell(f"not requeued ({error}); job {successor} goes on")
+        tell(f"not requeued ({error}); job {_succeed(layout, f'--dependency=afterany:{job.job_id}')} goes on")
         return 0
     time.sleep(REQUEUED_S)
     return 0
+
+
+def look_again_later(layout: RunLayout, tell: Tell) -> int:
+    """Free the node while the run itself waits in the queue.  Returns the exit status of the batch step."""
+    tell(f"the run waits in the queue; job {_succeed(layout, '--begin=now+1hour')} looks again in an hour")
+    return 0
+
+
+def _succeed(layout: RunLayout, option: str) -> str:
+    successor = submit_once(layout.evaluations / SCRIPT, option)
+    _record(layout, successor)
+    return successor
 
 
 def _record_of(layout: RunLayout) -> Path:

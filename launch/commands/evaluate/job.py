@@ -26,6 +26,7 @@ from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
 
 SCRIPT = "job.sbatch"
+PATIENCE_S = 900.0  # with a run that shows nothing, in a job that could give its node back
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class EvaluationJob:
         target = target_of(config)
         like = with_values(evaluation_config(target, first.data, first.words), {"generation.num_replicas": engines})
         plan = _plan(like, target.home, site)
-        words = ["evaluate", str(config.run_directory), "--follow"]
+        words = ["evaluate", str(config.run_directory), "--follow", "--patience-s", f"{PATIENCE_S:g}"]
         directives = [*warning(plan.cluster, plan.jobs[0].components[0])]
         name = f"{config.run.name}.evaluation"
         return cls(plan, target.home, _script(plan, name, target.home, words, directives))
