@@ -10,14 +10,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 from launch.commands.evaluate.past import past_evaluations
-from rlhpc.evaluation.samples_file import EvaluatedSample, read_samples
+from rlhpc.config import with_values
+from rlhpc.data.prompts import open_prompts
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.evaluation.samples_file import read_samples
+from rlhpc.evaluation.settings import EvaluationSettings, read_settings
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 from tests.ring.run_kit import Lab, Run, command_environment, make_lab, rlhpc, run_to_the_end, wait_while_it_moves
@@ -162,24 +167,38 @@ def test_what_no_verifier_can_judge_is_counted_and_left_out(lab: Lab) -> None:
     assert summary["num_not_judged"] == PROMPTS * SAMPLES
 
 
+def greedy_completions(model: Path, settings: EvaluationSettings) -> list[str]:
+    """By transformers, of an HF checkpoint."""
+    config = with_values(settings.config, {"model.path": model})
+    prompts, tokenizer = open_prompts(config), PromptTokenizer(model)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
+    for place in range(settings.num_prompts):
+        prompt = torch.tensor([[*map(int, prompts.peek(place).token_ids)]])
+        drawn = hf.generate(prompt, max_new_tokens=config.generation.max_completion_tokens, do_sample=False,
+                            eos_token_id=list(tokenizer.eos_token_ids), pad_token_id=0)  # fmt: skip
+        token_ids = drawn[0, prompt.shape[1] :].tolist()
+        has_ended = token_ids[-1] in tokenizer.eos_token_ids
+        found.append(tokenizer.decode_completion(token_ids, has_ended=has_ended))
+    return found
+
+
 @pytest.mark.vllm
 def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
     layout = run_to_the_end(lab, "trained", trainer={"learning_rate": 0.01})
-    exported = lab.root / "exported"
+    exported, out = lab.root / "exported", lab.root / "of-run"
     assert rlhpc("export", str(layout.root), str(exported)).returncode == 0
     words = [*SETTINGS, "generation.engine=vllm", "generation.max_completion_tokens=8", "--prompts", "6", "--json"]
-    greedy = ["--temperature", "0"]
-    found: list[tuple[dict[str, Any], list[EvaluatedSample]]] = []
-    for model in (layout.root, exported, lab.model):
-        out = lab.root / f"of-{model.name}"
-        done = rlhpc("evaluate", str(model), str(lab.dataset), *words, *greedy, "--out", str(out), timeout_s=600)
-        assert done.returncode == 0, done.stderr
-        assert not (out / "model").exists()
-        found.append((json.loads(done.stdout), sorted(read_samples(out), key=lambda each: each.prompt)))
-    run, same, untrained = found
-    assert [each.completion for each in run[1]] == [each.completion for each in same[1]]
-    assert [each.completion for each in run[1]] != [each.completion for each in untrained[1]]
-    assert run[0]["title"] == "trained-step_000006 on train"
+    greedy = ["--temperature", "0", "--out", str(out)]
+    done = rlhpc("evaluate", str(layout.root), str(lab.dataset), *words, *greedy, timeout_s=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["title"] == "trained-step_000006 on train"
+    assert not (out / "model").exists()
+    settings = read_settings(out)
+    assert settings is not None
+    found = [each.completion for each in sorted(read_samples(out), key=lambda each: each.prompt)]
+    assert found == greedy_completions(exported, settings)
+    assert found != greedy_completions(lab.model, settings)
 
 
 # ----------------------------------------------------------------------------------------------------- following a run
