@@ -70,9 +70,11 @@ class AlgorithmConfig(Section):
     max_token_age: NonNegative | Literal["off"] = "off"
     """A token that was sampled more versions ago counts nothing; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of a term in the loss that pulls the policy towards a frozen reference, the model at model.path; 0: none."""
+    """Of a term that pulls the policy towards a frozen reference, the model at model.path; 0: none."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where that term is: in the loss, or in the rewards of tokens, which advantage = "gae" knows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """That term of a token (docs/algorithms.md has the formulas).  "k1" is refused: its gradient pulls nowhere."""
+    """That term of a token (docs/algorithms.md has the formulas).  "k1" is for rewards: its gradient pulls nowhere."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Of a bonus in the loss for the mean entropy over loss tokens; 0: none."""
     scale_rate_by_age: bool = False

@@ -73,10 +73,21 @@ def ratio_starts_at_the_batch(config: Config) -> None:
 def divergence_has_a_gradient(config: Config) -> None:
     """The mean of ∇k1 = ∇log π over a policy's own samples is 0, and ∇k1 does not know the reference."""
     algorithm = config.algorithm
-    if algorithm.kl_coefficient > 0 and algorithm.kl_estimator == "k1":
+    if algorithm.kl_coefficient > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         raise ValueError(
             f"algorithm.kl_estimator='k1' with algorithm.kl_coefficient={algorithm.kl_coefficient:g}: in a loss its "
-            "gradient is that of log π, whatever the reference is, and on average zero; legal: 'k2' or 'k3'"
+            "gradient is that of log π, whatever the reference is, and on average zero; legal: 'k2' or 'k3', or "
+            "algorithm.kl_in='reward'"
+        )
+
+
+def tokens_have_rewards(config: Config) -> None:
+    """A group's advantages know one reward of each completion, a critic's one of each token."""
+    algorithm = config.algorithm
+    if algorithm.kl_in == "reward" and not config.has_critic:
+        raise ValueError(
+            f"algorithm.kl_in='reward' with algorithm.advantage={algorithm.advantage!r}, which knows no rewards of "
+            "tokens; legal: 'loss', or algorithm.advantage='gae'"
         )
 
 
@@ -98,5 +109,6 @@ STATISTICS = (
     cushion_leaves_room,
     ratio_starts_at_the_batch,
     divergence_has_a_gradient,
+    tokens_have_rewards,
     minibatches_have_samples,
 )

@@ -53,7 +53,8 @@ def make_policy_loss(config: AlgorithmConfig, policy_version: int) -> PolicyLoss
         loss = load_own_loss(config.loss)
     if not config.kl_coefficient and not config.entropy_coefficient:
         return loss
-    return Regularised(loss, config.kl_coefficient, config.kl_estimator, config.entropy_coefficient)
+    in_loss = config.kl_coefficient if config.kl_in == "loss" else 0.0
+    return Regularised(loss, config.kl_coefficient > 0, in_loss, config.kl_estimator, config.entropy_coefficient)
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:

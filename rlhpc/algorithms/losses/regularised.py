@@ -32,21 +32,23 @@ class Regularised:
     """A PolicyLoss around another one."""
 
     loss: PolicyLoss
+    has_reference: bool
     kl_coefficient: float
     kl_estimator: str
     entropy_coefficient: float
 
     def __call__(self, current: Tensor, row: TokenRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """See PolicyLoss; row.reference counts only with a coefficient, row.entropy too."""
+        """See PolicyLoss; row.entropy counts only with a coefficient.  A reference without one is only measured."""
         loss, metrics = self.loss(current, row)
         current, reference, entropy, weights = (
             torch.where(row.loss_mask, values, 0.0) for values in (current, row.reference, row.entropy, row.weights)
         )
-        if self.kl_coefficient:
+        if self.has_reference:
             log_ratio = reference.detach() - current
+            metrics = metrics | {"kl_reference": divergence(log_ratio.detach(), "k3").sum()}
+        if self.kl_coefficient:
             term = (weights * divergence(log_ratio, self.kl_estimator)).sum()
             loss = (loss + self.kl_coefficient * term) * one_if_finite(reference, log_ratio)
-            metrics = metrics | {"kl_reference": divergence(log_ratio.detach(), "k3").sum()}
         if self.entropy_coefficient:
             loss = (loss - self.entropy_coefficient * (weights * entropy).sum()) * one_if_finite(entropy)
         return loss, metrics

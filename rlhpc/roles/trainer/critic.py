@@ -4,6 +4,9 @@
                              └─────────────┴──▶ one optimiser step of the critic for each of the policy's
 
 Input: PackedBatch, of which every rank reads the rows of its replica.  Output: the same with advantages, and figures.
+With algorithm.kl_in = "reward" each token costs β · k(x), x = log π_reference − log π_behaviour (Ziegler et al. 2019,
+arXiv:1909.08593, eq. 2): the mean of that over what π_behaviour samples is its own divergence from the reference,
+however old it is.
 The critic is a TrainerBackend with a value head (contracts.py), laid out over ranks like the policy.
 """
 
@@ -16,10 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhpc.algorithms.advantages.gae import packed_gae
+from rlhpc.algorithms.losses.regularised import divergence
 from rlhpc.algorithms.losses.value import ValueLoss
 from rlhpc.config import Config
 from rlhpc.contracts import TrainerBackend
@@ -47,9 +52,18 @@ class Critic:
         clip = config.critic.value_clip
         self._loss = ValueLoss(None if clip == "off" else clip)
 
-    def judge(self, batch: PackedBatch) -> JudgedBatch:
-        """Advantages of a batch by the critic as it is, normalised over the batch if that is wanted.  A collective."""
+    def judge(self, batch: PackedBatch, references: Sequence[Sequence[Tensor] | None] | None = None) -> JudgedBatch:
+        """Advantages of a batch by the critic as it is, normalised over the batch if that is wanted.  A collective.
+
+        references: of each minibatch and row of this replica, float32 [T] log-probabilities; None: there is none.
+        """
         mine = [list(minibatch.ranks[self._backend.dp_rank]) for minibatch in batch.minibatches]
+        if self._config.algorithm.kl_in == "reward" and references is not None:
+            mine = [
+                [self._less_divergence(row, reference) for row, reference in zip(rows, of_rows, strict=True)]
+                for rows, of_rows in zip(mine, references, strict=True)
+                if of_rows is not None
+            ]
         values = [self._backend.logprobs(rows) for rows in mine]
         found = [
             [self._estimate(row, value) for row, value in zip(rows, of_rows, strict=True)]
@@ -110,6 +124,12 @@ class Critic:
             discount=algorithm.discount,
             trace=algorithm.gae_lambda,
         )
+
+    def _less_divergence(self, row: PackedMicrobatch, reference: Tensor) -> PackedMicrobatch:
+        algorithm = self._config.algorithm
+        log_ratio = reference.float().cpu() - torch.from_numpy(row.behaviour_logprobs)
+        costs = algorithm.kl_coefficient * divergence(log_ratio, algorithm.kl_estimator).numpy().astype(np.float64)
+        return _with(row, row.advantages.astype(np.float64) - np.where(row.loss_mask, costs, 0))
 
     def _moments(
         self,

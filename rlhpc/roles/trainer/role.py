@@ -184,13 +184,12 @@ class Trainer:
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
         rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
-        judged = None
+        judged, references = None, self._of_reference(batch)
         if self._critic is not None:
-            judged = self._critic.judge(batch)
+            judged = self._critic.judge(batch, references)
             batch, rate = judged.batch, rate if batch.step >= self._config.critic.head_start_steps else 0.0
         loss = make_policy_loss(self._config.algorithm, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
-        references = self._of_reference(batch)
         done = BatchFigures()
         for place, index in enumerate(batch.order):
             minibatch = batch.minibatches[index]

@@ -75,6 +75,16 @@ def test_the_figure_is_k3_whatever_the_loss_uses() -> None:
         assert not metrics["kl_reference"].requires_grad
 
 
+def test_what_rewards_pay_for_is_measured_and_not_in_the_loss() -> None:
+    current, row = drawn(0)
+    (plain, gradient, _), _ = evaluate(current, row)
+    (loss, same_gradient, _), metrics = evaluate(current, row, kl_coefficient=0.1, kl_in="reward")
+    assert torch.equal(loss, plain)
+    assert torch.equal(same_gradient, gradient)
+    _, in_loss = evaluate(current, row, kl_coefficient=0.1)
+    assert metrics["kl_reference"] == in_loss["kl_reference"] > 0
+
+
 def test_without_coefficients_the_loss_is_the_one_that_it_was() -> None:
     config = AlgorithmConfig(kl_coefficient=0.0, kl_estimator="k2", entropy_coefficient=0.0)
     assert isinstance(make_policy_loss(config, 3), AnchoredLoss)

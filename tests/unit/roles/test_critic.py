@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,68 @@ def test_without_normalisation_they_are_gae_s(model: Path) -> None:
     np.testing.assert_allclose(judged.batch.minibatches[0].ranks[0][0].advantages, advantages, atol=1e-6)
 
 
+def references_of(batch: PackedBatch) -> list[list[torch.Tensor]]:
+    """What some reference would say of every row."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        [torch.randn(len(row.token_ids), generator=generator) * 0.3 - 1.0 for row in minibatch.ranks[0]]
+        for minibatch in batch.minibatches
+    ]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "cost"), [("k1", lambda x: -x), ("k2", lambda x: x**2 / 2), ("k3", lambda x: np.expm1(x) - x)]
+)
+def test_a_token_s_reward_is_less_by_its_divergence_from_the_reference(
+    model: Path, estimator: str, cost: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    config, batch = config_of(model, normalization="off"), batch_on(1)
+    words = {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": estimator}
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=words)})
+    references = references_of(batch)
+    critic = critic_of(config)
+    judged = critic.judge(batch, references)
+    for index, minibatch in enumerate(batch.minibatches):
+        for place, row in enumerate(minibatch.ranks[0]):
+            x = references[index][place].numpy().astype(np.float64) - row.behaviour_logprobs
+            priced = replace(row, advantages=(row.advantages - 0.3 * np.where(row.loss_mask, cost(x), 0)).astype("f4"))
+            advantages, returns = gae_of(priced, judged.values[index][place].numpy(), 1.0, 0.9)
+            given = judged.batch.minibatches[index].ranks[0][place].advantages
+            np.testing.assert_allclose(given, advantages, rtol=1e-6, atol=1e-5)
+            np.testing.assert_allclose(judged.returns[index][place].advantages, returns, rtol=1e-6, atol=1e-5)
+    references[0][0][int(np.flatnonzero(ROWS[0].loss_mask)[2])] = float("nan")
+    assert not np.isfinite(critic.judge(batch, references).batch.minibatches[0].ranks[0][0].advantages).all()
+
+
+def test_a_reference_in_the_loss_costs_no_reward(model: Path) -> None:
+    config, batch = config_of(model), batch_on(1)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.3})})
+    critic = critic_of(config)
+    with_reference, without = critic.judge(batch, references_of(batch)), critic.judge(batch, [None, None])
+    for one, other in zip(with_reference.batch.rows, without.batch.rows, strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)
+
+
+def test_where_the_reward_pays_for_the_reference_the_loss_does_not(model: Path, tmp_path: Path) -> None:
+    """The first batch: policy and reference are one, and what the sampler said is what is paid for."""
+    metrics = {}
+    for kl_in, coefficient in (("loss", 0.0), ("loss", 0.5), ("reward", 0.5)):
+        ear = Ear()
+        trainer, _ = trainer_on(model, tmp_path, ear, algorithm={"kl_in": kl_in, "kl_coefficient": coefficient})
+        trainer._channel = None
+        trainer.begin()
+        trainer._channel = ear  # type: ignore[assignment]
+        for step in range(2):
+            trainer.obey(batch_on(1, step))
+        metrics[kl_in, coefficient] = [each.metrics for each in ear.answers if isinstance(each, StepReport)]
+        trainer._backend.close()
+    without, in_loss, in_reward = metrics.values()
+    assert "kl_reference" not in without[1]
+    assert in_loss[1]["kl_reference"] > 0 < in_reward[1]["kl_reference"]
+    assert in_loss[0]["critic/return_mean"] == without[0]["critic/return_mean"]
+    assert in_reward[0]["critic/return_mean"] != without[0]["critic/return_mean"]
+
+
 def test_it_explains_more_and_more_of_the_returns(model: Path) -> None:
     critic, explained = critic_of(config_of(model)), []
     for step in range(40):
@@ -161,8 +224,11 @@ def test_two_ranks_judge_and_learn_as_one(
 # ------------------------------------------------------------------------------------------------------- the role
 
 
-def trainer_on(model: Path, root: Path, ear: Ear, *, resume: bool = False, **critic: object) -> tuple[Trainer, Any]:
+def trainer_on(
+    model: Path, root: Path, ear: Ear, *, resume: bool = False, algorithm: Any = None, **critic: object
+) -> tuple[Trainer, Any]:
     config = config_of(model, **critic)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=algorithm or {})})
     context = RoleContext("trainer", 0, 1, 0, 2 if resume else None, "first", RunLayout(root), config, "hash")
     backend = open_backend(config, RankContext())
     trainer = Trainer(context, backend, ear, ear, critic_of(config))  # type: ignore[arg-type]
