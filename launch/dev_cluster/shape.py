@@ -72,7 +72,9 @@ class Times:
 
     requeue_delay_s: int = 5  # 120: a requeued job is not eligible before (munge's credentials must have expired)
     kill_wait_s: int = 5  # 30: from SIGTERM to SIGKILL
-    dead_node_s: int = 6  # 300: silence after which a node counts as DOWN; seen some seconds later
+    # 300: silence after which a node counts as DOWN; seen some seconds later.  More than twice MessageTimeout: a round
+    # of pings that waits for a dead node leaves out the others, and with 6 they were once taken for dead with it.
+    dead_node_s: int = 12
 
 
 @dataclass(frozen=True, slots=True)
