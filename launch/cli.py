@@ -18,6 +18,7 @@ from launch.commands.arguments import (
     resume_point,
     takes_cluster_commands,
     takes_evaluation,
+    takes_evaluations,
     takes_list,
     takes_overrides,
     takes_recipe,
@@ -106,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     export.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
     takes_evaluation(command("evaluate", _evaluate, "Sample a dataset with a model; print pass@k, with intervals."))
+    takes_evaluations(
+        command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
+    )
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument(
@@ -304,6 +308,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     from launch.commands.evaluate.command import evaluate
 
     return evaluate(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from launch.commands.evaluate.compare import compare
+
+    return compare(options)
 
 
 def _recipes(options: argparse.Namespace) -> int:

@@ -87,6 +87,13 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
 
 
+def takes_evaluations(parser: argparse.ArgumentParser) -> None:
+    """Directories of two evaluations."""
+    parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
+    parser.add_argument("second", type=Path, metavar="SECOND", help="another one, on the same data")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+
+
 def takes_recipe(parser: argparse.ArgumentParser) -> None:
     """Nothing, or the action copy with a name and a directory."""
     actions = parser.add_subparsers(metavar="ACTION", dest="action")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rlhpc.config_evaluation import sizes_of_sets
 
 Z = 1.959964  # 97.5 % of a normal distribution lie below
+REWARD = "reward"  # the figure that is no share
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,32 @@ def estimates(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int
     A prompt with fewer than k judged samples is left out of pass@k and of maj@k; a figure without prompts is left out.
     maj@k needs a reward function that names answers.
     """
-    found: dict[str, Estimate] = {}
+    found = of_prompts(prompts, samples_per_prompt)
+    return {name: (mean if name == REWARD else share)(np.array([*values.values()])) for name, values in found.items()}
+
+
+def of_prompts(prompts: Sequence[Sequence[JudgedSample]], samples_per_prompt: int) -> dict[str, dict[int, float]]:
+    """The figures of estimates() of single prompts, by the prompt's place; whose means they are."""
+    found: dict[str, dict[int, float]] = {}
     for k in sizes_of_sets(samples_per_prompt):
-        counted = [(len(samples), sum(each.is_correct for each in samples)) for samples in prompts if len(samples) >= k]
-        if counted:
-            found[f"pass@{k}"] = share(np.array([pass_at_k(*counts, k) for counts in counted]))
-    full = [samples for samples in prompts if len(samples) >= samples_per_prompt]
-    names_answers = any(sample.answer for samples in prompts for sample in samples)
-    if samples_per_prompt > 1 and full and names_answers:
-        found[f"maj@{samples_per_prompt}"] = share(np.array([majority(samples) for samples in full]))
-    if any(prompts):
-        found["reward"] = mean(np.array([np.mean([each.reward for each in samples]) for samples in prompts if samples]))
-    return found
+        found[f"pass@{k}"] = {
+            place: pass_at_k(len(samples), sum(each.is_correct for each in samples), k)
+            for place, samples in enumerate(prompts)
+            if len(samples) >= k
+        }
+    if samples_per_prompt > 1 and any(sample.answer for samples in prompts for sample in samples):
+        found[f"maj@{samples_per_prompt}"] = {
+            place: majority(samples) for place, samples in enumerate(prompts) if len(samples) >= samples_per_prompt
+        }
+    found[REWARD] = {
+        place: float(np.mean([each.reward for each in samples])) for place, samples in enumerate(prompts) if samples
+    }
+    return {name: values for name, values in found.items() if values}
+
+
+def difference(first: NDArray[np.float64], second: NDArray[np.float64]) -> Estimate:
+    """Mean of second − first, values [N] of the same prompts; N ≥ 1.
+
+    The interval is that of the differences (arXiv:2411.00640, §4.2): what makes a prompt hard for both cancels out.
+    """
+    return mean(second - first)

@@ -55,17 +55,23 @@ class Report:
         return "" if estimate.num_prompts == self.num_prompts else f"of {estimate.num_prompts} prompts"
 
 
-def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> Report | None:
-    """None: some of the samples that the settings ask for are missing."""
+def wanted_samples(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> list[EvaluatedSample]:
+    """Those that the settings ask for, each once; an earlier command may have asked for more."""
     found = {
         (each.prompt, each.sample): each
         for each in samples
         if each.prompt < settings.num_prompts and each.sample < settings.samples_per_prompt
     }
+    return [*found.values()]
+
+
+def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) -> Report | None:
+    """None: some of the samples that the settings ask for are missing."""
+    found = wanted_samples(settings, samples)
     if len(found) < settings.num_samples:
         return None
     judged: defaultdict[int, list[JudgedSample]] = defaultdict(list)
-    for each in found.values():
+    for each in found:
         if each.verdict != Verdict.VERIFIER_ERROR.value:
             is_correct = each.verdict == Verdict.CORRECT.value
             judged[each.prompt].append(JudgedSample(is_correct, each.answer, each.reward))
@@ -75,7 +81,7 @@ def report_of(settings: EvaluationSettings, samples: Iterable[EvaluatedSample]) 
         samples_per_prompt=settings.samples_per_prompt,
         num_prompts=settings.num_prompts,
         figures=estimates([judged[prompt] for prompt in range(settings.num_prompts)], settings.samples_per_prompt),
-        mean_tokens=float(np.mean([each.num_tokens for each in found.values()])),
-        truncated_share=float(np.mean([each.finish_reason == FinishReason.LENGTH.value for each in found.values()])),
+        mean_tokens=float(np.mean([each.num_tokens for each in found])),
+        truncated_share=float(np.mean([each.finish_reason == FinishReason.LENGTH.value for each in found])),
         num_not_judged=len(found) - sum(map(len, judged.values())),
     )

@@ -8,10 +8,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
+from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.follow import Course, Life
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
@@ -24,7 +26,7 @@ from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
 from rlhpc.config_file import read_resolved, write_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
-from rlhpc.evaluation.samples_file import EvaluatedSample
+from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
@@ -405,3 +407,71 @@ def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(
     course.has_new = True
     assert course.is_no_better(said.append) is has_ended
     assert len(said) == has_ended
+
+
+# ------------------------------------------------------------------------------------------------------ two models
+
+
+def evaluated(directory: Path, settings: EvaluationSettings, correct: list[list[bool]], at: str = "/data") -> Path:
+    """An evaluation whose samples of each prompt were right or wrong."""
+    directory.mkdir()
+    settings = replace(settings, num_prompts=len(correct), samples_per_prompt=max(map(len, correct)))
+    settings.write(directory)
+    with SamplesFile(directory, 0) as file:
+        for prompt, of_prompt in enumerate(correct):
+            for sample, is_correct in enumerate(of_prompt):
+                verdict, reward = ("correct", 1.0) if is_correct else ("incorrect", 0.0)
+                source = f"{at}/test.jsonl:{prompt + 1}"
+                file.append(EvaluatedSample(prompt, sample, source, "x", 1, "stop", verdict, reward))
+    return directory
+
+
+def test_the_interval_of_a_difference_is_that_of_single_prompts_differences(model: Path, tmp_path: Path) -> None:
+    """Hard and easy prompts alike: the two intervals overlap, and one model is better."""
+    settings = settings_of(model)
+    rates = np.linspace(0.0, 0.8, 60)
+    first = [[sample < 10 * rate for sample in range(10)] for rate in rates]
+    second = [[sample < 10 * rate + 1 for sample in range(10)] for rate in rates]
+    found = comparison_of(
+        evaluated(tmp_path / "a", settings, first), evaluated(tmp_path / "b", settings, second, at="/elsewhere")
+    )
+    one, other, change = found.figures["reward"]
+    differences = np.mean(second, axis=1) - np.mean(first, axis=1)
+    assert (one, other) == (pytest.approx(np.mean(first)), pytest.approx(np.mean(second)))
+    assert change.value == pytest.approx(differences.mean())
+    half = 1.959964 * differences.std(ddof=1) / np.sqrt(60)
+    assert (change.low, change.high) == (pytest.approx(change.value - half), pytest.approx(change.value + half))
+    assert found.figures["pass@1"][2].low > 0
+    reports = [
+        report_of(each, read_samples(tmp_path / name))
+        for each, name in ((read_settings(tmp_path / n), n) for n in "ab")
+    ]
+    assert reports[0].figures["pass@1"].high > reports[1].figures["pass@1"].low
+    assert "pass@1" in found.as_text()
+    assert "better" in found.as_text()
+    assert found.as_json()["num_prompts"] == 60
+
+
+def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model)
+    first = evaluated(tmp_path / "a", settings, [[True, True], [False, False], [True, False]])
+    second = evaluated(tmp_path / "b", settings, [[False, True], [False]])
+    found = comparison_of(first, second)
+    assert found.num_prompts == 2
+    assert found.figures["pass@1"][2].value == pytest.approx(-0.25)
+    assert found.figures["pass@2"][2].num_prompts == 1
+    assert "of 1 prompts" in found.as_text()
+
+
+def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: Path, tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "a", settings_of(model), [[True]])
+    other = replace(settings_of(model), inputs={"model": "n", "data": ["e"]}, temperature=0.5)
+    with pytest.raises(ConfigError, match=r"(?s)inputs.data: \['d'\] and \['e'\].*temperature: 1.0 and 0.5"):
+        comparison_of(first, evaluated(tmp_path / "b", other, [[True]]))
+    with pytest.raises(ConfigError, match="no evaluation is there"):
+        comparison_of(first, model)
+    empty = evaluated(tmp_path / "c", settings_of(model), [[True]])
+    (empty / "samples-0.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no prompt in common"):
+        comparison_of(first, empty)
+    assert main(["compare", str(first), str(first), "--json"]) == 0
