@@ -75,12 +75,14 @@ def end_following(job: int | None, tell: Tell) -> None:
 @contextmanager
 def warned_of_the_limit(layout: RunLayout) -> Iterator[None]:
     """In that job: raise TimeIsUp in the block when Slurm says that its time is nearly over."""
-    if not is_following_job(layout):
+    if "SLURM_JOB_ID" not in os.environ:
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise TimeIsUp
+        if is_following_job(layout):  # recorded by now, if it is; this process may have started before
+            raise TimeIsUp
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR2, end)
     try:
