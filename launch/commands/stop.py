@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from launch.commands.evaluate.following_job import end_following, following_job
+from launch.commands.evaluate.following_job import end_following
 from launch.run_directory.owner import find_launcher
 from launch.run_files.job_records import read_records
 from launch.run_files.run_state import read_progress, saved_step
@@ -48,14 +48,14 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         launcher.await_end()
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
-        end_following(following_job(layout), tell)
+        end_following(layout, tell)
         tell(f"{layout.root}: this run is not running")
         return 0
     request = layout.abort_request if now else layout.stop_request
     write_atomically(request, b"")
     try:
         _see_to_the_end(layout, now, tell)
-        end_following(following_job(layout), tell)
+        end_following(layout, tell)
     except SlurmError as error:
         raise SlurmError(
             f"{error}; the request {request.name} is in {layout.root}: running jobs see it and end by themselves, "

@@ -26,7 +26,7 @@ from launch.plan.report import component_documents, plan_document, shared_layout
 from launch.plan.script import render_scripts
 from launch.plan.site_file import GpuConfig, PrologueConfig, Site, load_site
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
-from launch.run_directory.prepare import prepare_run_dir_for_jobs
+from launch.run_directory.prepare import prepare_run_dir_for_jobs, refuse_run_dir_for_jobs
 from launch.run_directory.submission_lock import submits_alone
 from launch.run_files.job_records import JobRecord, generators_of, read_records, write_record
 from launch.slurm.commands import SlurmError
@@ -114,7 +114,10 @@ def submit_checked(
     site_mode = run.site_file.stat().st_mode & 0o644 | 0o600  # it may hold tokens for [prologue.environment]
     site_text = run.site_file.read_bytes()
     with submits_alone(layout.root.with_name(f".{layout.root.name}.submitting"), tell):
-        is_new, evaluation = not layout.root.exists(), following_job(layout)
+        is_new = not layout.root.exists()
+        if fresh and following_job(layout) is not None:
+            refuse_run_dir_for_jobs(run.config, layout, resume=resume, fresh=fresh, resume_from=resume_from)
+            end_following(layout, tell)  # it writes where everything is deleted next
         if resume:
             look_before_going_on(layout, resume_from, lambda line: tell(f"audit       {line.removeprefix('audit: ')}"))
         changed = prepare_run_dir_for_jobs(
@@ -125,8 +128,6 @@ def submit_checked(
             resume_from=resume_from,
             tell=lambda line: tell(f"checkpoint  {line}"),
         )
-        if fresh:
-            end_following(evaluation, tell)
         for change in changed:
             tell(f"changed     {change}")
         write_atomically(layout.site, site_text, mode=site_mode)

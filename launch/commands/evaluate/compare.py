@@ -27,6 +27,7 @@ from rlhpc.types import Verdict
 # What has to be equal, or a difference would be of more than the models.
 ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.use_chat_template", "data.reference_field",
          "generation.max_completion_tokens", "temperature")  # fmt: skip
+FEW = 20  # prompts; the interval of fewer says too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,10 @@ def comparison_of(first: Path, second: Path) -> Comparison:
     common = sorted(judged[0].keys() & judged[1].keys())
     if not common:
         raise ConfigError(f"{first} and {second}: have no prompt in common")
-    samples = min(each.samples_per_prompt for each in settings)
-    one, other = (of_prompts([of_model[source] for source in common], samples) for of_model in judged)
+    numbers = {each.samples_per_prompt for each in settings}
+    one, other = (of_prompts([of_model[source] for source in common], min(numbers)) for of_model in judged)
+    if len(numbers) > 1:  # a majority of more votes is another figure
+        one.pop(f"maj@{min(numbers)}", None)
     figures = {}
     for name in (name for name in one if name in other):
         places = sorted(one[name].keys() & other[name].keys())
@@ -105,15 +108,28 @@ def _refuse_unlike(settings: Sequence[EvaluationSettings]) -> None:
 def _judged(directory: Path, settings: EvaluationSettings) -> dict[str, list[JudgedSample]]:
     """Samples by the record of their prompt, wherever the dataset lay."""
     found: defaultdict[str, list[JudgedSample]] = defaultdict(list)
-    for each in wanted_samples(settings, read_samples(directory)):
+    wanted = wanted_samples(settings, read_samples(directory))
+    if len(wanted) < settings.num_samples:  # those that are there first are short ones
+        raise ConfigError(
+            f"{directory}: {len(wanted)} of {settings.num_samples} samples are there; the `rlhpc evaluate` that began "
+            "it draws the others"
+        )
+    for each in wanted:
         if each.verdict != Verdict.VERIFIER_ERROR.value:
             sample = JudgedSample(each.verdict == Verdict.CORRECT.value, each.answer, each.reward)
-            found[Path(each.source).name].append(sample)
+            found[_record_in(each.source)].append(sample)
     return found
+
+
+def _record_in(source: str) -> str:
+    """File and line, without the directory."""
+    return Path(source).name
 
 
 def _verdict(change: Estimate) -> str:
     """What the interval says."""
+    if change.num_prompts < FEW:
+        return "too few prompts"
     if change.low > 0:
         return "better"
     return "worse" if change.high < 0 else "no difference shown"

@@ -51,16 +51,23 @@ def evaluation_directory(
         lock.close()
 
 
-def holds_other_samples(directory: Path, settings: EvaluationSettings) -> bool:
-    """Whether samples of other settings, or of another model, are there.  Raises ConfigError."""
+def unlike_samples(directory: Path, settings: EvaluationSettings) -> set[str]:
+    """By what samples that are there differ from those of these settings.  Raises ConfigError."""
     before = read_settings(directory)
-    return before is not None and before.identity != settings.identity
+    return set() if before is None else _unlike(before, settings)
+
+
+def _unlike(before: EvaluationSettings, now: EvaluationSettings) -> set[str]:
+    old, new = before.identity, now.identity
+    return {key for key in {*old, *new} if old.get(key) != new.get(key)}
 
 
 def _refuse_other_samples(directory: Path, before: EvaluationSettings, now: EvaluationSettings) -> None:
     old, new = before.identity, now.identity
-    lines = [f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}" for key in sorted({*old, *new})
-             if old.get(key) != new.get(key)]  # fmt: skip
+    lines = [
+        f"  {key}: {_shown(new.get(key))}, of the samples {_shown(old.get(key))}"
+        for key in sorted(_unlike(before, now))
+    ]
     if lines:
         head = f"{directory}: holds samples of another evaluation:"
         advice = "--out DIRECTORY keeps both; --fresh deletes these samples"

@@ -49,7 +49,7 @@ class Evaluation:
         done: called with new figures and the HF checkpoint of the model, which it may move away.
         Raises CheckpointError, RunDirectoryError, RoleFailed; KeyboardInterrupt that says how far it has got.
         """
-        directory, settings = self.directory, self.settings
+        directory, settings, attempt = self.directory, self.settings, self.target.attempt
         with evaluation_directory(directory, settings, is_fresh=is_fresh, tell=tell) as lock:
             report = report_of(settings, read_samples(directory))
             if report is None or not (directory / SUMMARY).exists():  # then `done` has not been called to its end
@@ -61,7 +61,8 @@ class Evaluation:
                     raise KeyboardInterrupt(f"{where}; the same command draws the others") from None
                 finally:
                     shutil.rmtree(directory / MODEL, ignore_errors=True)
-            write_atomically(directory / SUMMARY, json.dumps(report.as_json(), indent=1).encode())
+            document = report.as_json() | ({} if attempt is None else {"attempt": attempt})
+            write_atomically(directory / SUMMARY, json.dumps(document, indent=1).encode())
             tell(f"all samples are in {directory}")
         return report
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from launch.commands.evaluate.directory import holds_other_samples
+from launch.commands.evaluate.directory import unlike_samples
 from launch.commands.evaluate.evaluation import Evaluation, plan_evaluation
 from launch.commands.evaluate.following_job import (
     TimeIsUp,
@@ -27,24 +29,25 @@ from launch.commands.evaluate.following_job import (
     look_again_later,
     warned_of_the_limit,
 )
-from launch.commands.evaluate.past import past_values
+from launch.commands.evaluate.past import past_evaluations, past_values
 from launch.commands.evaluate.report import Report
 from launch.commands.evaluate.request import Request, requests_of
-from launch.commands.evaluate.target import find_target, target_of_run
-from launch.commands.stop import stop_run
+from launch.commands.evaluate.target import checkpoint_digest, find_target, target_of_run
 from launch.common.paths import without_dots
 from launch.run_files.job_records import read_records
-from launch.run_files.run_state import read_progress
+from launch.run_files.run_state import read_progress, wants_abort, wants_stop
 from launch.slurm.queue import look_at_jobs
-from rlhpc.errors import CheckpointError, ConfigError, RoleFailed
+from rlhpc.errors import CheckpointError, ConfigError, RoleFailed, RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.metrics.tensorboard_writer import TensorBoardWriter
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import KnownCheckpoints
+from rlhpc.training.checkpoint.timeline import Timeline
 
 FIGURES = "rlhpc_figures.json"  # in the best model's directory
 LOOK_S = 5.0
-ASK_S = 60.0  # between two questions to Slurm
+ASK_S, ASK_SOON_S = 60.0, 10.0  # between two questions to Slurm; where the run was asked to stop
+SURE = 2  # answers of Slurm in a row that nothing is left
 MOST_FAILURES = 3  # evaluations in a row whose engines failed; then the command fails
 Tell = Callable[[str], None]
 Show = Callable[[Report], None]
@@ -94,20 +97,23 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
         while True:
             is_over, has_evaluated = life.is_over, False
             for course in courses:
-                if (step := course.due(is_last=is_over)) is not None:
-                    course.evaluate(step, curves, show, tell)
+                step = course.due(is_last=is_over)
+                if step is not None and course.evaluate(step, curves, show, tell):
                     has_evaluated = True
-                    if course.is_no_better(tell):
-                        return stop_run(layout, now=False, tell=tell)
-            if is_over and not has_evaluated:
+                    if course.is_no_better(tell) and not life.is_over:
+                        write_atomically(layout.stop_request, b"")  # whoever runs it sees to it
+                        tell(f"{layout.root}: asked to finish its step, save and end, as `rlhpc stop` does")
+                        return 0
+            if has_evaluated:
+                continue
+            if is_over and not any(course.is_waiting for course in courses):
                 return 0
-            if not life.shows:
+            if not life.shows and not (is_following_job(layout) and life.has_jobs is None):
                 if life.has_jobs and is_following_job(layout):
                     return look_again_later(layout, tell)
                 tell(f"{layout.root}: no sign of life for {options.patience_s:g} s; not followed any more")
                 return 1
-            if not has_evaluated:
-                time.sleep(LOOK_S)
+            time.sleep(LOOK_S)
     finally:
         curves.close()
 
@@ -117,47 +123,58 @@ class Course:
 
     def __init__(self, layout: RunLayout, request: Request) -> None:
         self._layout, self._request = layout, request
-        self.last: int | None = None  # step that was evaluated last
-        self.has_new = False  # figures that nobody has judged
+        self._tried: set[tuple[int, str]] = set()  # steps and digests of checkpoints
         self._failures = 0  # in a row
+        self.has_new = False  # figures that nobody has judged
+        self.is_waiting = False  # for another command that evaluates the same
 
     def due(self, *, is_last: bool) -> int | None:
         """The newest step, if it is far enough from the last one, or if no other will come."""
         if not self._layout.checkpoints.is_dir():
             return None
         steps = [step for step, _ in KnownCheckpoints(self._layout.checkpoints).steps()]
-        newest, far = max(steps, default=None), 1 if is_last else self._request.every
-        if newest is None or (self.last is not None and newest < self.last + far):
+        newest = max(steps, default=None)
+        if newest is None or (newest, self._digest(newest)) in self._tried:
             return None
-        return newest
+        before = [step for step in past_evaluations(self._layout).get(self._request.name, {}) if step < newest]
+        far = 1 if is_last else self._request.every
+        return newest if not before or newest >= max(before) + far else None
 
-    def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> None:
-        """Evaluate the checkpoint of a step; one that is gone by now, or damaged, is passed over."""
-        self.last = step
-        name, best = f"evaluation/{self._request.name}", self._request.best
+    def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> bool:
+        """Evaluate the checkpoint of a step, unless it is gone by now, damaged, or being evaluated; True: it is done.
 
-        def done(report: Report, model: Path) -> None:
-            curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
-            curves.flush()
-            if best is not None:
-                _keep_if_best(self._layout, evaluation, report, model, best, tell)
-            self.has_new = True
-
+        Raises RoleFailed when the engines have failed several times in a row.
+        """
+        place = step, self._digest(step)
         try:
             evaluation = plan_evaluation(find_target(self._layout.root, step), self._request)
             # A run that went back to an older step comes by this one again, with another model.
-            is_fresh = holds_other_samples(evaluation.directory, evaluation.settings)
-            report = evaluation.report(tell, is_fresh=is_fresh, done=done)
-        except CheckpointError as error:  # the run has deleted it; the next one comes
+            unlike = unlike_samples(evaluation.directory, evaluation.settings)
+            if unlike - {"inputs.model"}:
+                self._tried.add(place)
+                tell(f"step {step} is not evaluated: {evaluation.directory} holds samples of other {', '.join(unlike)}")
+                return False
+            done = partial(self._done, step, evaluation, curves, tell)
+            report = evaluation.report(tell, is_fresh=bool(unlike), done=done)
+        except (CheckpointError, FileNotFoundError) as error:  # the run has deleted it; the next one comes
             tell(f"step {step} is not evaluated: {error}")
+        except RunDirectoryError as error:  # another command is at it
+            if not self.is_waiting:
+                tell(f"step {step}: {error}; tried again until it is done")
+            self.is_waiting = True
+            return False
         except RoleFailed as error:
             self._failures += 1
             if self._failures == MOST_FAILURES:
                 raise
             tell(f"step {step} is not evaluated: {error}")
         else:
-            self._failures = 0
+            self._failures, self.is_waiting = 0, False
+            self._tried.add(place)
             show(report)
+            return True
+        self._tried.add(place)
+        return False
 
     def is_no_better(self, tell: Tell) -> bool:
         """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
@@ -170,18 +187,35 @@ class Course:
         tell(f"{request.best} is no better than {max(past.values()):.3f} for {request.stop_after} evaluations")
         return True
 
+    def _digest(self, step: int) -> str:
+        """ "": the checkpoint is not there."""
+        try:
+            return checkpoint_digest(self._layout.checkpoint(step))
+        except OSError:
+            return ""
+
+    def _done(
+        self, step: int, evaluation: Evaluation, curves: TensorBoardWriter, tell: Tell, report: Report, model: Path
+    ) -> None:
+        name, best = f"evaluation/{self._request.name}", self._request.best
+        curves.scalars(step, {f"{name}/{figure}": each.value for figure, each in report.figures.items()})
+        curves.flush()
+        self.has_new = True
+        if best is not None and best not in report.figures:
+            tell(f"step {step} has no {best}: too few samples could be judged, or no answers are named")
+        elif best is not None:
+            _keep_if_best(self._layout, step, evaluation, report, model, best, tell)
+
 
 def _keep_if_best(
-    layout: RunLayout, evaluation: Evaluation, report: Report, model: Path, figure: str, tell: Tell
+    layout: RunLayout, step: int, evaluation: Evaluation, report: Report, model: Path, figure: str, tell: Tell
 ) -> None:
-    if figure not in report.figures:
-        raise ConfigError(f"--keep-best {figure}: not a figure of this evaluation; legal: {', '.join(report.figures)}")
     name, value = evaluation.request.name, report.figures[figure].value
-    others = past_values(layout, name, figure)
-    if any(value <= other for other in others.values()):
-        return
     place = layout.evaluations / f"best-{name}"
-    write_atomically(model / FIGURES, json.dumps(report.as_json(), indent=1).encode())
+    if value <= _kept_value(layout, place, figure):
+        return
+    document = report.as_json() | {"step": step, "attempt": evaluation.target.attempt}
+    write_atomically(model / FIGURES, json.dumps(document, indent=1).encode())
     old = place.with_name(f".{place.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if place.exists():
@@ -189,6 +223,16 @@ def _keep_if_best(
     model.rename(place)
     shutil.rmtree(old, ignore_errors=True)
     tell(f"{place}: the best model so far, {figure} {value:.3f}")
+
+
+def _kept_value(layout: RunLayout, place: Path, figure: str) -> float:
+    """Of the model that is kept; −∞: none is, or one of a step that has been undone."""
+    try:
+        document = json.loads((place / FIGURES).read_bytes())
+        is_undone = Timeline.read(layout.attempts).undone_by(document["step"], document["attempt"]) is not None
+        return -math.inf if is_undone else float(document["figures"][figure]["value"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
 
 
 def _is_no_better(past: dict[int, float], num_evaluations: int) -> bool:
@@ -206,24 +250,26 @@ class Life:
         self._seen, self._seen_s = -1, time.monotonic()
         self._began_s = self._asked_s = self._seen_s
         self._has_jobs: bool | None = None
+        self._none_left = 0  # answers in a row
 
     @property
     def is_over(self) -> bool:
         """True once it is complete, or has been stopped since we look, or none of its Slurm jobs is left."""
         if self._layout.summary.exists():
             return True
+        if self._jobs:  # their controllers leave as if stopped before a time limit, too
+            return self.has_jobs is False and (self._was_asked or self._none_left >= SURE)
         progress = read_progress(self._layout)
-        if progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s:
-            return True
-        return self.has_jobs is False
+        return progress is not None and progress.is_over and progress.age_s < time.monotonic() - self._began_s
 
     @property
     def has_jobs(self) -> bool | None:
         """Whether one of its Slurm jobs was left when Slurm was asked last; None: it has none, or Slurm did not say."""
-        jobs = [record.job_id for record in read_records(self._layout)]
-        if jobs and time.monotonic() - self._asked_s >= ASK_S:
+        jobs = self._jobs
+        if jobs and time.monotonic() - self._asked_s >= (ASK_SOON_S if self._was_asked else ASK_S):
             self._asked_s, look = time.monotonic(), look_at_jobs(jobs)
             self._has_jobs = None if look.trouble else any(row.state.is_alive for row in look.rows)
+            self._none_left = self._none_left + 1 if self._has_jobs is False else 0
         return self._has_jobs
 
     @property
@@ -234,3 +280,12 @@ class Life:
         if changed != self._seen:
             self._seen, self._seen_s = changed, now
         return now - self._seen_s < self._patience_s
+
+    @property
+    def _jobs(self) -> list[int]:
+        return [record.job_id for record in read_records(self._layout)]
+
+    @property
+    def _was_asked(self) -> bool:
+        """To stop."""
+        return wants_stop(self._layout) or wants_abort(self._layout)

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -20,13 +21,15 @@ from launch.plan.site_file import Site
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import look_at_jobs
-from launch.slurm.sbatch import submit_once
+from launch.slurm.sbatch import submit_script
 from launch.slurm.this_job import ThisJob
 from rlhpc.config import Config
+from rlhpc.deadline import Deadline
 from rlhpc.files import write_atomically
 from rlhpc.privacy import PRIVATE
 from rlhpc.run_layout import RunLayout
 
+ENDED_S = 60.0  # for a job that was cancelled
 REQUEUED_S = 120.0  # for Slurm to end the batch step of a requeued job
 Tell = Callable[[str], None]
 
@@ -46,8 +49,7 @@ def submit_following(config: Config, layout: RunLayout, site: Site, controller_j
         return
     layout.evaluations.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     options = [] if controller_job is None else [f"--dependency=after:{controller_job}"]
-    submitted = EvaluationJob.following(config, site).submit(*options)
-    _record(layout, submitted)
+    submitted = EvaluationJob.following(config, site).submit(*options, record=partial(_record, layout))
     tell(f"evaluation  job {submitted}; its figures are in {layout.evaluations}, and in TensorBoard")
 
 
@@ -64,12 +66,16 @@ def is_following_job(layout: RunLayout) -> bool:
     return os.environ.get("SLURM_JOB_ID") == str(following_job(layout))
 
 
-def end_following(job: int | None, tell: Tell) -> None:
-    """Cancel it, if there is one and it is not this process's own.  Raises SlurmError."""
-    if job is None or os.environ.get("SLURM_JOB_ID") == str(job) or not _is_alive(job):
+def end_following(layout: RunLayout, tell: Tell) -> None:
+    """Cancel it, if there is one, and wait for its end.  Raises SlurmError."""
+    job = following_job(layout)
+    if job is None or is_following_job(layout) or not _is_alive(job):
         return
     cancel([job], patience_s=PATIENCE_S)
-    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate RUN_DIR` goes on with what it has begun")
+    deadline = Deadline(ENDED_S)
+    while _is_alive(job) and not deadline.is_over:
+        time.sleep(1.0)
+    tell(f"cancelled    evaluation job {job}; `rlhpc evaluate {layout.root}` evaluates the newest checkpoint")
 
 
 @contextmanager
@@ -111,18 +117,16 @@ def look_again_later(layout: RunLayout, tell: Tell) -> int:
     return 0
 
 
-def _succeed(layout: RunLayout, option: str) -> str:
-    successor = submit_once(layout.evaluations / SCRIPT, option)
-    _record(layout, successor)
-    return successor
+def _succeed(layout: RunLayout, option: str) -> int:
+    return submit_script(layout.evaluations / SCRIPT, (option,), record=partial(_record, layout), patience_s=PATIENCE_S)
 
 
 def _record_of(layout: RunLayout) -> Path:
     return layout.evaluations / "job.json"
 
 
-def _record(layout: RunLayout, job: str) -> None:
-    write_atomically(_record_of(layout), json.dumps({"job_id": int(job)}).encode())
+def _record(layout: RunLayout, job: int) -> None:
+    write_atomically(_record_of(layout), json.dumps({"job_id": job}).encode())
 
 
 def _is_alive(job: int) -> bool:

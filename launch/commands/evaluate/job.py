@@ -20,7 +20,7 @@ from launch.plan.jobs import Component, Job, JobPlan, plan_jobs
 from launch.plan.report import role_command, shared_layout
 from launch.plan.script import component_directives, render_command, warning
 from launch.plan.site_file import Site
-from launch.slurm.sbatch import submit_once
+from launch.slurm.sbatch import submit_script
 from rlhpc.config import Config, with_values
 from rlhpc.errors import ConfigError
 from rlhpc.files import write_atomically
@@ -61,13 +61,13 @@ class EvaluationJob:
         name = f"{config.run.name}.evaluation"
         return cls(plan, target.home, _script(plan, name, target.home, words, directives))
 
-    def submit(self, *options: str) -> str:
-        """Put it into the queue and return its id.  options: of sbatch.  Raises SlurmError."""
+    def submit(self, *options: str, record: Callable[[int], object] = lambda job: None) -> int:
+        """Put it into the queue, have it recorded, and return its id.  options: of sbatch.  Raises SlurmError."""
         path = self.directory / SCRIPT
-        write_atomically(path, self.script.encode())
-        return submit_once(path, *options)
+        write_atomically(path, self.script.encode(), mode=0o700)  # [prologue.environment] may be private
+        return submit_script(path, options, record=record)
 
-    def tell(self, job: str, tell: Callable[[str], None]) -> None:
+    def tell(self, job: int, tell: Callable[[str], None]) -> None:
         """Say where to look for it."""
         tell(f"submitted job {job}; it says how far it is in {self.directory / f'job-{job}.log'}")
 

@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,15 @@ class Target:
         """Of everything that the model is.  Raises OSError, RunDirectoryError."""
         if self.checkpoint is None:
             return {name: entry.digest for name, entry in look_at_model(self.model).items()}
-        return hashlib.blake2b((self.checkpoint / COMPLETE).read_bytes(), digest_size=16).hexdigest()
+        return checkpoint_digest(self.checkpoint)
+
+    @property
+    def attempt(self) -> int | None:
+        """Of the run, that wrote the checkpoint; None: it is none, or does not say."""
+        if self.checkpoint is None:
+            return None
+        attempt = json.loads((self.checkpoint / COMPLETE).read_bytes()).get("attempt")
+        return attempt if isinstance(attempt, int) else None
 
     def weights(self, place: Path) -> Path:
         """An HF checkpoint with its weights; one that has to be written is `place`.
@@ -51,6 +60,11 @@ class Target:
 
         export_hf(self.checkpoint, self.model, place)
         return place
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """Of all its files, by the record of their checksums.  Raises OSError."""
+    return hashlib.blake2b((checkpoint / COMPLETE).read_bytes(), digest_size=16).hexdigest()
 
 
 def find_target(path: Path, step: int | None) -> Target:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
+from launch.commands.evaluate import follow
 from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.directory import evaluation_directory
+from launch.commands.evaluate.evaluation import plan_evaluation
 from launch.commands.evaluate.follow import Course, Life
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.evaluate.report import report_of
 from launch.commands.evaluate.request import Request, requests_of
 from launch.commands.evaluate.settings import evaluation_config
-from launch.commands.evaluate.target import Target, find_target
+from launch.commands.evaluate.target import Target, checkpoint_digest, find_target
 from launch.commands.status_notes import read_notes
 from launch.demo.task import write_dataset
+from launch.run_files.job_records import JobRecord, write_record
+from launch.slurm.queue import QueueLook
 from rlhpc.config_file import read_resolved, write_resolved
 from rlhpc.errors import CheckpointError, ConfigError, RunDirectoryError
 from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_samples
@@ -332,11 +339,11 @@ def test_what_an_evaluation_would_fail_by_is_told_before_the_run(model: Path) ->
             preview_evaluations(config.model_copy(update={"evaluation": (table,)}))
 
 
-def note(layout: RunLayout, name: str, step: int, **values: float) -> None:
+def note(layout: RunLayout, name: str, step: int, attempt: int | None = None, **values: float) -> None:
     place = layout.evaluations / f"small-step_{step:06d}-{name}"
     place.mkdir(parents=True)
     figures = {key.replace("_at_", "@"): {"value": v, "low": v - 0.1, "high": v + 0.1} for key, v in values.items()}
-    (place / "summary.json").write_text(json.dumps({"figures": figures}))
+    (place / "summary.json").write_text(json.dumps({"figures": figures, "attempt": attempt}))
 
 
 def test_past_figures_are_read_from_their_directories(model: Path) -> None:
@@ -379,17 +386,106 @@ def test_a_run_is_over_when_it_has_been_stopped_while_somebody_looked(model: Pat
     assert life.is_over
 
 
+def test_a_run_of_jobs_is_over_when_slurm_says_twice_that_none_is_left(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a time limit its controller leaves as if it were stopped; another life of the job goes on."""
+    layout, looks = a_run(model, 4), list[QueueLook]()
+    monkeypatch.setattr(follow, "look_at_jobs", lambda jobs: looks.pop(0))
+    monkeypatch.setattr(follow, "ASK_S", 0.0)
+    layout.jobs.mkdir()
+    write_record(layout, JobRecord(7, "hetjob", "hetjob", None, "", "", False, 0, 0, None, 0.0))
+    layout.status.write_text(json.dumps({"phase": "stopped", "step": 4, "unix_time_s": time.time(), "roles": []}))
+    alive = SimpleNamespace(state=SimpleNamespace(is_alive=True))
+    life = Life(layout, patience_s=10.0)
+    looks += [QueueLook((alive,)), QueueLook(()), QueueLook((), trouble="away"), QueueLook(()), QueueLook(())]
+    assert [life.is_over for _ in range(4)] == [False] * 4
+    assert life.is_over
+    assert not looks
+    looks += [QueueLook((), trouble="away")]
+    assert life.has_jobs is None  # and not False: nobody knows
+    layout.stop_request.touch()
+    monkeypatch.setattr(follow, "ASK_SOON_S", 0.0)
+    looks += [QueueLook(())]
+    assert life.is_over
+
+
+def save(layout: RunLayout, step: int, attempt: int = 0) -> None:
+    place = begin(layout.checkpoint(step))
+    (place / "weights").write_bytes(bytes([step % 256, attempt]))
+    complete(place, layout.checkpoint(step), {"attempt": attempt})
+
+
 def test_a_checkpoint_is_due_that_is_far_enough_from_the_last_one(model: Path) -> None:
     layout = a_run(model, 4, 12)
     course = Course(layout, Request("d", model.parent / "test.jsonl", every=10))
     assert course.due(is_last=False) == 12
-    course.last = 12
+    note(layout, "d", 12, reward=0.5)
     for step, due in ((20, None), (22, 22)):
-        place = begin(layout.checkpoint(step))
-        (place / "weights").write_bytes(b"")
-        complete(place, layout.checkpoint(step), {"attempt": 0})
+        save(layout, step)
         assert course.due(is_last=False) == due
         assert course.due(is_last=True) == step
+
+
+def begins(layout: RunLayout, *steps: int) -> None:
+    lines = [json.dumps({"index": index, "resume_step": step}) for index, step in enumerate(steps)]
+    layout.attempts.write_text("\n".join(lines) + "\n")
+
+
+def test_figures_of_steps_that_were_undone_decide_nothing(model: Path) -> None:
+    layout = a_run(model)
+    request = Request("d", model, best="reward", stop_after=2)
+    for step, value in ((50, 0.5), (100, 0.9), (150, 0.6), (200, 0.6)):
+        note(layout, "d", step, attempt=0, reward=value)
+    begins(layout, 0)
+    assert list(past_values(layout, "d", "reward")) == [50, 100, 150, 200]
+    begins(layout, 0, 50)
+    assert list(past_values(layout, "d", "reward")) == [50]
+    note(layout, "d", 60, attempt=1, reward=0.4)
+    course = Course(layout, request)
+    course.has_new = True
+    assert not course.is_no_better(lambda line: None)
+    best = layout.evaluations / "best-d"
+    best.mkdir()
+    (best / "rlhpc_figures.json").write_text(
+        json.dumps({"step": 100, "attempt": 0, "figures": {"reward": {"value": 0.9}}})
+    )
+    assert follow._kept_value(layout, best, "reward") == -math.inf
+    begins(layout, 0, 100)
+    assert follow._kept_value(layout, best, "reward") == 0.9
+
+
+def test_a_step_is_due_again_once_it_has_another_model(model: Path) -> None:
+    layout = a_run(model, 4, 12)
+    course = Course(layout, Request("d", model.parent / "test.jsonl"))
+    course._tried.add((12, checkpoint_digest(layout.checkpoint(12))))
+    assert course.due(is_last=True) is None
+    shutil.rmtree(layout.checkpoint(12))
+    assert course.due(is_last=True) == 4  # the run went back
+    save(layout, 12, attempt=1)
+    assert course.due(is_last=True) == 12
+
+
+def test_a_directory_that_is_used_is_waited_for_and_one_of_others_left_alone(model: Path) -> None:
+    layout, said = a_run(model, 4), list[str]()
+    request = Request("d", model.parent / "test.jsonl", words=("generation.max_prompt_tokens=12",))
+    course, curves = Course(layout, request), SimpleNamespace()
+    evaluation = plan_evaluation(find_target(layout.root, 4), request)
+    with evaluation_directory(evaluation.directory, evaluation.settings, is_fresh=False, tell=said.append):
+        for _ in range(2):
+            assert course.due(is_last=True) == 4
+            assert not course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
+    assert course.is_waiting
+    (line,) = said
+    assert "another `rlhpc evaluate` is at work there; tried again until it is done" in line
+    other = plan_evaluation(find_target(layout.root, 4), replace(request, temperature=0.0))
+    other.settings.write(evaluation.directory)
+    before = (evaluation.directory / NAME).read_bytes()
+    course = Course(layout, request)
+    assert not course.evaluate(4, curves, said.append, said.append)  # type: ignore[arg-type]
+    assert "holds samples of other temperature" in said[-1]
+    assert (evaluation.directory / NAME).read_bytes() == before
+    assert course.due(is_last=True) is None
 
 
 @pytest.mark.parametrize(
@@ -412,15 +508,18 @@ def test_a_run_that_is_no_better_for_two_evaluations_is_stopped_by_new_figures(
 # ------------------------------------------------------------------------------------------------------ two models
 
 
-def evaluated(directory: Path, settings: EvaluationSettings, correct: list[list[bool]], at: str = "/data") -> Path:
-    """An evaluation whose samples of each prompt were right or wrong."""
+def evaluated(
+    directory: Path, settings: EvaluationSettings, correct: list[list[bool | None]], at: str = "/data"
+) -> Path:
+    """An evaluation whose samples of each prompt were right or wrong; None: no verifier could judge one."""
     directory.mkdir()
     settings = replace(settings, num_prompts=len(correct), samples_per_prompt=max(map(len, correct)))
     settings.write(directory)
     with SamplesFile(directory, 0) as file:
         for prompt, of_prompt in enumerate(correct):
             for sample, is_correct in enumerate(of_prompt):
-                verdict, reward = ("correct", 1.0) if is_correct else ("incorrect", 0.0)
+                verdict = "verifier_error" if is_correct is None else "correct" if is_correct else "incorrect"
+                reward = float(bool(is_correct))
                 source = f"{at}/test.jsonl:{prompt + 1}"
                 file.append(EvaluatedSample(prompt, sample, source, "x", 1, "stop", verdict, reward))
     return directory
@@ -455,12 +554,20 @@ def test_the_interval_of_a_difference_is_that_of_single_prompts_differences(mode
 def test_prompts_and_samples_that_one_of_them_lacks_do_not_count(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model)
     first = evaluated(tmp_path / "a", settings, [[True, True], [False, False], [True, False]])
-    second = evaluated(tmp_path / "b", settings, [[False, True], [False]])
+    second = evaluated(tmp_path / "b", settings, [[False, True], [False, None]])
     found = comparison_of(first, second)
     assert found.num_prompts == 2
     assert found.figures["pass@1"][2].value == pytest.approx(-0.25)
     assert found.figures["pass@2"][2].num_prompts == 1
     assert "of 1 prompts" in found.as_text()
+    assert "too few prompts" in found.as_text()
+    assert "maj@2" not in found.figures  # no answers
+    more = evaluated(tmp_path / "more", settings, [[True, True, True], [False] * 3], at="/x")
+    for path in (first, more):
+        lines = [json.loads(line) | {"answer": "7"} for line in (path / "samples-0.jsonl").read_text().splitlines()]
+        (path / "samples-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "maj@2" in comparison_of(first, first).figures
+    assert "maj@2" not in comparison_of(first, more).figures  # of three votes it is another figure
 
 
 def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: Path, tmp_path: Path) -> None:
@@ -470,8 +577,10 @@ def test_evaluations_that_differ_in_more_than_the_model_are_not_compared(model: 
         comparison_of(first, evaluated(tmp_path / "b", other, [[True]]))
     with pytest.raises(ConfigError, match="no evaluation is there"):
         comparison_of(first, model)
-    empty = evaluated(tmp_path / "c", settings_of(model), [[True]])
-    (empty / "samples-0.jsonl").write_text("")
+    begun = evaluated(tmp_path / "c", settings_of(model), [[True]])
+    (begun / "samples-0.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="0 of 1 samples are there"):
+        comparison_of(first, begun)
     with pytest.raises(ConfigError, match="no prompt in common"):
-        comparison_of(first, empty)
+        comparison_of(first, evaluated(tmp_path / "d", settings_of(model), [[None]]))
     assert main(["compare", str(first), str(first), "--json"]) == 0
