@@ -310,7 +310,8 @@ def test_a_step_that_a_run_comes_by_twice_is_evaluated_as_it_is_now(lab: Lab) ->
 def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
     layout = lab.layout("enough")
     table = {"path": str(lab.dataset), "prompts": 5, "samples": 2, "keep_best": "reward", "stop_after": 1}
-    with Run(lab.run_file("enough", run={"num_steps": 100_000}, evaluation=[table]), layout) as run:
+    slow = {"task": "tests.ring.ring_rewards:very_slow_parity"}  # a checkpoint is there for as long as its export takes
+    with Run(lab.run_file("enough", run={"num_steps": 100_000}, data=slow, evaluation=[table]), layout) as run:
         assert run.finish() == 0, run.story()
         run.assert_nothing_is_left()
     assert "reward is no better than" in (layout.evaluations / "follow.log").read_text()
@@ -320,7 +321,8 @@ def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
 
 def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:
     layout = lab.layout("stopped")
-    with Run(lab.run_file("stopped", run={"num_steps": 100_000}), layout) as run:
+    slow = {"task": "tests.ring.ring_rewards:very_slow_parity"}
+    with Run(lab.run_file("stopped", run={"num_steps": 100_000}, data=slow), layout) as run:
         run.wait_for_step(4)
         how = ["--follow", "--every", "4", "--keep-best", "reward", "--stop-after", "1"]
         with started(["evaluate", str(layout.root), str(lab.dataset), *FEW, *how]) as process:

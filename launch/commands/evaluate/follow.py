@@ -95,16 +95,16 @@ def _follow(layout: RunLayout, options: argparse.Namespace, show: Show, tell: Te
     curves = TensorBoardWriter(layout.evaluations / "tensorboard")
     try:
         while True:
-            is_over, has_evaluated = life.is_over, False
+            is_over, has_tried = life.is_over, False
             for course in courses:
                 step = course.due(is_last=is_over)
                 if step is not None and course.evaluate(step, curves, show, tell):
-                    has_evaluated = True
+                    has_tried = True
                     if course.is_no_better(tell) and not life.is_over:
                         write_atomically(layout.stop_request, b"")  # whoever runs it sees to it
                         tell(f"{layout.root}: asked to finish its step, save and end, as `rlhpc stop` does")
                         return 0
-            if has_evaluated:
+            if has_tried:  # what was newest then is perhaps not even there any more
                 continue
             if is_over and not any(course.is_waiting for course in courses):
                 return 0
@@ -141,7 +141,7 @@ class Course:
         return newest if not before or newest >= max(before) + far else None
 
     def evaluate(self, step: int, curves: TensorBoardWriter, show: Show, tell: Tell) -> bool:
-        """Evaluate the checkpoint of a step, unless it is gone by now, damaged, or being evaluated; True: it is done.
+        """Evaluate the checkpoint of a step, or say why not; False: another command does, and it is to be tried again.
 
         Raises RoleFailed when the engines have failed several times in a row.
         """
@@ -153,7 +153,7 @@ class Course:
             if unlike - {"inputs.model"}:
                 self._tried.add(place)
                 tell(f"step {step} is not evaluated: {evaluation.directory} holds samples of other {', '.join(unlike)}")
-                return False
+                return True
             done = partial(self._done, step, evaluation, curves, tell)
             report = evaluation.report(tell, is_fresh=bool(unlike), done=done)
         except (CheckpointError, FileNotFoundError) as error:  # the run has deleted it; the next one comes
@@ -169,12 +169,11 @@ class Course:
                 raise
             tell(f"step {step} is not evaluated: {error}")
         else:
-            self._failures, self.is_waiting = 0, False
-            self._tried.add(place)
+            self._failures = 0
             show(report)
-            return True
+        self.is_waiting = False
         self._tried.add(place)
-        return False
+        return True
 
     def is_no_better(self, tell: Tell) -> bool:
         """Whether the run is to be stopped, judged by new figures: old ones are known to whoever has resumed it."""
