@@ -89,6 +89,11 @@ def tokens_have_rewards(config: Config) -> None:
             f"algorithm.kl_in='reward' with algorithm.advantage={algorithm.advantage!r}, which knows no rewards of "
             "tokens; legal: 'loss', or algorithm.advantage='gae'"
         )
+    if algorithm.kl_in == "reward" and "kl_estimator" not in algorithm.model_fields_set:
+        raise ValueError(
+            "algorithm.kl_in='reward' with algorithm.kl_estimator='k3', its default, which is exponential in what one "
+            "token is less likely: say which; usual is 'k1', whose mean is the divergence; legal: 'k1', 'k2', 'k3'"
+        )
 
 
 def minibatches_have_samples(config: Config) -> None:

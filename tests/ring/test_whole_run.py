@@ -28,7 +28,13 @@ KEYS = (
 @pytest.fixture(scope="module")
 def whole_run(lab: Lab) -> RunLayout:
     """With all that has figures of its own, so that every documented scalar has an occasion."""
-    algorithm = {"kl_coefficient": 0.01, "kl_in": "reward", "entropy_coefficient": 1e-4, "advantage": "gae"}
+    algorithm = {
+        "kl_coefficient": 0.01,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "entropy_coefficient": 1e-4,
+        "advantage": "gae",
+    }
     few = lab.root / "few.jsonl"
     few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
     task = "tests.ring.ring_rewards:parity"
