@@ -257,6 +257,7 @@ def test_a_run_on_this_machine_is_shown_without_a_word_of_slurm(run: Run) -> Non
         "guard": [],
         "quarantined": [],
         "suspects": [],
+        "evaluations": {},
     }
     run.layout.status.write_text(json.dumps(STATUS))
     assert "not running on this machine" in run.text
