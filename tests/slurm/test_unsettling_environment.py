@@ -2,8 +2,8 @@
 
 Slurm is real, and hides its nodes and partitions (PrivateData).  Programs before its commands on PATH: squeue fails
 every third time, sbatch hands its answer on late, and what scontrol shows is asked for as an ordinary user, since the
-user whom a cluster belongs to is shown everything.  Without root nobody else can be asked as, and scontrol's refusals
-are those that were recorded from Slurm 22.05.8.
+user whom a cluster belongs to is shown everything.  Where nobody else can be asked as, scontrol's refusals are those
+that were recorded from Slurm 22.05.8.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def hiding(make_cluster: MakeCluster) -> DevCluster:
 @pytest.fixture
 def commands(hiding: DevCluster, tmp_path: Path) -> Path:
     """A directory with programs in the place of Slurm's."""
-    can_be_another = os.geteuid() == 0 and shutil.which("setpriv") is not None
     bodies = {
         "squeue": FAILS_EVERY_THIRD_TIME,
         "sbatch": ANSWERS_LATE,
-        "scontrol": (AS_NOBODY if can_be_another else AS_RECORDED) + 'exec {real} "$@"\n',
+        "scontrol": (AS_NOBODY if nobody_can_ask(hiding) else AS_RECORDED) + 'exec {real} "$@"\n',
     }
     directory = tmp_path / "bin"
     directory.mkdir(mode=0o755)
@@ -82,6 +81,16 @@ def commands(hiding: DevCluster, tmp_path: Path) -> Path:
         (directory / name).write_text(f"#!/bin/bash\n{text}")
         (directory / name).chmod(0o755)
     return directory
+
+
+def nobody_can_ask(cluster: DevCluster) -> bool:
+    """Whether Slurm can be asked as another user, who may not see into the home directory where a private one lies."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return False
+    words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    words += [cluster.installation.program("scontrol"), "--version"]
+    environment = {**os.environ, **cluster.environment()}
+    return subprocess.run(words, env=environment, capture_output=True, check=False).returncode == 0
 
 
 def rlhpc(cluster: DevCluster, commands: Path, *words: str) -> subprocess.CompletedProcess[str]:
