@@ -116,10 +116,11 @@ class Hdf5Columns:
         """Of the file: str and numpy's numbers."""
         names: list[bytes] = []
         h5a.iterate(self._file, lambda name, *_: names.append(name))
-        return {name.decode(): self._attribute(name) for name in names}
+        return {name.decode(): self.attribute(name.decode()) for name in names}
 
-    def _attribute(self, name: bytes) -> Any:
-        attribute = h5a.open(self._file, name)
+    def attribute(self, name: str) -> Any:
+        """One of them."""
+        attribute = h5a.open(self._file, name.encode())
         values = np.empty(attribute.shape, attribute.dtype)
         attribute.read(values)
         value: Any = values[()]

@@ -5,7 +5,7 @@ Input: segment files.  Output: ResolvedGroup.  Whatever is wrong with a file is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,11 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
     _verify_file(path, data)
     try:
         with opened_image(data) as file:
-            attributes = file.attributes()
-            schema = _schema_of(path, attributes)
+            schema, num_groups = _schema_of(path, file), file.attribute("num_groups")
             columns = {name: file.column(name) for table in ("groups", "rollouts") for name in file.names(table)}
             groups = from_columns(columns, str(path), schema)
-            if len(groups) != attributes["num_groups"]:
-                raise SegmentError(f"{path} says that it has {attributes['num_groups']} groups, but has {len(groups)}")
+            if len(groups) != num_groups:
+                raise SegmentError(f"{path} says that it has {num_groups} groups, but has {len(groups)}")
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path} is not a readable rollout segment: {error!r}") from error
     return groups
@@ -73,7 +72,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     ]
     try:
         with opened_file(path) as file:
-            _, columns = _read(path, file, wanted)
+            columns = _columns(path, file, wanted)
         return {name: _readable(columns, name) for name in names}
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
@@ -97,7 +96,7 @@ def read_raw_columns(
             read_segment(path)  # the checksum of the file is gone: those of the rows are left
     try:
         with opened_image(data) if is_verified else opened_file(path) as file:
-            return _read(path, file, names)
+            return file.attributes(), _columns(path, file, names)
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
 
@@ -114,16 +113,15 @@ def _verify_file(path: Path, data: bytes) -> None:
         raise SegmentError(f"{path} is damaged: the checksum of the file differs")
 
 
-def _read(path: Path, file: Hdf5Columns, names: Sequence[str]) -> tuple[dict[str, Any], Columns]:
-    """Attributes and some columns; one that is younger than the file has its default."""
-    attributes = file.attributes()
-    schema, num_groups = _schema_of(path, attributes), int(attributes["num_groups"])
+def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
+    """Some columns; one that is younger than the file has its default."""
+    schema, num_groups = _schema_of(path, file), int(file.attribute("num_groups"))
     defaults = {name: default_column(name, schema, num_groups) for name in names}
-    return attributes, {name: file.column(name) if value is None else value for name, value in defaults.items()}
+    return {name: file.column(name) if value is None else value for name, value in defaults.items()}
 
 
-def _schema_of(path: Path, attributes: Mapping[str, Any]) -> int:
-    schema = int(attributes["schema"])
+def _schema_of(path: Path, file: Hdf5Columns) -> int:
+    schema = int(file.attribute("schema"))
     if not 1 <= schema <= SCHEMA:
         raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schemas 1 to {SCHEMA}")
     return schema
