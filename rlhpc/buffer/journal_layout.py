@@ -149,7 +149,7 @@ class _Metadata(NamedTuple):
     blocks: tuple[tuple[int, bytes], ...]  # behind the user block
 
 
-@functools.lru_cache(maxsize=2)  # HDF5 takes a millisecond for it, and all files of an attempt have the same
+@functools.lru_cache(maxsize=8)  # HDF5 takes a millisecond for it, and all files of an attempt have the same
 def _metadata(room: Sizes, run_name: str, attempt: int) -> _Metadata:
     """What HDF5 writes."""
     image = _SparseImage()
