@@ -8,8 +8,14 @@ for every batch one writev of the same bytes and one fdatasync, in a file of its
 JournalFiles.append of the same batches; "no sync" does not wait for the disk.  "read" is read_journals of what was
 appended, from the page cache: every row and everything that it refers to is verified.
 
-The CPU column, microseconds a rollout of this thread with the kernel's share, holds on a busy machine too.  The aims,
-on a quiet one: "journal" at least 0.85 of "raw" in memory, "read" at least 1 GB/s.
+"ingest" is what a controller does with a rollout between the socket and the trainer: decode the delivery, buffer,
+ledger, advantages, packing, encode the batch.  "ingest, durable" has the journal besides, as roles/controller/
+journaling.py has it: a batch is committed by a thread while the next one is taken in, and the turn ends when all are on
+disk.  "seal" makes a segment of what was trained, which a controller does with and without a journal, in a thread.
+
+The CPU column, microseconds a rollout of all threads with the kernel's share, holds on a busy machine too.  Below each
+table stand the aims, all of them "at least", beside what it gives: by the clock, which needs a quiet machine, and
+by CPU time.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +37,29 @@ from unittest import mock
 
 import numpy as np
 
+from bench.intake import Intake, Shape
+from rlhpc.buffer.event_log import GroupEventLog
 from rlhpc.buffer.journal_files import JournalFiles
 from rlhpc.buffer.journal_reader import read_journals
 from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.rollout_journal import RolloutJournal
+from rlhpc.buffer.segment_files import write_sealed
+from rlhpc.buffer.segments import to_hdf5
 from rlhpc.crc import crc32
-from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
+from rlhpc.messages import Delivery
+from rlhpc.transport.codec import Codec
+from rlhpc.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    Verdict,
+)
 
 GROUP_SIZE, PROMPT_TOKENS, BATCH = 8, 128, 64
+GROUPS_A_STEP = BATCH // GROUP_SIZE
 BYTES_A_TOKEN = 13  # id, log-probability, version, mask
 MOST_BYTES = 256 << 20  # of one contender's files
 RAW = "raw"
@@ -69,19 +92,21 @@ def records(count: int, num_tokens: int) -> list[JournalRecord]:
             loss_mask=np.ones(num_tokens, np.bool_),
             finish_reason=FinishReason.STOP,
         )
-        scored = ScoredRollout(rollout, 1.0, Verdict.CORRECT, {"accuracy": 1.0}, "42")
+        reward = float(index % 2)
+        verdict = Verdict.CORRECT if reward else Verdict.WRONG
+        scored = ScoredRollout(rollout, reward, verdict, {"accuracy": reward}, "42")
         made.append(JournalRecord(index + 1, scored, 0))
     return made
 
 
 class Stopwatch:
-    """Time and CPU time of this thread."""
+    """Time and CPU time of this process."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter(), time.thread_time()
+        self._began = time.perf_counter(), time.process_time()
 
     def stop(self, num_rollouts: int) -> Result:
-        return Result(time.perf_counter() - self._began[0], time.thread_time() - self._began[1], num_rollouts)
+        return Result(time.perf_counter() - self._began[0], time.process_time() - self._began[1], num_rollouts)
 
 
 def raw(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
@@ -132,12 +157,55 @@ def read(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
     return result
 
 
+def ingest(directory: Path, rollouts: Sequence[JournalRecord], *, is_durable: bool = False) -> Result:
+    directory.mkdir()
+    codec, records = Codec([Delivery]), [record.scored for record in rollouts]
+    frames = [codec.encode(Delivery(i + 1, 1, "outbox", 0, scored), 0) for i, scored in enumerate(records)]
+    prompts = [scored.rollout.prompt for scored in records[::GROUP_SIZE]]
+    journal = None
+    if is_durable:
+        journal = RolloutJournal(JournalFiles(directory, run_name="bench", attempt=0), GroupEventLog(directory, 0), 0)
+    shape = Shape(GROUP_SIZE, GROUPS_A_STEP, PROMPT_TOKENS, len(records[0].rollout.token_ids))
+    intake = Intake(directory, shape, journal)
+    watch = Stopwatch()
+    with ThreadPoolExecutor(1) as thread:
+        commits = []
+        for step, first in enumerate(range(0, len(frames), BATCH)):
+            intake.take_in(prompts[step * GROUPS_A_STEP :][:GROUPS_A_STEP], frames[first : first + BATCH])
+            if journal is not None:
+                commits.append(thread.submit(journal.commit))
+        if journal is not None and max(commit.result() for commit in commits) != len(records):
+            raise SystemExit("rollouts are missing in the journal")
+    return watch.stop(len(records))
+
+
+def ingest_durable(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
+    return ingest(directory, rollouts, is_durable=True)
+
+
+def seal(directory: Path, rollouts: Sequence[JournalRecord]) -> Result:
+    directory.mkdir()
+    members = [record.scored for record in rollouts[: 4 * BATCH]]  # takes long: these will do
+    watch = Stopwatch()
+    for first in range(0, len(members), BATCH):
+        groups = [
+            RolloutGroup(each[0].rollout.group_id, each[0].rollout.prompt, 0, tuple(each))
+            for each in (members[at : at + GROUP_SIZE] for at in range(first, first + BATCH, GROUP_SIZE))
+        ]
+        resolved = [ResolvedGroup(group, consumed_step=0, trained_version=0, applied=True) for group in groups]
+        write_sealed(directory / f"segment_{first:06d}.h5", to_hdf5(resolved, {}))
+    return watch.stop(len(members))
+
+
 CONTENDERS: Mapping[str, Contender] = {
     RAW: raw,
     "journal": append,
     "journal, no sync": append_without_sync,
     "journal, one by one": append_one_at_a_time,
     "read": read,
+    "ingest": ingest,
+    "ingest, durable": ingest_durable,
+    "seal": seal,
 }
 
 
@@ -179,6 +247,40 @@ def print_table(place: str, results: Mapping[str, list[Result]], num_tokens: int
         print(f"{name:20}{median:>8,.0f}{spread:>16}{ratios}")
 
 
+@dataclass(frozen=True)
+class Aim:
+    """What is to hold of the medians of one place."""
+
+    name: str
+    least: float
+    value: float
+    by_cpu: float  # the same of CPU time: holds on a busy machine too
+
+    def __str__(self) -> str:
+        missed = "" if self.value >= self.least else "MISSED"
+        return f"{self.name:52}{self.least:>8.2f}{self.value:>8.2f}{self.by_cpu:>8.2f}  {missed}".rstrip()
+
+
+def aims(results: Mapping[str, list[Result]], num_tokens: int) -> list[Aim]:
+    def seconds(name: str) -> float:
+        return statistics.median(turn.seconds / turn.num_rollouts for turn in results[name])
+
+    def cpu_s(name: str) -> float:
+        return statistics.median(turn.cpu_s / turn.num_rollouts for turn in results[name])
+
+    def ratio(slower: str, faster: str) -> tuple[float, float]:
+        return seconds(faster) / seconds(slower), cpu_s(faster) / cpu_s(slower)
+
+    gigabytes = num_tokens * BYTES_A_TOKEN / 1e9
+    cpu = (cpu_s("ingest") + cpu_s("seal")) / (cpu_s("ingest, durable") + cpu_s("seal"))
+    return [
+        Aim("append over raw write + CRC", 0.85, *ratio("journal", RAW)),
+        Aim("ingest, durable over not", 0.80, *ratio("ingest, durable", "ingest")),
+        Aim("replay read, GB/s", 1.0, gigabytes / seconds("read"), gigabytes / cpu_s("read")),
+        Aim("controller CPU a rollout, without a journal over with", 1 / 1.3, cpu, cpu),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for both tables, about")
@@ -193,7 +295,10 @@ def main() -> None:
         f"{count} rollouts of {options.tokens} tokens, {GROUP_SIZE} a group, {BATCH} a batch; seed 0"
     )
     for place in (options.memory, options.disk):
-        print_table(place, measure(place, rollouts, options.seconds / 2), options.tokens)
+        results = measure(place, rollouts, options.seconds / 2)
+        print_table(place, results, options.tokens)
+        print(f"\n{'':52}{'aim':>8}{'is':>8}{'by CPU':>8}")
+        print("\n".join(map(str, aims(results, options.tokens))))
 
 
 if __name__ == "__main__":

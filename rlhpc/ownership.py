@@ -80,7 +80,8 @@ class Fence:
 def read_owner(layout: RunLayout) -> str | None:
     """Name of the owner; None: there is none, or no such directory.  Raises OSError if that cannot be determined."""
     try:
-        document = json.loads(layout.owner.read_bytes())
+        with open(layout.owner, "rb", buffering=0) as file:  # noqa: PTH123  read before every write, so without detours
+            document = json.loads(file.read())
     except FileNotFoundError:
         return None
     except ValueError as error:

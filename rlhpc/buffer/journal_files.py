@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhpc.buffer.journal_layout import DEFAULT_ROOM, TOKEN_COLUMNS, JournalLayout, Sizes, new_file
 from rlhpc.buffer.journal_rows import Encoded, JournalRecord, encode_prompt, encode_rollout
@@ -146,10 +147,10 @@ class _OpenFile:
         if rollouts:
             self._write(
                 {
-                    "rollouts": [memoryview(b"".join([each.row for each in rollouts]))],
-                    "prompts": [memoryview(b"".join([each.row for each in prompts]))],
+                    "rollouts": [b"".join([each.row for each in rollouts])],
+                    "prompts": [b"".join([each.row for each in prompts])],
                     "prompt_token_ids": [each.tokens[0] for each in prompts],
-                    "text": [memoryview(b"".join(text))],
+                    "text": [b"".join(text)],
                     **dict(zip(TOKEN_COLUMNS, zip(*[each.tokens for each in rollouts], strict=True), strict=True)),
                 },
                 used,
@@ -166,7 +167,7 @@ class _OpenFile:
         """Close the descriptor."""
         os.close(self._descriptor)
 
-    def _write(self, columns: Mapping[str, Sequence[memoryview]], after: Sizes) -> None:
+    def _write(self, columns: Mapping[str, Sequence[Any]], after: Sizes) -> None:
         """after: entries of the file with these columns."""
         for name, pieces in columns.items():
             place = self._layout.place(name, self._used.of(name))
@@ -174,14 +175,14 @@ class _OpenFile:
         os.fdatasync(self._descriptor)
 
 
-def write_at(descriptor: int, offset: int, pieces: Sequence[memoryview], num_bytes: int) -> None:
-    """Write pieces, num_bytes in all, one after the other from a byte of a file on.
+def write_at(descriptor: int, offset: int, pieces: Sequence[Any], num_bytes: int) -> None:
+    """Write pieces (bytes, memoryviews, arrays), num_bytes in all, one after the other from a byte of a file on.
 
     Raises OSError; then some may be written.
     """
     if len(pieces) <= _MOST_BUFFERS and os.pwritev(descriptor, pieces, offset) == num_bytes:
         return
-    left = list(pieces)  # a short write is rare: it begins anew
+    left = [memoryview(piece) for piece in pieces]  # a short write is rare: it begins anew
     while left:
         now = left[:_MOST_BUFFERS]
         written = os.pwritev(descriptor, now, offset)
@@ -211,7 +212,7 @@ def make_file(path: Path, file_bytes: int, blocks: Sequence[tuple[int, bytes]], 
     try:
         os.ftruncate(descriptor, file_bytes)
         for offset, block in blocks:
-            write_at(descriptor, offset, [memoryview(block)], len(block))
+            write_at(descriptor, offset, [block], len(block))
         os.fsync(descriptor)
         partial.rename(path)
         sync_directory(path.parent)

@@ -149,12 +149,20 @@ class _Metadata(NamedTuple):
     blocks: tuple[tuple[int, bytes], ...]  # behind the user block
 
 
-@functools.lru_cache(maxsize=2)  # HDF5 takes a millisecond for it, and all files of an attempt have the same
+@functools.lru_cache(maxsize=8)  # HDF5 takes a millisecond for it, and all files of an attempt have the same
 def _metadata(room: Sizes, run_name: str, attempt: int) -> _Metadata:
     """What HDF5 writes."""
     image = _SparseImage()
-    # libver "earliest": files of the latest format that were not closed in order refuse to open.
-    with h5py.File(image, "w", libver="earliest", userblock_size=USER_BLOCK_BYTES) as file:
+    # libver "earliest": files of the latest format that were not closed in order refuse to open.  Columns begin with a
+    # page, so that none is written in halves by two columns, or beside metadata.
+    with h5py.File(
+        image,
+        "w",
+        libver="earliest",
+        userblock_size=USER_BLOCK_BYTES,
+        alignment_threshold=_BLOCK_BYTES,
+        alignment_interval=_BLOCK_BYTES,
+    ) as file:
         file.attrs["schema"], file.attrs["run_name"], file.attrs["attempt"] = SCHEMA, run_name, attempt
         offsets = {name: _allocate(file, name, room.of(name)) for name in COLUMNS}
     return _Metadata(offsets, image.size, tuple(image.runs()))

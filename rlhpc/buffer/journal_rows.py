@@ -27,6 +27,7 @@ from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 _ROLLOUT = struct.Struct("<5qd6i16s16s")
 _PROMPT = struct.Struct("<4q3i")
 _CRC = struct.Struct("<I")
+_made = tuple.__new__  # of a NamedTuple, without the call in Python that its own is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Encoded(NamedTuple):
 
     row: bytes
     text: bytes
-    tokens: tuple[memoryview, ...]  # of each token column
+    tokens: tuple[NDArray[Any], ...]  # of each token column; numpy takes as long for a memoryview as for a checksum
     used: Sizes  # of the file, with it
 
 
@@ -55,7 +56,7 @@ def encode_prompt(prompt: Prompt, group_id: int, used: Sizes) -> Encoded:
     row = _PROMPT.pack(group_id, prompt.prompt_id, used.prompt_tokens, used.text_bytes, *numbers)
     row += _CRC.pack(_crc_of(row, [prompt.token_ids], text))
     after = used.plus(Sizes(prompts=1, prompt_tokens=len(prompt.token_ids), text_bytes=len(text)))
-    return Encoded(row, text, (prompt.token_ids.data,), after)
+    return Encoded(row, text, (prompt.token_ids,), after)
 
 
 @lru_cache(maxsize=1024)  # there are few, and each takes as long to spell as the rest of a row
@@ -86,11 +87,11 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
         scored.verdict.encode(),
         rollout.finish_reason.encode(),
     )
-    tokens = (rollout.token_ids.data, rollout.behaviour_logprobs.data, rollout.versions.data, rollout.loss_mask.data)
+    tokens = (rollout.token_ids, rollout.behaviour_logprobs, rollout.versions, rollout.loss_mask)
     row += _CRC.pack(_crc_of(row, tokens, text))
     rollouts, prompts, prompt_tokens, before, text_bytes = used
-    after = Sizes(rollouts + 1, prompts, prompt_tokens, before + num_tokens, text_bytes + len(text))
-    return Encoded(row, text, tokens, after)
+    after = _made(Sizes, (rollouts + 1, prompts, prompt_tokens, before + num_tokens, text_bytes + len(text)))
+    return _made(Encoded, (row, text, tokens, after))
 
 
 def decode_prompt(row: bytes, token_ids: NDArray[np.int32], text: memoryview) -> tuple[int, Prompt] | None:
@@ -153,7 +154,7 @@ def decode_rollout(
     return JournalRecord(sequence, scored, admitted)
 
 
-def _crc_of(row: bytes, tokens: Sequence[NDArray[Any] | memoryview], text: bytes) -> int:
+def _crc_of(row: bytes, tokens: Sequence[NDArray[Any]], text: bytes) -> int:
     crc = crc32(row)
     for values in tokens:
         crc = crc32(values, crc)

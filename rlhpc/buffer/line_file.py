@@ -5,6 +5,8 @@ Input: frozen dataclasses of one kind.  Output: lines that are on disk.  A line 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -49,13 +51,25 @@ class LineFile(Generic[Line]):
             if self._fence is not None:
                 self._fence.check()
             is_new = not self._path.exists()
-            with self._path.open("ab") as file:
-                file.write(data.encode())
-                file.flush()
-                os.fsync(file.fileno())
+            with self._path.open("ab", buffering=0) as file:
+                _append_whole(file, data.encode())
             if is_new:
                 sync_directory(self._path.parent)
         except OSError as error:
             log.warning("%s not written: %s", self._path, error)
             return False
         return True
+
+
+def _append_whole(file: io.FileIO, data: bytes) -> None:
+    """All or nothing: what a full disk has taken of it would stand there twice after another try."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise

@@ -5,15 +5,14 @@ Input: segment files.  Output: ResolvedGroup.  Whatever is wrong with a file is 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhpc.buffer.hdf5_columns import Hdf5Columns, opened_file, opened_image
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_columns import (
     SCHEMA,
@@ -45,16 +44,12 @@ def read_segment(path: Path) -> list[ResolvedGroup]:
         raise SegmentError(f"{path} cannot be read: {error.strerror or error}") from error
     _verify_file(path, data)
     try:
-        with h5py.File(io.BytesIO(data), "r") as file:
-            schema = _schema_of(path, file)
-            columns: Columns = {
-                f"{table}/{name}": dataset[:]
-                for table in ("groups", "rollouts")
-                for name, dataset in file[table].items()
-            }
+        with opened_image(data) as file:
+            schema, num_groups = _schema_of(path, file), file.attribute("num_groups")
+            columns = {name: file.column(name) for table in ("groups", "rollouts") for name in file.names(table)}
             groups = from_columns(columns, str(path), schema)
-            if len(groups) != file.attrs["num_groups"]:
-                raise SegmentError(f"{path} says that it has {file.attrs['num_groups']} groups, but has {len(groups)}")
+            if len(groups) != num_groups:
+                raise SegmentError(f"{path} says that it has {num_groups} groups, but has {len(groups)}")
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path} is not a readable rollout segment: {error!r}") from error
     return groups
@@ -76,10 +71,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         name for column in names for name in ([column, f"{column}_offsets"] if column in TEXT_COLUMNS else [column])
     ]
     try:
-        # No lock: sealed files do not change, and NFS and Lustre often refuse locks.
-        with h5py.File(path, "r", locking=False) as file:
-            schema = _schema_of(path, file)
-            columns = {name: _column(file, name, schema) for name in wanted}
+        with opened_file(path) as file:
+            columns = _columns(path, file, wanted)
         return {name: _readable(columns, name) for name in names}
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
@@ -92,7 +85,7 @@ def read_raw_columns(
 
     is_verified: every checksum is verified first, which reads the whole file.  Raises SegmentError.
     """
-    source: Path | io.BytesIO = path
+    data = b""
     if is_verified:
         try:
             data = path.read_bytes()
@@ -101,11 +94,9 @@ def read_raw_columns(
         _verify_file(path, data)
         if not data.startswith(USER_BLOCK_MAGIC):
             read_segment(path)  # the checksum of the file is gone: those of the rows are left
-        source = io.BytesIO(data)
     try:
-        with h5py.File(source, "r", locking=False) as file:
-            schema = _schema_of(path, file)
-            return dict(file.attrs), {name: _column(file, name, schema) for name in names}
+        with opened_image(data) if is_verified else opened_file(path) as file:
+            return file.attributes(), _columns(path, file, names)
     except (OSError, *_MALFORMED) as error:
         raise SegmentError(f"{path}: columns {list(names)} cannot be read: {error!r}") from error
 
@@ -122,16 +113,18 @@ def _verify_file(path: Path, data: bytes) -> None:
         raise SegmentError(f"{path} is damaged: the checksum of the file differs")
 
 
-def _schema_of(path: Path, file: h5py.File) -> int:
-    schema = int(file.attrs["schema"])
+def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
+    """Some columns; one that is younger than the file has its default."""
+    schema, num_groups = _schema_of(path, file), int(file.attribute("num_groups"))
+    defaults = {name: default_column(name, schema, num_groups) for name in names}
+    return {name: file.column(name) if value is None else value for name, value in defaults.items()}
+
+
+def _schema_of(path: Path, file: Hdf5Columns) -> int:
+    schema = int(file.attribute("schema"))
     if not 1 <= schema <= SCHEMA:
         raise SegmentError(f"{path} has schema {schema}; this version of rlhpc reads schemas 1 to {SCHEMA}")
     return schema
-
-
-def _column(file: h5py.File, name: str, schema: int) -> NDArray[Any]:
-    default = default_column(name, schema, int(file.attrs["num_groups"]))
-    return file[name][:] if default is None else default
 
 
 def _readable(columns: Columns, name: str) -> NDArray[Any]:

@@ -7,17 +7,14 @@ Guarantees: what could not be written stays in memory for another try; no sealed
 
 from __future__ import annotations
 
-import io
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import h5py
-import numpy as np
-
+from rlhpc.buffer.hdf5_columns import Attributes, hdf5_image
 from rlhpc.buffer.resolved import ResolvedGroup
-from rlhpc.buffer.segment_columns import SCHEMA, Columns, to_columns
+from rlhpc.buffer.segment_columns import SCHEMA, to_columns
 from rlhpc.buffer.segment_files import write_sealed
 from rlhpc.contracts import Clock
 from rlhpc.crc import crc32
@@ -25,15 +22,10 @@ from rlhpc.errors import SegmentError
 from rlhpc.ownership import Fence
 from rlhpc.run_layout import RunLayout
 
-Attributes = Mapping[str, str | int | float]
-
 # The HDF5 format leaves a block at the head of a file to the application.  Ours holds the checksum of all that follows,
 # which a reader verifies before the HDF5 library, which is not made for hostile bytes, parses any of it.
 USER_BLOCK_BYTES = 512
 USER_BLOCK_MAGIC = b"rlhpc rollouts\n"
-
-_CHUNK_BYTES = 1 << 20  # HDF5's chunk cache holds one chunk of this size
-_COMPRESS_FROM_BYTES = 4096
 
 
 class SegmentWriter:
@@ -163,31 +155,14 @@ class SegmentWriter:
 def to_hdf5(groups: Sequence[ResolvedGroup], attributes: Attributes, *, compress: bool = True) -> bytes:
     """The bytes of a segment file with these groups and file attributes."""
     columns = to_columns(groups)
-    image = io.BytesIO()
-    # libver "earliest": files of the latest format that were not closed in order refuse to open.
-    with h5py.File(image, "w", libver="earliest", userblock_size=USER_BLOCK_BYTES) as file:
-        file.attrs.update(attributes)
-        file.attrs["schema"] = SCHEMA
-        file.attrs["num_groups"] = len(columns["groups/group_id"])
-        file.attrs["num_rollouts"] = len(columns["rollouts/group_id"])
-        file.attrs["num_completion_tokens"] = len(columns["rollouts/token_ids"])
-        _write_columns(file, columns, compress)
+    counts = {
+        "schema": SCHEMA,
+        "num_groups": len(columns["groups/group_id"]),
+        "num_rollouts": len(columns["rollouts/group_id"]),
+        "num_completion_tokens": len(columns["rollouts/token_ids"]),
+    }
+    image = hdf5_image(columns, {**attributes, **counts}, user_block_bytes=USER_BLOCK_BYTES, compress=compress)
     body = image.getbuffer()[USER_BLOCK_BYTES:]
     head = USER_BLOCK_MAGIC + f"bytes {len(body)}\ncrc32 {crc32(body):08x}\n".encode()
     image.getbuffer()[: len(head)] = head
     return image.getvalue()
-
-
-def _write_columns(file: h5py.File, columns: Columns, compress: bool) -> None:
-    for name, values in columns.items():
-        layout = (
-            {
-                "chunks": (min(len(values), max(1, _CHUNK_BYTES // values.itemsize)),),
-                "compression": "gzip",
-                "compression_opts": 1,  # higher levels cost several times as much for a few per cent
-                "shuffle": True,
-            }
-            if compress and values.nbytes >= _COMPRESS_FROM_BYTES
-            else {}
-        )
-        file.create_dataset(name, data=np.ascontiguousarray(values), track_times=False, **layout)

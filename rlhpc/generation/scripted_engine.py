@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhpc.config import Config
 from rlhpc.contracts import Clock, EngineStatistics, GenerationEngine, RowScore, WeightReceiver, WeightTiming
@@ -83,6 +84,7 @@ class ScriptedEngine(GenerationEngine):
         self._num_started = 0
         self._death = ""
         self._tables: dict[int, Float32] = {}
+        self._sums: dict[int, NDArray[np.float64]] = {}  # of the tables' probabilities
 
     @classmethod
     def of(
@@ -121,6 +123,11 @@ class ScriptedEngine(GenerationEngine):
             with np.errstate(divide="ignore"):  # special tokens have probability 0
                 self._tables[policy_version] = np.log(weights).astype(np.float32)
         return self._tables[policy_version]
+
+    def _summed(self, policy_version: int) -> NDArray[np.float64]:
+        if policy_version not in self._sums:
+            self._sums[policy_version] = np.cumsum(np.exp(self.logprob_table(policy_version))).astype(np.float64)
+        return self._sums[policy_version]
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -260,8 +267,8 @@ class ScriptedEngine(GenerationEngine):
             if flight.is_aborted:
                 return "abort"
             rng = np.random.default_rng([self.script.seed, request.group_id, request.sample_index, position])
-            table = self.logprob_table(self._policy_version)
-            token = int(np.searchsorted(np.cumsum(np.exp(table)), rng.random() * (1 - 1e-6), side="right"))
+            table, sums = self.logprob_table(self._policy_version), self._summed(self._policy_version)
+            token = int(sums.searchsorted(rng.random() * (1 - 1e-6), side="right"))
             flight.tokens.append(token)
             flight.logprobs.append(float(table[token]))
             flight.versions.append(self._policy_version)

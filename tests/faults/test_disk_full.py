@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhpc.training.checkpoint.directory import latest_complete
+from tests.full_disk import fill, small_disk
 from tests.ring.run_kit import Lab, Run, make_lab
 
 pytestmark = pytest.mark.ring
@@ -23,34 +20,6 @@ BARELY_BYTES = 100 << 10  # enough for the controller's part of a checkpoint, no
 @pytest.fixture
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("full-disk"))
-
-
-@contextmanager
-def small_disk(at: Path) -> Iterator[None]:
-    """A filesystem of its own in this place, with the same empty directories; skipped where we may mount none."""
-    directories = [path.name for path in at.iterdir() if path.is_dir()]  # in which the owner prepares files
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(at)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a full disk needs the right to mount a small one: {done.stderr.strip()}")
-    for name in directories:
-        (at / name).mkdir()
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(at)], check=True)
-
-
-def fill(filler: Path, but_bytes: int) -> None:
-    """Leave `but_bytes` free at this instant, or none; the next call fills what the run has freed meanwhile."""
-    with filler.open("ab") as file:
-        disk = os.fstatvfs(file.fileno())
-        length, size = file.tell(), file.tell() + disk.f_bavail * disk.f_frsize - but_bytes
-        if size < length:
-            file.truncate(size)
-        elif size > length:
-            with contextlib.suppress(OSError):  # the run has taken some meanwhile, and the disk is full
-                os.posix_fallocate(file.fileno(), length, size - length)
 
 
 @pytest.mark.timeout(500)
@@ -65,7 +34,7 @@ def test_a_full_disk_costs_checkpoints_while_it_is_full_and_the_run_only_at_its_
     filler = layout.checkpoints / "filler"
     with Run(run_file, layout) as run:
         run.wait_for_step(1)
-        with small_disk(layout.checkpoints):
+        with small_disk(layout.checkpoints, DISK_BYTES):
             log = layout.log("controller", 0, 0)
             run.wait_until(says_while_full(filler, 0, log, "the controller could not save"))
             run.wait_until(says_while_full(filler, BARELY_BYTES, log, "the trainer could not save"))

@@ -15,7 +15,7 @@ import itertools
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 THREAD_S = 0.02  # the longest time that passes before a thread does its work, and after it
@@ -63,6 +63,20 @@ class _Future(asyncio.Future[Any]):
         return self.serial
 
 
+class _Handle(asyncio.TimerHandle):
+    """What asyncio's is, without what debugging needs: one is made for every event."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> None:
+        self._callback, self._args, self._cancelled = callback, args, False
+        self._context = copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        """It is passed over when its time comes."""
+        self._cancelled, self._callback, self._args = True, None, ()
+
+
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """Use `run`, once; then `close`."""
 
@@ -71,8 +85,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._random = rng.random
         self._disorder = rng.choice((0.0, 0.3, 1.0))  # share of callbacks that overtake those before them
         self._now_s = 1000.0
-        self._ready: list[asyncio.Handle] = []
-        self._timers: list[tuple[float, int, asyncio.Handle]] = []
+        self._ready: list[_Handle] = []
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._serial = itertools.count(1)
         self._tasks: list[_Task] = []
         self._is_closed = False
@@ -107,7 +121,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         overtakes = len(ready) > 1 and self._random() < self._disorder
         handle = ready.pop(int(self._random() * len(ready)) if overtakes else 0)
         process: Process = handle._context.get(PROCESS, OUTSIDE)
-        if process.is_dead or handle.cancelled():
+        if process.is_dead or handle._cancelled:
             return
         if process.stands_still_until > self._now_s:
             heapq.heappush(timers, (process.stands_still_until, next(self._serial), handle))
@@ -118,7 +132,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 process.kill()
                 return
         self.num_events += 1
-        handle._run()
+        try:
+            handle._context.run(handle._callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException:  # noqa: BLE001  as asyncio's; who fails is looked at where it was started
+            pass
         self.after_event(process)
 
     def close(self) -> None:
@@ -140,7 +159,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self._now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context)
         if not self._is_closed:
             self._ready.append(handle)
         return handle
@@ -151,7 +170,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Handle(callback, args, context)
         heapq.heappush(self._timers, (when + self._random() * LATE_S, next(self._serial), handle))
         return handle
 
@@ -190,7 +209,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
         self.signals[PROCESS.get().name, sig] = lambda: self.call_soon(callback, *args, context=handler_context)
-        handler_context = _copy_context()
+        handler_context = copy_context()
 
     def is_running(self) -> bool:
         return not self._is_closed
@@ -203,15 +222,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Who fails is looked at where it was started."""
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
-
-
-def _copy_context() -> Context:
-    from contextvars import copy_context
-
-    return copy_context()
 
 
 def start(loop: SimulatedLoop, process: Process, main: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

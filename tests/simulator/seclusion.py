@@ -7,9 +7,13 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rlhpc.data import prompts
+from rlhpc.data.records import Record, read_records
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.transport.codec import Codec
 
 SILENCE_S = 4.0  # after which an outbox delivers again: runs are short here
@@ -30,7 +34,21 @@ async def _never(_: object) -> None:
     await asyncio.get_running_loop().create_future()
 
 
-_codec = functools.cache(Codec)  # one of each kind will do: making them costs as much as a run
+class _Dataset(list[Record]):
+    """May be looked up: nobody changes it."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+@functools.cache
+def _records(path: Path) -> _Dataset:
+    return _Dataset(read_records(path))
+
+
+# One of each kind will do: making them costs as much as a run, and what all runs read does not change.
+_codec = functools.cache(Codec)
+_tokenizer = functools.cache(PromptTokenizer)
+_fingerprint = functools.cache(prompts._fingerprint)
 
 
 @contextmanager
@@ -38,6 +56,9 @@ def in_silence() -> Iterator[None]:
     """Neither logs nor TensorBoard."""
     with ExitStack() as stack:
         stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
+        stack.enter_context(patch("rlhpc.data.prompts.read_records", _records))
+        stack.enter_context(patch("rlhpc.data.prompts._fingerprint", _fingerprint))
+        stack.enter_context(patch("rlhpc.data.prompts.PromptTokenizer", _tokenizer))
         stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))
         stack.enter_context(patch("rlhpc.roles.controller.metrics.recorder.Recorder", _NoTensorBoard))
         stack.enter_context(patch("rlhpc.metrics.meters.LoopLag.run", _never))

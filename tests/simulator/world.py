@@ -29,6 +29,7 @@ from rlhpc.errors import ChannelTimeout, CheckpointError, JournalError, Ownershi
 from rlhpc.generation.scripted_engine import Script
 from rlhpc.ownership import take_over
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest, first_leaf
+from rlhpc.roles.controller.disk_patience import LONGEST_PAUSE_S
 from rlhpc.roles.controller.role import Controller
 from rlhpc.run_layout import RunLayout
 from rlhpc.topology import BATCHES, CONTROL, LEASES
@@ -302,7 +303,7 @@ class World:
     def _is_hindered(self, peer: str, outbox: str) -> bool:
         now_s, client = self.loop.time(), self.servers[LEASES.name].connections[peer]
         is_awake = self.processes[CONTROLLER].stands_still_until < now_s - 1
-        has_written = self.disk.refuses_until < now_s - 25  # the longest pause between two tries is shorter
+        has_written = self.disk.refuses_until < now_s - LONGEST_PAUSE_S - 1
         is_there = self.generators[peer].outbox._name == outbox and not (client.is_closed or client.process.is_dead)
         return not (is_there and is_awake and has_written)
 

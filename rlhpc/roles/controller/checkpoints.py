@@ -22,7 +22,7 @@ from rlhpc.contracts import Clock
 from rlhpc.errors import CheckpointError, JournalError, SegmentError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.ownership import Fence
-from rlhpc.roles.controller.disk_patience import DiskPatience
+from rlhpc.roles.controller.disk_patience import LONGEST_CHECKPOINT_PAUSE_S, DiskPatience
 from rlhpc.roles.controller.journaling import at_once
 from rlhpc.roles.controller.saved_state import SavedState, delete_needless_journals, write_saved_state
 from rlhpc.roles.controller.state import ControllerState
@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._report: asyncio.Future[SaveReport] | None = None
         self._completing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None  # of the last one
-        self._patience = DiskPatience(clock)
+        self._patience = DiskPatience(clock, LONGEST_CHECKPOINT_PAUSE_S)
         self.write_s = 0.0  # of the last one that is complete: from its snapshot on
         self.longest_s = 0.0  # of all that are complete: from the request on
 

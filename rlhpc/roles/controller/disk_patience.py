@@ -6,7 +6,9 @@ memory meanwhile, and none is lost; a checkpoint is left out, and another one is
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 
 from rlhpc.buffer.segments import SegmentWriter
 from rlhpc.contracts import Clock
@@ -15,14 +17,15 @@ from rlhpc.errors import SegmentError
 log = logging.getLogger("rlhpc.segments")
 
 DISK_PATIENCE_S = 300.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 4.0  # the run goes on within five seconds of room
+LONGEST_CHECKPOINT_PAUSE_S = 20.0  # another try costs all ranks a copy of their state
 
 
 class DiskPatience:
     """Tolerance for failing writes of one kind of file, from the first failure until a write succeeds."""
 
-    def __init__(self, clock: Clock, limit_s: float = DISK_PATIENCE_S) -> None:
-        self._clock, self._limit_s = clock, limit_s
+    def __init__(self, clock: Clock, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
+        self._clock, self._limit_s, self._longest_pause_s = clock, DISK_PATIENCE_S, longest_pause_s
         self._failing_since: float | None = None
         self.pause_s = 0.0  # seconds to wait after the last failure: doubles with every failure
         self._failed_at = 0.0
@@ -50,11 +53,30 @@ class DiskPatience:
         self._failed_at = self._clock()
         if self._failing_since is None:
             self._failing_since, self.pause_s = self._failed_at, 0.0
-        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), self._longest_pause_s)
 
     def succeeded(self) -> None:
         """A write has succeeded."""
         self._failing_since = None
+
+
+async def written_patiently(write: Callable[[], object]) -> None:
+    """Call until it can write, for as long as `DiskPatience` allows.  Raises what it raises then: SegmentError.
+
+    For the end of a run, where nothing else goes on: a full disk must not cost a run that is done.
+    """
+    patience = DiskPatience(asyncio.get_running_loop().time)
+    while True:
+        try:
+            write()
+        except (OSError, SegmentError) as error:
+            patience.failed()
+            if patience.is_exhausted:
+                raise SegmentError(f"the end of the run cannot be written: {error}") from error
+            log.error("the end of the run cannot be written: %s; %s", error, patience.prospect)  # noqa: TRY400
+            await asyncio.sleep(patience.pause_s)
+        else:
+            return
 
 
 class PatientSealing:

@@ -50,7 +50,7 @@ from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.disk_patience import PatientSealing
+from rlhpc.roles.controller.disk_patience import PatientSealing, written_patiently
 from rlhpc.roles.controller.guard_file import GuardFile
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import Journaling
@@ -177,8 +177,7 @@ class Controller:
 
     def _make_guarding(self) -> Guarding:
         context, state = self._context, self._state
-        file = GuardFile(context.layout.guard, context.fence)
-        config, attempt = context.config, context.attempt
+        config, attempt, file = context.config, context.attempt, GuardFile(context.layout.guard, context.fence)
         free = not config.run.deterministic
         return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
@@ -192,7 +191,7 @@ class Controller:
             parts = self._registry, self._checkpoints, self._journaling, self._awake
             await LastSave(self._control, *parts).outlast(stop.event)
             raise
-        self._close_run()
+        await self._close_run()
 
     async def _run_loops(self, stop: StopRequest) -> None:
         async with asyncio.TaskGroup() as group:
@@ -312,16 +311,17 @@ class Controller:
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
-    def _close_run(self) -> None:
+    async def _close_run(self) -> None:
         """Drop groups in flight, seal and summarise a finished run; a stopped one has saved them for the resume."""
-        is_complete = self._loop.step >= self._context.config.run.num_steps
+        context, state = self._context, self._state
+        is_complete = self._loop.step >= context.config.run.num_steps
         if is_complete:
-            for group_id in self._state.buffer.open_groups():
+            for group_id in state.buffer.open_groups():
                 self._sink.drop(group_id, DropReason.CANCELLED)
-            self._state.segments.seal_all()
+            await written_patiently(state.segments.seal_all)
             self._recorder.close_totals()
-            bound, group_size = self._state.buffer.staleness_bound, self._context.config.admission.group_size
-            summarise(self._context.layout, self._state.totals, bound, group_size, self._context.fence)
+            facts = state.totals, state.buffer.staleness_bound, context.config.admission.group_size, context.fence
+            await written_patiently(lambda: summarise(context.layout, *facts))
         self._board.figures.phase = "complete" if is_complete else "stopped"
 
     async def say_farewell(self) -> None:

@@ -25,7 +25,7 @@ from rlhpc.buffer.segment_reader import read_rollouts_directory, read_segment
 from rlhpc.errors import CheckpointError
 from rlhpc.messages import SaveCheckpoint, SaveReport, SnapshotTaken
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
-from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_PAUSE_S
+from rlhpc.roles.controller.disk_patience import DISK_PATIENCE_S, LONGEST_CHECKPOINT_PAUSE_S
 from rlhpc.roles.controller.saved_state import Totals, read_saved_state, set_aside_later_segments
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.trainer_link import RANK_0, TrainerLink
@@ -202,7 +202,7 @@ async def test_after_a_failure_another_attempt_is_due_after_a_pause_that_grows(t
                 it.clock.advance(0.25)
             waited.append(it.clock.now_s - before)
             it.writer.raise_failure()  # it is not time for that
-        assert waited[0] < waited[1] < waited[2] <= LONGEST_PAUSE_S
+        assert waited[0] < waited[1] < waited[2] <= LONGEST_CHECKPOINT_PAUSE_S
         await it.complete_one(4)
         assert not it.writer.is_overdue
 
