@@ -96,7 +96,9 @@ class CriticConfig(Section):
     path: LoosePath | None = None
     """HF checkpoint that it begins as, with a new head; none: model.path."""
     learning_rate: PositiveFloat = 1e-5
-    """Of its optimiser, constant; what else the optimiser has stands in [trainer]."""
+    """Of its optimiser; what else the optimiser has stands in [trainer]."""
+    follows_schedule: bool = False
+    """Whether it warms up and falls by the share by which trainer.learning_rate does; False: it is constant."""
     head_start_steps: NonNegative = 0
     """So many steps at the beginning only the critic learns."""
     value_clip: PositiveFloat | Literal["off"] = "off"

@@ -29,7 +29,7 @@ def loss_knows_its_keys(config: Config) -> None:
     if not config.has_critic:
         for key in ("algorithm.discount", "algorithm.gae_lambda"):
             _refuse_without_effect(config, key, beside, "algorithm.advantage='gae'")
-        for key in ("path", "learning_rate", "head_start_steps", "value_clip"):
+        for key in ("path", "learning_rate", "follows_schedule", "head_start_steps", "value_clip"):
             _refuse_without_effect(config, f"critic.{key}", beside, "algorithm.advantage='gae'")
     if algorithm.advantage != "pass_at_k":
         _refuse_without_effect(config, "algorithm.pass_k", beside, "algorithm.advantage='pass_at_k'")
@@ -142,12 +142,12 @@ def samples_may_differ(config: Config) -> None:
 def schedule_has_an_end(config: Config) -> None:
     """A constant rate goes nowhere."""
     if config.trainer.lr_schedule == "constant":
-        _refuse_without_effect(
-            config,
-            "trainer.min_learning_rate",
-            "trainer.lr_schedule='constant'",
-            "trainer.lr_schedule='linear' or 'cosine'",
-        )
+        beside, other = "trainer.lr_schedule='constant'", "trainer.lr_schedule='linear' or 'cosine'"
+        for key in ("min_learning_rate", "decay_steps", "decay_tokens", "decay_hours"):
+            _refuse_without_effect(config, f"trainer.{key}", beside, other)
+        if not config.trainer.warmup_steps:
+            beside += " without trainer.warmup_steps: there is no schedule to follow"
+            _refuse_without_effect(config, "critic.follows_schedule", beside, other)
 
 
 def gradients_are_summed(config: Config) -> None:
@@ -173,8 +173,8 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
     table = getattr(config, section)
     value, default = getattr(table, key), type(table).model_fields[key].default
     if value != default:
-        text, plain = (as_toml(v) for v in (value, default))
-        raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
+        plain = "to leave it out" if default is None else f"{as_toml(default)}, its default"
+        raise ValueError(f"{name}={as_toml(value)} has no effect with {beside}; legal: {plain}, or {other}")
 
 
 EFFECTS = (

@@ -221,7 +221,13 @@ class TrainerConfig(Section):
     warmup_steps: NonNegative = 0
     """Linear from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate at the last step."""
+    """After warm-up, down to min_learning_rate at the last step, or over what one of the next three keys says."""
+    decay_steps: Positive | None = None
+    """linear, cosine: steps of the run after which min_learning_rate is reached; none: run.num_steps."""
+    decay_tokens: Positive | None = None
+    """Instead: trained tokens of the run, prompts included, as tokens/trained_total counts them."""
+    decay_hours: PositiveFloat | None = None
+    """Instead: hours in which the run trains, over all attempts."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Where linear and cosine end."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -77,6 +77,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite where the step was skipped"),
         "trainer/learning_rate": Metric("1", "of this step"),
         # The critic, where algorithm.advantage is "gae".
+        "critic/learning_rate": Metric("1", "of this step"),
         "critic/loss": Metric("reward²", "half the squared error of values, mean over loss tokens"),
         "critic/grad_norm": Metric("norm", "global norm before clipping, mean over the optimiser steps"),
         "critic/clipped_share": Metric("share", "loss tokens whose value has left critic.value_clip"),

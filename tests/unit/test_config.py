@@ -177,6 +177,13 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["generation.recompute_kv=true", "run.deterministic=true"], "generation.recompute_kv=true",
          ["run.deterministic=false"]),
         (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
+        (["trainer.decay_steps=3"], "trainer.decay_steps=3", ["trainer.lr_schedule=cosine"]),
+        (["trainer.decay_tokens=300"], "trainer.decay_tokens=300", ["trainer.lr_schedule=linear"]),
+        (["trainer.decay_hours=1.5"], "trainer.decay_hours=1.5", ["trainer.lr_schedule=linear"]),
+        (["critic.follows_schedule=true", "trainer.warmup_steps=1"], "critic.follows_schedule=true",
+         ["algorithm.advantage=gae"]),
+        (["critic.follows_schedule=true", "algorithm.advantage=gae"], "critic.follows_schedule=true",
+         ["trainer.warmup_steps=1"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
         (["buffer.partial_interval_s=30.0", "admission.lease_deadline_s=80.0"], "buffer.partial_interval_s=30",
          ["buffer.partial_interval_s=20.0"]),
@@ -205,6 +212,27 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
     ],
 )
 def test_a_curriculum_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(run_file, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["decay_steps=3", "decay_hours=2.0"],
+            "trainer.decay_steps=3 and trainer.decay_hours=2: the learning rate falls",
+        ),
+        (["decay_steps=2", "warmup_steps=2"], "decay_steps=2 ends before warm-up, .*warmup_steps=2; legal: 3 or more"),
+        (["decay_hours=2.0", "run.deterministic=true"], "run.deterministic=true with trainer.decay_hours=2: .*legal: "),
+        (["decay_tokens=0"], "trainer.decay_tokens=0"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
+    words = [
+        "trainer.lr_schedule=linear",
+        *(word if "." in word.split("=")[0] else f"trainer.{word}" for word in words),
+    ]
     with pytest.raises(ConfigError, match=text):
         load_config(run_file, words)
 

@@ -173,13 +173,13 @@ class Controller:
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
             guarding=self._guarding,
+            progress=self._state.progress,
         )
 
     def _make_guarding(self) -> Guarding:
         context, state = self._context, self._state
         file = GuardFile(context.layout.guard, context.fence)
-        config, attempt = context.config, context.attempt
-        free = not config.run.deterministic
+        config, attempt, free = context.config, context.attempt, not context.config.run.deterministic
         return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running

@@ -20,7 +20,6 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, TrainerBackend, WeightPublisher
@@ -183,11 +182,10 @@ class Trainer:
         """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
-        rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
         judged, references = None, self._of_reference(batch)
         if self._critic is not None:
             judged = self._critic.judge(batch, references)
-            batch, rate = judged.batch, rate if batch.step >= self._config.critic.head_start_steps else 0.0
+            batch = judged.batch
         loss = make_policy_loss(self._config.algorithm, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
         done = BatchFigures()
@@ -201,7 +199,7 @@ class Trainer:
                 reference=references[index],
                 has_entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
                 num_loss_tokens=minibatch.num_loss_tokens,
-                learning_rate=rate,
+                learning_rate=batch.learning_rate,
                 weight_decay=self._config.trainer.weight_decay,
                 max_grad_norm=self._config.trainer.max_grad_norm,
                 may_apply=None if batch.limits.allow_all else lambda *step, refused=refused: not refused(*step),
@@ -214,7 +212,8 @@ class Trainer:
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = done.means() | of_critic
-            figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
+            figures |= {"learning_rate": batch.learning_rate, "wait_for_batch_s": waited_s}
+            figures["step_s"] = time.monotonic() - began
             report = StepReport(batch.step, self._version, done.is_applied, figures, done.refused, done.skipped)
             self._channel.send(report)
 

@@ -550,4 +550,4 @@ async def test_the_rate_of_a_batch_falls_with_the_age_of_its_tokens_if_that_is_a
             for batch in ring.trainer.batches:
                 ages = np.concatenate([batch.policy_version - row.versions[row.loss_mask] for row in batch.rows])
                 expected = 1 / max(1.0, float(ages.mean())) if is_scaled else 1.0
-                assert batch.rate_factor == pytest.approx(expected)
+                assert batch.learning_rate == pytest.approx(1e-6 * expected)

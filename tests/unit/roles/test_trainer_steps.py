@@ -54,7 +54,7 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 
 
 def batch_of(row: PackedMicrobatch, step: int) -> PackedBatch:
-    return PackedBatch(step, 0, (PackedMinibatch(((row,),), num_loss_tokens([row]), 2),))
+    return PackedBatch(step, 0, (PackedMinibatch(((row,),), num_loss_tokens([row]), 2),), learning_rate=1e-6)
 
 
 def test_a_step_outside_the_limits_of_its_batch_is_refused_and_its_figures_are_told(
@@ -114,20 +114,21 @@ def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any,
     assert without.canary is None
 
 
-def minibatches_of(rows: list[PackedMicrobatch], order: tuple[int, ...], limits: StepLimits = NONE) -> PackedBatch:
+def minibatches_of(
+    rows: list[PackedMicrobatch], order: tuple[int, ...], limits: StepLimits = NONE, learning_rate: float = 1e-6
+) -> PackedBatch:
     minibatches = tuple(PackedMinibatch(((row,),), num_loss_tokens([row]), 1) for row in rows)
-    return PackedBatch(0, 0, minibatches, order, limits)
+    return PackedBatch(0, 0, minibatches, order, limits, learning_rate)
 
 
 def trainer_on(
     backend: Any,
     tmp_path: Path,
     ear: Ear,
-    learning_rate: float = 1e-6,
     resume_step: int | None = None,
     **algorithm: object,
 ) -> Trainer:
-    config = tiny_config(tmp_path / "model", learning_rate=learning_rate)
+    config = tiny_config(tmp_path / "model")
     config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
     context = RoleContext("trainer", 0, 1, 0, resume_step, "first", RunLayout(tmp_path), config, "hash")
     return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
@@ -170,13 +171,13 @@ def test_a_strong_pull_keeps_the_policy_near_the_reference_and_none_lets_it_go(t
     for coefficient in (0.0, 3.0):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
         trainer = trainer_on(
-            backend, tmp_path, ear, 1e-2, proximal="behaviour", importance_cap="off",
+            backend, tmp_path, ear, proximal="behaviour", importance_cap="off",
             loss="reinforce", minibatches=2, kl_coefficient=coefficient,
         )  # fmt: skip
         trainer.begin()
         start = logprobs_of(backend, rows)
         for step in range(15):
-            trainer.obey(replace(minibatches_of(rows, (0, 1)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0, 1), learning_rate=1e-2), step=step, policy_version=step))
         log_ratio = (start - logprobs_of(backend, rows))[np.concatenate([row.loss_mask for row in rows])]
         distances[coefficient] = float((log_ratio.exp() - 1 - log_ratio).mean())
         reported[coefficient] = [a.metrics.get("kl_reference") for a in ear.answers if isinstance(a, StepReport)]
@@ -195,11 +196,9 @@ def test_every_minibatch_is_beside_its_own_reference_whatever_their_order(tmp_pa
     rows = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9, 14), (14, 5, 9)])]
     model, ear = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), Ear()
     backend = open_backend(tiny_config(model), RankContext())
-    trainer = trainer_on(
-        backend, tmp_path, ear, 1e-9, proximal="recompute", minibatches=2, epochs=2, kl_coefficient=0.1
-    )
+    trainer = trainer_on(backend, tmp_path, ear, proximal="recompute", minibatches=2, epochs=2, kl_coefficient=0.1)
     trainer.begin()
-    trainer.obey(minibatches_of(rows, (1, 0, 0, 1)))
+    trainer.obey(minibatches_of(rows, (1, 0, 0, 1), learning_rate=1e-9))
     assert 0 <= ear.answers[-1].metrics["kl_reference"] < 1e-6
     backend.close()
 
@@ -209,12 +208,12 @@ def test_a_reference_that_is_held_and_asked_without_a_coefficient_changes_no_bit
     ends = []
     for is_asked in (False, True):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
-        trainer = trainer_on(backend, tmp_path, ear, 1e-2, kl_coefficient=0.0, entropy_coefficient=0.0)
+        trainer = trainer_on(backend, tmp_path, ear, kl_coefficient=0.0, entropy_coefficient=0.0)
         for step in range(3):
             if is_asked:
                 backend.hold_reference("host")
                 backend.logprobs(rows, of_reference=True)
-            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step))
         figures = [(a.metrics["loss"], a.metrics["grad_norm"], a.metrics["entropy"]) for a in ear.answers]
         ends.append((figures, [tensor.clone() for _, tensor in backend.weights()]))
         backend.close()
@@ -227,9 +226,9 @@ def test_entropy_is_kept_by_its_bonus(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
     for coefficient in (0.0, 1.0):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
-        trainer = trainer_on(backend, tmp_path, ear, 1e-2, entropy_coefficient=coefficient)
+        trainer = trainer_on(backend, tmp_path, ear, entropy_coefficient=coefficient)
         for step in range(15):
-            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step))
         entropies[coefficient] = ear.answers[-1].metrics["entropy"]
         backend.close()
     assert entropies[1.0] > 1.1 * entropies[0.0]
