@@ -70,7 +70,9 @@ class AlgorithmConfig(Section):
     max_token_age: NonNegative | Literal["off"] = "off"
     """A token that was sampled more versions ago counts nothing; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of a term that pulls the policy towards a frozen reference, the model at model.path; 0: none."""
+    """Of a term that pulls the policy towards a reference, the model at model.path; 0: none."""
+    reference_every: NonNegative = 0
+    """The policy becomes the reference whenever this many batches more have changed it; 0: the reference is frozen."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where that term is: in the loss, or in the rewards of tokens, which advantage = "gae" knows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -88,6 +90,10 @@ class AlgorithmConfig(Section):
     def num_optimiser_steps(self) -> int:
         """On one batch."""
         return self.minibatches * self.epochs
+
+    def renews_reference(self, version: int) -> bool:
+        """Whether the policy of this version becomes the reference before it is trained."""
+        return version > 0 and self.reference_every > 0 and version % self.reference_every == 0
 
 
 class CriticConfig(Section):

@@ -65,6 +65,7 @@ def reference_is_asked(config: Config) -> None:
         beside, other = "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"
         _refuse_without_effect(config, "algorithm.kl_estimator", beside, other)
         _refuse_without_effect(config, "algorithm.kl_in", beside, other)
+        _refuse_without_effect(config, "algorithm.reference_every", beside, other)
         _refuse_without_effect(config, "trainer.reference_memory", beside, other)
     elif config.trainer.parameter_offload:
         beside = "trainer.parameter_offload=true: the reference is held as the parameters are, in host memory"

@@ -209,7 +209,7 @@ class TrainerConfig(Section):
     parameter_offload: bool = False
     """DeepSpeed stage 3: keep parameters in host memory."""
     reference_memory: Literal["host", "device"] = "host"
-    """Where the frozen reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
+    """Where the reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": cuda if there is a device."""
     token_budget: Positive

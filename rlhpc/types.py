@@ -206,6 +206,7 @@ class PackedBatch:
     limits: StepLimits = StepLimits()  # set by the guard
     learning_rate: float = 0.0  # of its optimiser steps
     critic_learning_rate: float = 0.0
+    renews_reference: bool = False  # the policy becomes the reference before it is trained
 
     @property
     def rows(self) -> list[PackedMicrobatch]:

@@ -107,7 +107,7 @@ def _of_batches() -> list[object]:
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
         PackedBatch(
-            7, 7, (minibatch, minibatch), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5
+            7, 7, (minibatch, minibatch), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True
         ),
         m.FormGroup(_group()),
         m.PublishWeights(3, 7),

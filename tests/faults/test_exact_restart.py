@@ -124,6 +124,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(
         sections["generation"] |= {"engine": "vllm", "num_replicas": 1}
     if name == "minibatches":
         sections["algorithm"] = {"proximal": "recompute", "minibatches": 3, "epochs": 2, "loss": "gmpo"}
+    if name == "megatron-tp2":  # a reference that is renewed: checkpoints hold it
+        sections["algorithm"] = {"kl_coefficient": 0.5, "reference_every": 4}
     if name == "reference":  # which no checkpoint holds
         sections["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 1e-3}
     if name == "critic":

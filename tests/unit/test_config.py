@@ -153,6 +153,7 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator=k2", ["algorithm.kl_coefficient=0.01"]),
         (["algorithm.kl_in=reward", "algorithm.advantage=gae", "algorithm.kl_estimator=k3"], "algorithm.kl_in=reward",
          ["algorithm.kl_coefficient=0.01"]),
+        (["algorithm.reference_every=8"], "algorithm.reference_every=8", ["algorithm.kl_coefficient=0.01"]),
         (["trainer.reference_memory=device"], "trainer.reference_memory=device", ["algorithm.kl_coefficient=0.01"]),
         (["trainer.reference_memory=device", "algorithm.kl_coefficient=0.01", "trainer.backend=deepspeed",
           "trainer.zero_stage=3", "trainer.parameter_offload=true"], "trainer.reference_memory=device",

@@ -103,8 +103,7 @@ class TrainLoop:
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._none_is_live = False
-        self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
-        self.checkpoint_s = 0.0  # of the last one: the loop was blocked
+        self.until_live_s = self.checkpoint_s = 0.0  # of the last version and the last checkpoint: see StepRecord
 
     def groups_changed(self) -> None:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
@@ -284,7 +283,8 @@ class TrainLoop:
             for part in self._make_samples.minibatches(groups, self.step)
         )
         order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, self.step))
-        return PackedBatch(self.step, self.version, minibatches, order)
+        renews = algorithm.renews_reference(self.version)
+        return PackedBatch(self.step, self.version, minibatches, order, renews_reference=renews)
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -46,6 +46,7 @@ from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.roles.trainer.saving import Together
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint.directory import policy_version_of
+from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
 from rlhpc.training.row_tensors import plain_row
@@ -85,7 +86,15 @@ def run(context: RoleContext) -> None:
 
 
 def _open_backend(context: RoleContext) -> TrainerBackend:
-    return open_backend(context.config, _ranks(context))
+    """As the reference is to be: what is loaded is held before the policy of a checkpoint takes its place."""
+    config = context.config
+    if config.algorithm.reference_every and context.resume_step is not None:
+        saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
+        if saved.is_dir():
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
+        else:
+            log.info("the checkpoint has no reference: it is the model at model.path until it is renewed")
+    return open_backend(config, _ranks(context))
 
 
 def _open_critic(context: RoleContext) -> Critic | None:
@@ -134,7 +143,7 @@ class Trainer:
     def begin(self) -> None:
         """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
         if self._config.algorithm.kl_coefficient:
-            # Before the checkpoint: after a resume, too, the reference is the model at model.path.
+            # Before the checkpoint: after a resume, too, the reference is the model that was opened.
             self._backend.hold_reference(self._config.trainer.reference_memory)
         step = self._context.resume_step
         if step is not None:
@@ -182,6 +191,8 @@ class Trainer:
         """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
+        if batch.renews_reference:
+            self._backend.hold_reference(self._config.trainer.reference_memory)
         judged, references = None, self._of_reference(batch)
         if self._critic is not None:
             judged = self._critic.judge(batch, references)
@@ -224,7 +235,7 @@ class Trainer:
         return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
 
     def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
-        """Log-probabilities of every minibatch by the frozen reference, if there is one; it takes its place once."""
+        """Log-probabilities of every minibatch by the reference, if there is one; it takes the policy's place once."""
         if not self._config.algorithm.kl_coefficient:
             return [None] * len(batch.minibatches)
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
@@ -301,6 +312,9 @@ class Trainer:
         self._saving = self._backend.save(directory / TRAINER_DIRECTORY)
         if self._critic is not None:
             self._saving = Together([self._saving, self._critic.save(directory)])
+        if self._config.algorithm.reference_every:
+            written = save_reference(self._backend, self._config.model.path, directory / REFERENCE_DIRECTORY)
+            self._saving = Together([self._saving, written])
         self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
             self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
+from rlhpc.training.tensor_source import INDEX_FILE
 from rlhpc.types import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -41,7 +42,8 @@ def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_byt
     except FileExistsError as error:
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
     try:
-        _write_weights(checkpoint, out_dir, dtype, shard_bytes)
+        specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+        write_hf_weights(out_dir, specs, _cast(checkpoint, DTYPES[dtype]), shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir)
     except OSError as error:
         raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
@@ -58,10 +60,14 @@ def _dtype_of(config_file: Path) -> str:
     return str(dtype)
 
 
-def _write_weights(checkpoint: TrainerCheckpoint, out_dir: Path, dtype: str, shard_bytes: int) -> None:
-    specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+def write_hf_weights(
+    out_dir: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors that come in the order of specs as the weights of an HF checkpoint.
+
+    Raises CheckpointError, OSError.
+    """
     shards = plan_shards(specs, shard_bytes)
-    tensors = _cast(checkpoint, DTYPES[dtype])
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -69,7 +75,7 @@ def _write_weights(checkpoint: TrainerCheckpoint, out_dir: Path, dtype: str, sha
         index.update({spec.name: name for spec in shard})
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(map(size_in_bytes, specs))}, "weight_map": index}
-        write_atomically(out_dir / "model.safetensors.index.json", json.dumps(content, indent=2).encode())
+        write_atomically(out_dir / INDEX_FILE, json.dumps(content, indent=2).encode())
 
 
 def _cast(checkpoint: TrainerCheckpoint, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -263,8 +263,12 @@ class DeepSpeedBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; in stages 1 and 2 rank 0 has them all: views, not to be written to."""
+        with self._reference.in_place(of_reference):
+            yield from self._stream()
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
         if self._stage == 3:
             yield from gather_stream(
                 self._state.items(self._specs[0].dtype),

@@ -254,15 +254,16 @@ class MegatronBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return self._model.specs
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of parameters that are whole on rank 0: not to be written to."""
-        return gather_stream(
-            self._model.items,
-            self._model.own,
-            to_rank=LEAD_RANK,
-            dtype=self._model.dtype,
-            device=self._device,
-        )
+        with self._reference.in_place(of_reference):
+            yield from gather_stream(
+                self._model.items,
+                self._model.own,
+                to_rank=LEAD_RANK,
+                dtype=self._model.dtype,
+                device=self._device,
+            )
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it.

@@ -246,10 +246,10 @@ class ReferenceBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return tuple(spec for parameter in self._model.tensor_specs() for spec in on_disk(parameter))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
-        if self.is_rank_zero:
-            for parameter in self._model.tensor_specs():
+        with self._reference.in_place(of_reference):
+            for parameter in self._model.tensor_specs() if self.is_rank_zero else ():
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:

@@ -13,13 +13,14 @@ import torch
 
 from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.contracts import StepResult
-from rlhpc.errors import ConfigError
-from rlhpc.messages import PublishReport, PublishWeights, StepReport
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.messages import PublishReport, PublishWeights, SaveCheckpoint, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.batch_figures import BatchFigures
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
+from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer, _open_backend
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import complete
+from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
 from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
@@ -254,6 +255,87 @@ def test_after_a_resume_the_reference_is_still_the_model_that_the_run_began_with
     assert torch.equal(logprobs_of(again, rows, of_reference=True), start)
     assert not torch.equal(trained, start)
     again.close()
+
+
+def renewing(backend: Any, tmp_path: Path, resume_step: int | None = None) -> tuple[Trainer, Ear]:
+    ear = Ear()
+    trainer = trainer_on(
+        backend, tmp_path, ear, resume_step, proximal="recompute", kl_coefficient=0.1, reference_every=2
+    )
+    trainer.begin()
+    return trainer, ear
+
+
+def obey_steps(trainer: Trainer, rows: list[PackedMicrobatch], steps: range) -> None:
+    """As the controller says it: the policy of versions 2, 4, … is the reference of the batches after it."""
+    for step in steps:
+        batch = replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step)
+        trainer.obey(replace(batch, renews_reference=step in (2, 4)))
+
+
+def divergences(ear: Ear) -> list[float]:
+    return [answer.metrics["kl_reference"] for answer in ear.answers if isinstance(answer, StepReport)]
+
+
+def test_a_reference_that_is_renewed_is_the_policy_again_and_a_resume_goes_on_with_it_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    model, rows = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), [pack_row(draw_samples((5, 9, 14)))]
+    backend, checkpoint = open_backend(tiny_config(model), RankContext()), RunLayout(tmp_path).checkpoint(3)
+    trainer, ear = renewing(backend, tmp_path)
+    obey_steps(trainer, rows, range(3))
+    trainer.obey(SaveCheckpoint(3, str(tmp_path / "saved")))
+    assert trainer._saving is not None
+    assert "reference/model.safetensors" in trainer._saving.result(timeout=60)
+    obey_steps(trainer, rows, range(3, 6))
+    found = divergences(ear)
+    assert [value < 1e-9 for value in found] == [True, False, True, False, True, False]
+    ends = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+    checkpoint.parent.mkdir(parents=True)
+    complete(tmp_path / "saved", checkpoint, {"policy_version": 3})
+    context = resuming(tmp_path, 3)
+    again = _open_backend(context)
+    resumed, later = renewing(again, tmp_path, 3)
+    obey_steps(resumed, rows, range(3, 6))
+    assert divergences(later) == found[3:]
+    assert all(torch.equal(tensor, ends[name]) for name, tensor in again.weights())
+    again.close()
+
+
+def resuming(tmp_path: Path, step: int) -> RoleContext:
+    config = tiny_config(tmp_path / "model")
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, reference_every=2, proximal="recompute")
+    config = config.model_copy(update={"algorithm": algorithm})
+    return RoleContext("trainer", 0, 1, 0, step, "first", RunLayout(tmp_path), config, "hash")
+
+
+def test_a_checkpoint_without_a_reference_leaves_it_at_the_model_that_the_run_began_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, rows = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), [pack_row(draw_samples((5, 9)))]
+    backend = open_backend(tiny_config(model), RankContext())
+    start = logprobs_of(backend, rows)
+    backend.close()
+    RunLayout(tmp_path).checkpoint(3).mkdir(parents=True)
+    caplog.set_level("INFO")
+    again = _open_backend(resuming(tmp_path, 3))
+    assert torch.equal(logprobs_of(again, rows), start)
+    assert "has no reference: it is the model at model.path until it is renewed" in caplog.text
+    again.close()
+
+
+def test_a_reference_that_cannot_be_written_is_a_checkpoint_that_failed_and_costs_the_policy_nothing(
+    backend: Any, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.hold_reference("host")
+    (tmp_path / "file").write_text("in the way")
+    failed = save_reference(backend, tmp_path / "model", tmp_path / "file" / REFERENCE_DIRECTORY)
+    with pytest.raises(CheckpointError, match="the reference cannot be written"):
+        failed.result()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert save_reference(backend, tmp_path / "model", tmp_path / "again").result()["again/model.safetensors"] > 0
 
 
 def test_optimiser_steps_that_are_refused_are_named_and_the_others_count(backend: Any, tmp_path: Path) -> None:
