@@ -250,6 +250,11 @@ def format_has_its_backend(config: Config) -> None:
             f"checkpoint.trainer_format='megatron' needs trainer.backend='megatron'; it is {config.trainer.backend!r}; "
             "legal: 'hf'"
         )
+    if config.checkpoint.trainer_format == "megatron" and config.trainer.ema_decay != "off":
+        raise ValueError(
+            f"checkpoint.trainer_format='megatron' with trainer.ema_decay={config.trainer.ema_decay:g}: that format "
+            "has no place for an average of weights; legal: 'hf', or ema_decay='off'"
+        )
 
 
 def critic_knows_no_tasks(config: Config) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.config_sections import as_toml
-
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
@@ -140,6 +138,13 @@ def samples_may_differ(config: Config) -> None:
         _refuse_without_effect(config, "generation.recompute_kv", beside, "no run.deterministic")
 
 
+def average_is_kept(config: Config) -> None:
+    """Without a decay nothing is held."""
+    if config.trainer.ema_decay == "off":
+        beside, other = "trainer.ema_decay='off'", "a trainer.ema_decay such as 0.99"
+        _refuse_without_effect(config, "trainer.ema_memory", beside, other)
+
+
 def schedule_has_an_end(config: Config) -> None:
     """A constant rate goes nowhere."""
     if config.trainer.lr_schedule == "constant":
@@ -168,6 +173,13 @@ def reports_renew_leases(config: Config) -> None:
         _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
 
 
+def as_toml(value: object) -> str:
+    """The value of a key as a run file or an override has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
     """other: what else would be legal."""
     section, _, key = name.partition(".")
@@ -190,6 +202,7 @@ EFFECTS = (
     utilization_decides,
     something_is_sampled_at_an_update,
     samples_may_differ,
+    average_is_kept,
     schedule_has_an_end,
     gradients_are_summed,
     reports_renew_leases,

@@ -210,6 +210,10 @@ class TrainerConfig(Section):
     """DeepSpeed stage 3: keep parameters in host memory."""
     reference_memory: Literal["host", "device"] = "host"
     """Where the reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
+    """Decay per version of a moving average of the float32 weights, which checkpoints hold, to export and evaluate."""
+    ema_memory: Literal["host", "device"] = "host"
+    """Where it lies; 4 bytes for each parameter whose optimiser a rank keeps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": cuda if there is a device."""
     token_budget: Positive
@@ -239,7 +243,7 @@ class TrainerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
-    """Clip the global norm to this."""
+    """Clip the global norm to this; [guard] may skip steps where it spikes."""
 
     @property
     def data_parallel(self) -> int:
@@ -339,10 +343,3 @@ class TransportConfig(Section):
     def heartbeat_s(self) -> float:
         """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
         return min(1.0, self.dead_after_s / 15)
-
-
-def as_toml(value: object) -> str:
-    """The value of a key as a run file or an override has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -445,6 +445,17 @@ class TrainerBackend(ABC):
         """
 
     @abstractmethod
+    def hold_average(self, memory: str) -> None:
+        """Begin a moving average of the float32 weights as they are now, for save() and load() too; memory: as above.
+
+        load() of a state without one begins at the weights that it loads.
+        """
+
+    @abstractmethod
+    def move_average(self, decay: float) -> None:
+        """Make it decay · average + (1 − decay) · weights.  Asserts that one is held."""
+
+    @abstractmethod
     def logprobs(
         self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
     ) -> list[Tensor]:

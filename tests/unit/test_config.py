@@ -178,6 +178,7 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["generation.recompute_kv=true", "run.deterministic=true"], "generation.recompute_kv=true",
          ["run.deterministic=false"]),
         (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
+        (["trainer.ema_memory=device"], "trainer.ema_memory=device", ["trainer.ema_decay=0.9"]),
         (["trainer.decay_steps=3"], "trainer.decay_steps=3", ["trainer.lr_schedule=cosine"]),
         (["trainer.decay_tokens=300"], "trainer.decay_tokens=300", ["trainer.lr_schedule=linear"]),
         (["trainer.decay_hours=1.5"], "trainer.decay_hours=1.5", ["trainer.lr_schedule=linear"]),
@@ -215,6 +216,16 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
 def test_a_curriculum_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_config(run_file, words)
+
+
+def test_an_average_that_no_checkpoint_would_hold_or_that_nobody_keeps_is_refused(run_file: Path) -> None:
+    words = ["trainer.ema_decay=0.99", "trainer.backend=megatron", "checkpoint.trainer_format=megatron"]
+    with pytest.raises(ConfigError, match=r"trainer_format='megatron' with trainer.ema_decay=0.99: .*legal: 'hf'"):
+        load_config(run_file, words)
+    run_file.write_text(RUN_FILE + '[evaluation]\npath = "held_out.jsonl"\nema = true\n')
+    with pytest.raises(ConfigError, match=r"evaluation.ema=true needs a trainer.ema_decay such as 0.99; it is 'off'"):
+        load_config(run_file)
+    load_config(run_file, ["trainer.ema_decay=0.99"])
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ class Trainer:
         critic: Critic | None = None,
     ) -> None:
         self._critic = critic
+        decay = context.config.trainer.ema_decay
+        self._ema_decay = None if decay == "off" else decay
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
         make_policy_loss(self._config.algorithm, 0)  # one of the user's own is tried now, not at the first batch
@@ -145,6 +147,8 @@ class Trainer:
         if self._config.algorithm.kl_coefficient:
             # Before the checkpoint: after a resume, too, the reference is the model that was opened.
             self._backend.hold_reference(self._config.trainer.reference_memory)
+        if self._ema_decay is not None:
+            self._backend.hold_average(self._config.trainer.ema_memory)
         step = self._context.resume_step
         if step is not None:
             checkpoint = self._context.layout.checkpoint(step)
@@ -220,6 +224,8 @@ class Trainer:
             )
         of_critic = self._critic.learn(judged) if self._critic is not None and judged is not None else {}
         self._version += done.is_applied
+        if done.is_applied and self._ema_decay is not None:
+            self._backend.move_average(self._ema_decay)
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = done.means() | of_critic

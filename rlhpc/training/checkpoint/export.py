@@ -19,6 +19,7 @@ from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
 from rlhpc.training.tensor_source import INDEX_FILE
+from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -26,16 +27,21 @@ SHARD_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def export_hf(
+    checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, is_average: bool = False, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write an HF checkpoint into out_dir, which must not exist, in the dtype that model_dir's config.json names.
 
-    checkpoint_dir: the trainer's part, or the step directory around it.
-    Raises CheckpointError if the checkpoint is incomplete or damaged, ConfigError if model_dir or out_dir cannot be
-    used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
+    checkpoint_dir: the trainer's part, or the step directory around it.  is_average: the moving average of its weights.
+    Raises CheckpointError if the checkpoint is incomplete or damaged, or has no average, ConfigError if model_dir or
+    out_dir cannot be used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
     checkpoint = read_checkpoint(checkpoint_dir, None)
+    kind = AVERAGE if is_average else "weights"
+    if kind not in checkpoint.kinds:
+        raise CheckpointError(f"{checkpoint_dir}: has no average of weights: trainer.ema_decay was off")
     dtype = _dtype_of(model_dir / "config.json")
     try:
         out_dir.mkdir(parents=True)
@@ -43,7 +49,7 @@ def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_byt
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
     try:
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
-        write_hf_weights(out_dir, specs, _cast(checkpoint, DTYPES[dtype]), shard_bytes=shard_bytes)
+        write_hf_weights(out_dir, specs, _cast(checkpoint, kind, DTYPES[dtype]), shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir)
     except OSError as error:
         raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
@@ -78,8 +84,8 @@ def write_hf_weights(
         write_atomically(out_dir / INDEX_FILE, json.dumps(content, indent=2).encode())
 
 
-def _cast(checkpoint: TrainerCheckpoint, dtype: torch.dtype) -> Iterator[Tensor]:
-    for _, _, tensor in checkpoint.tensors("weights"):
+def _cast(checkpoint: TrainerCheckpoint, kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for _, _, tensor in checkpoint.tensors(kind):
         yield tensor.to(dtype)
 
 

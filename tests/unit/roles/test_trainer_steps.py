@@ -21,8 +21,10 @@ from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer, _open_backend
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import complete
 from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
+from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
 from tests.contracts.trainer_textbook import load_hf
 from tests.tiny_models import make_tiny_checkpoint
@@ -336,6 +338,29 @@ def test_a_reference_that_cannot_be_written_is_a_checkpoint_that_failed_and_cost
         failed.result()
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
     assert save_reference(backend, tmp_path / "model", tmp_path / "again").result()["again/model.safetensors"] > 0
+
+
+def test_the_average_moves_once_with_every_batch_that_changed_the_policy_and_is_in_its_checkpoint(
+    backend: Any, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "model", ema_decay=0.5)
+    algorithm = AlgorithmConfig(proximal="recompute", minibatches=2)
+    config = config.model_copy(update={"algorithm": algorithm})
+    context, ear = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash"), Ear()
+    trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+    trainer.begin()
+    rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)]
+    expected = {name: tensor.double() for name, tensor in backend.weights()}
+    for step, skip in enumerate([(), (0, 1), (1,)]):  # all of it, nothing, a part
+        trainer.obey(replace(minibatches_of(rows, (0, 1), StepLimits(skip=skip), 1e-2), step=step))
+        if step != 1:
+            expected = {name: (expected[name] + tensor.double()) / 2 for name, tensor in backend.weights()}
+    trainer.obey(SaveCheckpoint(3, str(tmp_path / "saved")))
+    assert trainer._saving is not None
+    trainer._saving.result(timeout=60)
+    found = {name: tensor for _, name, tensor in read_checkpoint(tmp_path / "saved" / "trainer", None).tensors(AVERAGE)}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), expected[name], atol=1e-7, rtol=1e-6)
 
 
 def test_optimiser_steps_that_are_refused_are_named_and_the_others_count(backend: Any, tmp_path: Path) -> None:
