@@ -19,6 +19,7 @@ from launch.commands.arguments import (
     takes_cluster_commands,
     takes_evaluation,
     takes_evaluations,
+    takes_export,
     takes_list,
     takes_overrides,
     takes_recipe,
@@ -102,10 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     takes_site_file(plan)
     takes_overrides(plan)
     _add_run_commands(command)
-    export = command("export", _export, "Write the trained model as an HF checkpoint.")
-    takes_run_directory(export)
-    export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    export.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
+    takes_export(command("export", _export, "Write the trained model as an HF checkpoint."))
     takes_evaluation(command("evaluate", _evaluate, "Sample a dataset with a model; print pass@k, with intervals."))
     takes_evaluations(
         command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
@@ -300,7 +298,7 @@ def _tell(line: str) -> None:
 def _export(options: argparse.Namespace) -> int:
     from launch.commands.export import export_run
 
-    print(export_run(_layout(options), options.out, options.step))
+    print(export_run(_layout(options), options.out, options.step, is_average=options.ema))
     return 0
 
 

@@ -18,6 +18,7 @@ from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
+from rlhpc.config_rates import RATES
 from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
@@ -131,24 +132,6 @@ def window_leaves_slots(config: Config) -> None:
         raise ValueError(
             f"admission.window_groups={admission.window} with max_staleness={admission.max_staleness} leaves "
             f"{admission.num_slots} slots for batches of {admission.groups_per_step} groups; legal: 1 to {legal}"
-        )
-
-
-def warmup_is_shorter_than_run(config: Config) -> None:
-    """Otherwise the learning rate is never reached."""
-    if config.trainer.warmup_steps > config.run.num_steps:
-        raise ValueError(
-            f"trainer.warmup_steps={config.trainer.warmup_steps} is more than run.num_steps={config.run.num_steps}"
-        )
-
-
-def rates_do_not_cross(config: Config) -> None:
-    """A schedule decreases."""
-    trainer = config.trainer
-    if trainer.min_learning_rate > trainer.learning_rate:
-        raise ValueError(
-            f"trainer.min_learning_rate={trainer.min_learning_rate:g} is above "
-            f"trainer.learning_rate={trainer.learning_rate:g}"
         )
 
 
@@ -267,6 +250,11 @@ def format_has_its_backend(config: Config) -> None:
             f"checkpoint.trainer_format='megatron' needs trainer.backend='megatron'; it is {config.trainer.backend!r}; "
             "legal: 'hf'"
         )
+    if config.checkpoint.trainer_format == "megatron" and config.trainer.ema_decay != "off":
+        raise ValueError(
+            f"checkpoint.trainer_format='megatron' with trainer.ema_decay={config.trainer.ema_decay:g}: that format "
+            "has no place for an average of weights; legal: 'hf', or ema_decay='off'"
+        )
 
 
 def critic_knows_no_tasks(config: Config) -> None:
@@ -286,8 +274,7 @@ RULES = (
     engine_step_holds_every_sequence,
     window_leaves_slots,
     *STATISTICS,
-    warmup_is_shorter_than_run,
-    rates_do_not_cross,
+    *RATES,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

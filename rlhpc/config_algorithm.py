@@ -70,7 +70,9 @@ class AlgorithmConfig(Section):
     max_token_age: NonNegative | Literal["off"] = "off"
     """A token that was sampled more versions ago counts nothing; admission.max_staleness bounds whole rollouts."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of a term that pulls the policy towards a frozen reference, the model at model.path; 0: none."""
+    """Of a term that pulls the policy towards a reference, the model at model.path; 0: none."""
+    reference_every: NonNegative = 0
+    """The policy becomes the reference whenever this many batches more have changed it; 0: the reference is frozen."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where that term is: in the loss, or in the rewards of tokens, which advantage = "gae" knows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -89,6 +91,10 @@ class AlgorithmConfig(Section):
         """On one batch."""
         return self.minibatches * self.epochs
 
+    def renews_reference(self, version: int) -> bool:
+        """Whether the policy of this version becomes the reference before it is trained."""
+        return version > 0 and self.reference_every > 0 and version % self.reference_every == 0
+
 
 class CriticConfig(Section):
     """[critic]: the model that values tokens, where algorithm.advantage is "gae"."""
@@ -96,7 +102,9 @@ class CriticConfig(Section):
     path: LoosePath | None = None
     """HF checkpoint that it begins as, with a new head; none: model.path."""
     learning_rate: PositiveFloat = 1e-5
-    """Of its optimiser, constant; what else the optimiser has stands in [trainer]."""
+    """Of its optimiser; what else the optimiser has stands in [trainer]."""
+    follows_schedule: bool = False
+    """Whether it warms up and falls by the share by which trainer.learning_rate does; False: it is constant."""
     head_start_steps: NonNegative = 0
     """So many steps at the beginning only the critic learns."""
     value_clip: PositiveFloat | Literal["off"] = "off"

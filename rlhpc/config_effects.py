@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.config_sections import as_toml
-
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
@@ -29,7 +27,7 @@ def loss_knows_its_keys(config: Config) -> None:
     if not config.has_critic:
         for key in ("algorithm.discount", "algorithm.gae_lambda"):
             _refuse_without_effect(config, key, beside, "algorithm.advantage='gae'")
-        for key in ("path", "learning_rate", "head_start_steps", "value_clip"):
+        for key in ("path", "learning_rate", "follows_schedule", "head_start_steps", "value_clip"):
             _refuse_without_effect(config, f"critic.{key}", beside, "algorithm.advantage='gae'")
     if algorithm.advantage != "pass_at_k":
         _refuse_without_effect(config, "algorithm.pass_k", beside, "algorithm.advantage='pass_at_k'")
@@ -65,6 +63,7 @@ def reference_is_asked(config: Config) -> None:
         beside, other = "algorithm.kl_coefficient=0", "algorithm.kl_coefficient above 0"
         _refuse_without_effect(config, "algorithm.kl_estimator", beside, other)
         _refuse_without_effect(config, "algorithm.kl_in", beside, other)
+        _refuse_without_effect(config, "algorithm.reference_every", beside, other)
         _refuse_without_effect(config, "trainer.reference_memory", beside, other)
     elif config.trainer.parameter_offload:
         beside = "trainer.parameter_offload=true: the reference is held as the parameters are, in host memory"
@@ -139,15 +138,22 @@ def samples_may_differ(config: Config) -> None:
         _refuse_without_effect(config, "generation.recompute_kv", beside, "no run.deterministic")
 
 
+def average_is_kept(config: Config) -> None:
+    """Without a decay nothing is held."""
+    if config.trainer.ema_decay == "off":
+        beside, other = "trainer.ema_decay='off'", "a trainer.ema_decay such as 0.99"
+        _refuse_without_effect(config, "trainer.ema_memory", beside, other)
+
+
 def schedule_has_an_end(config: Config) -> None:
     """A constant rate goes nowhere."""
     if config.trainer.lr_schedule == "constant":
-        _refuse_without_effect(
-            config,
-            "trainer.min_learning_rate",
-            "trainer.lr_schedule='constant'",
-            "trainer.lr_schedule='linear' or 'cosine'",
-        )
+        beside, other = "trainer.lr_schedule='constant'", "trainer.lr_schedule='linear' or 'cosine'"
+        for key in ("min_learning_rate", "decay_steps", "decay_tokens", "decay_hours"):
+            _refuse_without_effect(config, f"trainer.{key}", beside, other)
+        if not config.trainer.warmup_steps:
+            beside += " without trainer.warmup_steps: there is no schedule to follow"
+            _refuse_without_effect(config, "critic.follows_schedule", beside, other)
 
 
 def gradients_are_summed(config: Config) -> None:
@@ -167,14 +173,21 @@ def reports_renew_leases(config: Config) -> None:
         _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
 
 
+def as_toml(value: object) -> str:
+    """The value of a key as a run file or an override has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -> None:
     """other: what else would be legal."""
     section, _, key = name.partition(".")
     table = getattr(config, section)
     value, default = getattr(table, key), type(table).model_fields[key].default
     if value != default:
-        text, plain = (as_toml(v) for v in (value, default))
-        raise ValueError(f"{name}={text} has no effect with {beside}; legal: {plain}, its default, or {other}")
+        plain = "to leave it out" if default is None else f"{as_toml(default)}, its default"
+        raise ValueError(f"{name}={as_toml(value)} has no effect with {beside}; legal: {plain}, or {other}")
 
 
 EFFECTS = (
@@ -189,6 +202,7 @@ EFFECTS = (
     utilization_decides,
     something_is_sampled_at_an_update,
     samples_may_differ,
+    average_is_kept,
     schedule_has_an_end,
     gradients_are_summed,
     reports_renew_leases,

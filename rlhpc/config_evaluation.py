@@ -37,6 +37,8 @@ class EvaluationConfig(Section):
     """That many, drawn at random, the same ones each time; none: all."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Of sampling; 0: the most likely token each time."""
+    ema: bool = False
+    """Of the moving average of the weights (trainer.ema_decay) instead of the weights."""
     num_replicas: Positive = 1
     """Engines, each with generation.tensor_parallel GPUs beside those of the run."""
     keep_best: str = ""
@@ -123,9 +125,17 @@ def _key(config: Config, place: int, key: str) -> str:
     return f"evaluation.{place}.{key}" if len(config.evaluation) > 1 else f"evaluation.{key}"
 
 
+def averages_are_kept(config: Config) -> None:
+    """Checkpoints have an average where one is asked for."""
+    for place, evaluation in enumerate(config.evaluation):
+        if evaluation.ema and config.trainer.ema_decay == "off":
+            raise ValueError(f"{_key(config, place, 'ema')}=true needs a trainer.ema_decay such as 0.99; it is 'off'")
+
+
 EVALUATION = (
     evaluations_are_told_apart,
     evaluations_are_like_a_dataset,
     evaluations_have_checkpoints,
     best_is_a_figure,
+    averages_are_kept,
 )

@@ -209,7 +209,11 @@ class TrainerConfig(Section):
     parameter_offload: bool = False
     """DeepSpeed stage 3: keep parameters in host memory."""
     reference_memory: Literal["host", "device"] = "host"
-    """Where the frozen reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
+    """Where the reference of algorithm.kl_coefficient lies; from the host it crosses PCIe for every batch."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | Literal["off"] = "off"
+    """Decay per version of a moving average of the float32 weights, which checkpoints hold, to export and evaluate."""
+    ema_memory: Literal["host", "device"] = "host"
+    """Where it lies; 4 bytes for each parameter whose optimiser a rank keeps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": cuda if there is a device."""
     token_budget: Positive
@@ -221,7 +225,13 @@ class TrainerConfig(Section):
     warmup_steps: NonNegative = 0
     """Linear from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to min_learning_rate at the last step."""
+    """After warm-up, down to min_learning_rate at the last step, or over what one of the next three keys says."""
+    decay_steps: Positive | None = None
+    """linear, cosine: steps of the run after which min_learning_rate is reached; none: run.num_steps."""
+    decay_tokens: Positive | None = None
+    """Instead: trained tokens of the run, prompts included, as tokens/trained_total counts them."""
+    decay_hours: PositiveFloat | None = None
+    """Instead: hours in which the run trains, over all attempts."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Where linear and cosine end."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -233,7 +243,7 @@ class TrainerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
-    """Clip the global norm to this."""
+    """Clip the global norm to this; [guard] may skip steps where it spikes."""
 
     @property
     def data_parallel(self) -> int:
@@ -333,10 +343,3 @@ class TransportConfig(Section):
     def heartbeat_s(self) -> float:
         """Interval of heartbeats: one late heartbeat must not count as a death, nor a few."""
         return min(1.0, self.dead_after_s / 15)
-
-
-def as_toml(value: object) -> str:
-    """The value of a key as a run file or an override has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

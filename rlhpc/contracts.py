@@ -441,8 +441,19 @@ class TrainerBackend(ABC):
     def hold_reference(self, memory: str) -> None:
         """Keep a frozen copy of the parameters as they are now, shared out like them and in their dtype.
 
-        memory: where, "device" (theirs) or "host".  A second call replaces the copy.
+        memory: where, "device" (theirs) or "host".  Another call replaces the copy.
         """
+
+    @abstractmethod
+    def hold_average(self, memory: str) -> None:
+        """Begin a moving average of the float32 weights as they are now, for save() and load() too; memory: as above.
+
+        load() of a state without one begins at the weights that it loads.
+        """
+
+    @abstractmethod
+    def move_average(self, decay: float) -> None:
+        """Make it decay · average + (1 − decay) · weights.  Asserts that one is held."""
 
     @abstractmethod
     def logprobs(
@@ -486,8 +497,8 @@ class TrainerBackend(ABC):
         """HF names, shapes and dtypes in the order of weights().  The same on every rank; no communication."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (HF name, full tensor) on rank 0; other ranks take part and yield nothing.
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Stream (HF name, full tensor) on rank 0, of the parameters or of hold_reference's copy; nothing elsewhere.
 
         A tensor is valid until the next one is asked for.  Memory: one bucket and the largest tensor, never the model.
         Every rank runs the iterator to its end; rank 0 may close it early.

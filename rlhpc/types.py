@@ -204,7 +204,9 @@ class PackedBatch:
     minibatches: tuple[PackedMinibatch, ...]  # each sample is in one of them
     order: tuple[int, ...] = (0,)  # minibatch of every optimiser step
     limits: StepLimits = StepLimits()  # set by the guard
-    rate_factor: float = 1.0  # of the learning rate
+    learning_rate: float = 0.0  # of its optimiser steps
+    critic_learning_rate: float = 0.0
+    renews_reference: bool = False  # the policy becomes the reference before it is trained
 
     @property
     def rows(self) -> list[PackedMicrobatch]:

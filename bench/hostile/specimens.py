@@ -106,7 +106,9 @@ def _of_batches() -> list[object]:
         m.GroupOpened(_group(), ""),
         m.PublishReport(3, 7, 0.5, ""),
         m.SnapshotTaken(8, 0.25),
-        PackedBatch(7, 7, (minibatch, minibatch), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 0.5),
+        PackedBatch(
+            7, 7, (minibatch, minibatch), (0, 1, 1, 0), StepLimits({"ess": 0.5}, {"kl": 1.0}, (2,)), 1e-6, 1e-5, True
+        ),
         m.FormGroup(_group()),
         m.PublishWeights(3, 7),
         m.SaveCheckpoint(8, "checkpoints/step-8.part"),

@@ -56,6 +56,14 @@ def takes_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
 
 
+def takes_export(parser: argparse.ArgumentParser) -> None:
+    """A run, and where its model goes."""
+    takes_run_directory(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
+
+
 def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     """A model, a dataset, and how much to sample."""
     model = "HF checkpoint, run directory, or one checkpoint in it"
@@ -65,6 +73,8 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     text = "set a key of data, generation or rewards, e.g. data.task=math_answer; default: as in the run"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest sound one")
+    text = "the moving average of the run's weights (trainer.ema_decay) instead of its weights"
+    parser.add_argument("--ema", action="store_true", default=None, help=text)
     parser.add_argument("--samples", type=number, metavar="K", help="of each prompt (default 1)")
     parser.add_argument("--prompts", type=number, metavar="N", help="that many, drawn at random; default: all")
     text = "of sampling; 0: the most likely token each time (default 1)"

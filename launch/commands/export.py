@@ -11,9 +11,10 @@ from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
 from rlhpc.training.checkpoint.export import export_hf
 
 
-def export_run(layout: RunLayout, out: Path, step: int | None) -> str:
+def export_run(layout: RunLayout, out: Path, step: int | None, *, is_average: bool = False) -> str:
     """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
 
+    is_average: the moving average of its weights.
     Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
@@ -22,8 +23,9 @@ def export_run(layout: RunLayout, out: Path, step: int | None) -> str:
     skipped: list[str] = []
     if step is None:
         step = _newest_sound(layout, skipped)
-    export_hf(layout.checkpoint(step) / "trainer", config.model.path, out)
-    return "\n".join([*skipped, f"{out}: weights after step {step} of {config.run.name}"])
+    export_hf(layout.checkpoint(step) / "trainer", config.model.path, out, is_average=is_average)
+    what = "average of weights" if is_average else "weights"
+    return "\n".join([*skipped, f"{out}: {what} after step {step} of {config.run.name}"])
 
 
 def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rlhpc.config import Config, obeys_rules, with_values
-from rlhpc.config_sections import as_toml
+from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
 from rlhpc.weights.choice import CPU, MIG, choose_transport
 

@@ -58,7 +58,7 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         f"admission   {admission.num_slots} slots, window {admission.window}; staleness never above "
         f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
         f"trainer     {_describe_layout(trainer)}; {trainer.token_budget} tokens a micro-batch, "
-        f"learning rate {trainer.learning_rate:g}",
+        f"learning rate {trainer.learning_rate:g}{_describe_fall(trainer)}",
         *_describe_critic(config),
         f"generation  {generation.engine}, {generation.num_replicas} replica(s), up to {generation.max_num_seqs} "
         f"sequences each, weights by {gpus.transport or config.weights.transport}",
@@ -71,6 +71,13 @@ def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
         + ("encrypted, this run's keys only" if config.transport.curve else "OPEN: transport.curve=false"),
     ]
     return "\n".join(lines)
+
+
+def _describe_fall(trainer: TrainerConfig) -> str:
+    for key in ("decay_steps", "decay_tokens", "decay_hours"):
+        if (length := getattr(trainer, key)) is not None:
+            return f", {trainer.lr_schedule} to {trainer.min_learning_rate:g} over {length:g} {key[len('decay_') :]}"
+    return ""
 
 
 def _describe_critic(config: Config) -> list[str]:

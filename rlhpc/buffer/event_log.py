@@ -70,6 +70,7 @@ class Trained:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the trainer
     refused: str = ""  # figures for which the guard had it skipped, or some of its optimiser steps
     skipped: tuple[int, ...] = ()  # their places; of all of them, files of before have none
+    began_s: float | None = None  # seconds that the run had trained before; files of before have none
 
 
 @dataclass(frozen=True, slots=True)

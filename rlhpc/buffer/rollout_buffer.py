@@ -176,17 +176,19 @@ class RolloutBuffer:
         metrics: Mapping[str, float] | None = None,
         refused: str = "",
         skipped: tuple[int, ...] = (),
+        began_s: float | None = None,
     ) -> None:
         """Record that the step has used these groups.  Called after the step's report, before `release`.
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
-        trainer's, for a replay to compare with; refused: why the guard had it skipped, or the `skipped` parts of it.
+        trainer's, for a replay to compare with; refused: why the guard had it skipped, or the `skipped` parts of it;
+        began_s: seconds that the run had trained before.
         Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
-        self._note(Trained(step, trained_version, applied, metrics or {}, refused, skipped))
+        self._note(Trained(step, trained_version, applied, metrics or {}, refused, skipped, began_s))
         for group in groups:
             self.segments.add(
                 ResolvedGroup(

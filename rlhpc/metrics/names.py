@@ -77,6 +77,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "trainer/grad_norm": Metric("norm", "global norm before clipping; not finite where the step was skipped"),
         "trainer/learning_rate": Metric("1", "of this step"),
         # The critic, where algorithm.advantage is "gae".
+        "critic/learning_rate": Metric("1", "of this step"),
         "critic/loss": Metric("reward²", "half the squared error of values, mean over loss tokens"),
         "critic/grad_norm": Metric("norm", "global norm before clipping, mean over the optimiser steps"),
         "critic/clipped_share": Metric("share", "loss tokens whose value has left critic.value_clip"),
@@ -105,7 +106,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "policy/mismatch_k1": Metric("nats", "as mismatch_kl, estimator k1 (may be negative)"),
         "policy/mismatch_chi2": Metric("1", "χ² divergence of proximal policy from sampler: variance of the weights"),
         "policy/mismatch_log_perplexity": Metric("nats", "|mean of proximal − sampler log-probability| of a rollout"),
-        "policy/kl_reference": Metric("nats", "KL of current policy from the frozen reference, estimator k3"),
+        "policy/kl_reference": Metric("nats", "KL of current policy from the reference, estimator k3"),
         "own_loss/*": Metric("-", "what a loss of your own reports (algorithm.loss), mean over loss tokens"),
         # The same for the loss tokens of one age: versions between sampling and training; 4 stands for all above too.
         "age_tokens_share/*": Metric("share", "loss tokens of that age"),

@@ -33,15 +33,19 @@ class HeldParameters:
 
     @torch.no_grad()
     def hold(self, memory: str) -> None:
-        """Copy them as they are now; memory: "device", theirs, or "host".  Replaces an earlier copy."""
-        self.release()
+        """Copy them as they are now; memory: "device", theirs, or "host".  Replaces an earlier copy, in its place."""
         live = self._live()
         device = torch.device("cpu") if memory == "host" else live[0].device
+        if not self._held or self._held[0].device != device:
+            self._allocate(live, device)
+        for tensor, held in zip(live, self._held, strict=True):
+            held.copy_(tensor)
+
+    def _allocate(self, live: Sequence[Tensor], device: torch.device) -> None:
+        self.release()
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._held = [_like(tensor, part) for tensor, part in zip(live, buffer.split_with_sizes(sizes), strict=True)]
-        for tensor, held in zip(live, self._held, strict=True):
-            held.copy_(tensor)
         if device.type == "cpu" and live[0].is_cuda:
             self._pinned = pin(buffer)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
 from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.contracts import StepResult, TrainerBackend
+from rlhpc.training.checkpoint.held_reference import save_reference
 from rlhpc.types import PackedMicrobatch
 from tests.contracts.trainer_cluster import Rank
 from tests.contracts.trainer_scenarios import Rows, train, weights_of
@@ -41,6 +42,37 @@ def ask_a_reference(rank: Rank, *, model: Path, rows: Rows, memory: str, **setti
     backend.save(rank.scratch / "after").result()
     train(rank, backend, rows)
     seen["reference again"] = backend.logprobs(mine, of_reference=True)
+    backend.close()
+    return {name: [row.cpu() for row in each] for name, each in seen.items()}
+
+
+def renew_a_reference(rank: Rank, *, model: Path, rows: Rows, **settings: Any) -> dict[str, list[Tensor]]:
+    """Saved with the policy.  Log-probabilities by the policy that it becomes, and by both when they are saved."""
+    backend = rank.open(model, **settings)
+    mine = rank.share(rows, backend.dp_rank, backend.dp_size)
+    backend.hold_reference("host")
+    train(rank, backend, rows)
+    seen = {"new": backend.logprobs(mine)}
+    backend.hold_reference("host")
+    train(rank, backend, rows)
+    weights = weights_of(backend)
+    saving = backend.save(rank.scratch / "policy")
+    files = save_reference(backend, model, rank.scratch / "reference").result()
+    assert bool(files) == backend.is_rank_zero
+    saving.result()
+    assert all((tensor == weights[name]).all() for name, tensor in weights_of(backend).items())
+    seen |= {"reference": backend.logprobs(mine, of_reference=True), "policy": backend.logprobs(mine)}
+    backend.close()
+    return {name: [row.cpu() for row in each] for name, each in seen.items()}
+
+
+def go_on_with_a_reference(rank: Rank, *, saved: Path, rows: Rows, **settings: Any) -> dict[str, list[Tensor]]:
+    """Open what renew_a_reference has saved in its scratch directory; log-probabilities by both."""
+    backend = rank.open(saved / "reference", **settings)
+    mine = rank.share(rows, backend.dp_rank, backend.dp_size)
+    backend.hold_reference("device")
+    backend.load(saved / "policy")
+    seen = {"reference": backend.logprobs(mine, of_reference=True), "policy": backend.logprobs(mine)}
     backend.close()
     return {name: [row.cpu() for row in each] for name, each in seen.items()}
 

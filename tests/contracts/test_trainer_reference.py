@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from rlhpc.types import PackedMicrobatch, TrainingSample
-from tests.contracts.reference_scenarios import ask_a_reference, regularised_steps
+from tests.contracts.reference_scenarios import (
+    ask_a_reference,
+    go_on_with_a_reference,
+    regularised_steps,
+    renew_a_reference,
+)
 from tests.contracts.trainer_layouts import LENGTHS, MODELS, packed, usual_model
 from tests.contracts.trainer_textbook import load_hf, weights_on_disk
 from tests.unit.training.packed_rows import draw_samples, num_loss_tokens, pack_row
@@ -53,6 +58,18 @@ def test_a_reference_stays_as_it_was_held_and_asking_it_changes_no_bit_of_the_po
     for here, there in zip(answers["device"], answers["host"], strict=True):
         assert here.keys() == there.keys()
         assert all(same_bits(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_that_was_renewed_and_its_policy_are_the_same_bits_after_a_restart(cluster, dtype, model, tmp_path):
+    rows = packed(draw(cluster))
+    before = cluster.run(renew_a_reference, tmp_path / "before", model=model, rows=rows, dtype=dtype)
+    after = cluster.run(go_on_with_a_reference, tmp_path / "after", saved=tmp_path / "before", rows=rows, dtype=dtype)
+    for saved, again in zip(before, after, strict=True):
+        assert same_bits(saved["reference"], saved["new"])
+        assert not same_bits(saved["policy"], saved["reference"])
+        assert same_bits(again["reference"], saved["reference"])
+        assert same_bits(again["policy"], saved["policy"])
 
 
 def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:

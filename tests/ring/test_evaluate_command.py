@@ -185,9 +185,13 @@ def greedy_completions(model: Path, settings: EvaluationSettings) -> list[str]:
 
 @pytest.mark.vllm
 def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
-    layout = run_to_the_end(lab, "trained", trainer={"learning_rate": 0.01})
-    exported, out = lab.root / "exported", lab.root / "of-run"
+    layout = run_to_the_end(lab, "trained", trainer={"learning_rate": 0.01, "ema_decay": 0.5})
+    exported, averaged, out = lab.root / "exported", lab.root / "averaged", lab.root / "of-run"
     assert rlhpc("export", str(layout.root), str(exported)).returncode == 0
+    assert rlhpc("export", str(layout.root), str(averaged), "--ema").returncode == 0
+    newest, average = (place / "model.safetensors" for place in (exported, averaged))
+    assert newest.stat().st_size == average.stat().st_size
+    assert newest.read_bytes() != average.read_bytes()
     words = [*SETTINGS, "generation.engine=vllm", "generation.max_completion_tokens=8", "--prompts", "6", "--json"]
     greedy = ["--temperature", "0", "--out", str(out)]
     done = rlhpc("evaluate", str(layout.root), str(lab.dataset), *words, *greedy, timeout_s=600)

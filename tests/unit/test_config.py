@@ -153,6 +153,7 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator=k2", ["algorithm.kl_coefficient=0.01"]),
         (["algorithm.kl_in=reward", "algorithm.advantage=gae", "algorithm.kl_estimator=k3"], "algorithm.kl_in=reward",
          ["algorithm.kl_coefficient=0.01"]),
+        (["algorithm.reference_every=8"], "algorithm.reference_every=8", ["algorithm.kl_coefficient=0.01"]),
         (["trainer.reference_memory=device"], "trainer.reference_memory=device", ["algorithm.kl_coefficient=0.01"]),
         (["trainer.reference_memory=device", "algorithm.kl_coefficient=0.01", "trainer.backend=deepspeed",
           "trainer.zero_stage=3", "trainer.parameter_offload=true"], "trainer.reference_memory=device",
@@ -177,6 +178,14 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["generation.recompute_kv=true", "run.deterministic=true"], "generation.recompute_kv=true",
          ["run.deterministic=false"]),
         (["trainer.min_learning_rate=1e-7"], "trainer.min_learning_rate=1e-07", ["trainer.lr_schedule=cosine"]),
+        (["trainer.ema_memory=device"], "trainer.ema_memory=device", ["trainer.ema_decay=0.9"]),
+        (["trainer.decay_steps=3"], "trainer.decay_steps=3", ["trainer.lr_schedule=cosine"]),
+        (["trainer.decay_tokens=300"], "trainer.decay_tokens=300", ["trainer.lr_schedule=linear"]),
+        (["trainer.decay_hours=1.5"], "trainer.decay_hours=1.5", ["trainer.lr_schedule=linear"]),
+        (["critic.follows_schedule=true", "trainer.warmup_steps=1"], "critic.follows_schedule=true",
+         ["algorithm.advantage=gae"]),
+        (["critic.follows_schedule=true", "algorithm.advantage=gae"], "critic.follows_schedule=true",
+         ["trainer.warmup_steps=1"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
         (["buffer.partial_interval_s=30.0", "admission.lease_deadline_s=80.0"], "buffer.partial_interval_s=30",
          ["buffer.partial_interval_s=20.0"]),
@@ -205,6 +214,37 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
     ],
 )
 def test_a_curriculum_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(run_file, words)
+
+
+def test_an_average_that_no_checkpoint_would_hold_or_that_nobody_keeps_is_refused(run_file: Path) -> None:
+    words = ["trainer.ema_decay=0.99", "trainer.backend=megatron", "checkpoint.trainer_format=megatron"]
+    with pytest.raises(ConfigError, match=r"trainer_format='megatron' with trainer.ema_decay=0.99: .*legal: 'hf'"):
+        load_config(run_file, words)
+    run_file.write_text(RUN_FILE + '[evaluation]\npath = "held_out.jsonl"\nema = true\n')
+    with pytest.raises(ConfigError, match=r"evaluation.ema=true needs a trainer.ema_decay such as 0.99; it is 'off'"):
+        load_config(run_file)
+    load_config(run_file, ["trainer.ema_decay=0.99"])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["decay_steps=3", "decay_hours=2.0"],
+            "trainer.decay_steps=3 and trainer.decay_hours=2: the learning rate falls",
+        ),
+        (["decay_steps=2", "warmup_steps=2"], "decay_steps=2 ends before warm-up, .*warmup_steps=2; legal: 3 or more"),
+        (["decay_hours=2.0", "run.deterministic=true"], "run.deterministic=true with trainer.decay_hours=2: .*legal: "),
+        (["decay_tokens=0"], "trainer.decay_tokens=0"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:
+    words = [
+        "trainer.lr_schedule=linear",
+        *(word if "." in word.split("=")[0] else f"trainer.{word}" for word in words),
+    ]
     with pytest.raises(ConfigError, match=text):
         load_config(run_file, words)
 

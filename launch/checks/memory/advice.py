@@ -14,7 +14,7 @@ from typing import Any
 from launch.checks.memory.model_shape import ModelShape
 from launch.checks.memory.plan import GIB, fullest, plan_memory
 from rlhpc.config import Config, obeys_rules, with_values
-from rlhpc.config_sections import as_toml
+from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
 from rlhpc.parallel_layout import ParallelLayout
 
@@ -63,6 +63,7 @@ def cheap_changes(config: Config) -> Iterator[Change]:
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     changes: tuple[Change, ...] = (
         {"reference_memory": "host"},
+        {"ema_memory": "host"},
         {"distributed_optimizer": True},
         {"sequence_parallel": True},
         *({"zero_stage": stage} for stage in range(trainer.zero_stage + 1, 4) if trainer.backend == "deepspeed"),

@@ -20,7 +20,7 @@ from launch.checks.memory.plan import GIB, RankMemory, plan_memory
 from launch.checks.memory.trainer_verdict import refuse_trainer
 from launch.plan.gpu_map import EVALUATION, GpuMap
 from rlhpc.config import Config, obeys_rules, with_values
-from rlhpc.config_sections import as_toml
+from rlhpc.config_effects import as_toml
 from rlhpc.errors import ConfigError
 
 AN_ESTIMATE = "an estimate; nothing was measured"
@@ -145,7 +145,8 @@ def _share(config: Config, shape: ModelShape, process: str) -> Share:
             "gradients": rank.gradients,
             "optimiser": rank.optimizer,
             "ZeRO buckets": rank.buckets,
-            "frozen reference": rank.reference,
+            "reference": rank.reference,
+            "average of weights": rank.average,
             "a step or an export": rank.moment,
             "CUDA, NCCL, fragments": rank.allowance,
         },

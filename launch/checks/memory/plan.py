@@ -45,20 +45,22 @@ class RankMemory:
     gradients: int
     optimizer: int
     buckets: int  # DeepSpeed's buffers for collectives, and parameters gathered for use
-    reference: int  # the frozen copy of the parameters
+    reference: int  # the reference's copy of the parameters
+    average: int  # of the float32 weights
     activations: int  # of the rows in flight
     head: int  # logits, log-probabilities, the head's gradient
     export: int  # buffers of the rank that sends new weights
     optimizer_scratch: int  # DeepSpeed's second copy of gradients
     is_on_gpu: bool
     host_optimizer: int  # what offload moves to host memory
-    host_snapshot: int  # weights and moments, while a checkpoint is written
-    host_reference: int  # the frozen copy, where it lies there
+    host_snapshot: int  # weights, moments and average, while a checkpoint is written
+    host_reference: int  # the reference's copy, where it lies there
+    host_average: int  # the same of the average
 
     @property
     def resident(self) -> int:
         """There all the time."""
-        return self.parameters + self.gradients + self.optimizer + self.buckets + self.reference
+        return self.parameters + self.gradients + self.optimizer + self.buckets + self.reference + self.average
 
     @property
     def allowance(self) -> int:
@@ -78,7 +80,7 @@ class RankMemory:
     @property
     def host(self) -> int:
         """Host memory of the process beyond what every process takes."""
-        return self.host_optimizer + self.host_snapshot + self.host_reference
+        return self.host_optimizer + self.host_snapshot + self.host_reference + self.host_average
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
     num_models = 2 if config.has_critic else 1
     reference = _reference_bytes(config, layout, held)
     is_far = config.trainer.reference_memory == "host" or config.trainer.parameter_offload
+    average = 0 if config.trainer.ema_decay == "off" else 4 * state.num_owned
+    is_average_far = config.trainer.ema_memory == "host"
     row = RowMemory(shape, layout, config.trainer, b)
     head = row.head() if stage == layout.pipeline - 1 else 0
     return RankMemory(
@@ -121,14 +125,16 @@ def _rank_memory(config: Config, shape: ModelShape, layout: ParallelLayout, stag
         optimizer=num_models * state.optimizer,
         buckets=num_models * state.buckets,
         reference=0 if is_far else reference,
+        average=0 if is_average_far else average,
         activations=row.kept(stage, head),
         head=head,
         export=_export_bytes(config, shape) if stage == 0 else 0,
         optimizer_scratch=state.scratch,
         is_on_gpu=config.trainer.device != "cpu",
         host_optimizer=num_models * state.host_optimizer,
-        host_snapshot=num_models * 12 * state.num_owned,
+        host_snapshot=num_models * 12 * state.num_owned + average,
         host_reference=reference if is_far else 0,
+        host_average=average if is_average_far else 0,
     )
 
 

@@ -29,7 +29,8 @@ _ROWS = (
     ("gradients", "gradients"),
     ("optimizer", "optimiser"),
     ("buckets", "ZeRO buckets"),
-    ("reference", "frozen reference"),
+    ("reference", "reference"),
+    ("average", "average of weights"),
     ("activations", "in a step: activations"),
     ("head", "in a step: logits, head"),
     ("optimizer_scratch", "in the update: gradients again"),
@@ -38,7 +39,8 @@ _ROWS = (
     ("peak", "fullest moment"),
     ("host_optimizer", "host: offload"),
     ("host_snapshot", "host: checkpoint"),
-    ("host_reference", "host: frozen reference"),
+    ("host_reference", "host: reference"),
+    ("host_average", "host: average of weights"),
 )
 
 

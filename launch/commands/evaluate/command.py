@@ -37,6 +37,10 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.follow:
         return follow_run(options, partial(_show, options, indent=None), _tell)
     target = find_target(without_dots(options.model), options.step)
+    if options.ema and target.checkpoint is None:
+        raise ConfigError(
+            f"--ema: {options.model} is an HF checkpoint; only what a run saves has an average of weights"
+        )
     for evaluation in [plan_evaluation(target, each, runs_here=not site) for each in requests_of(options, target)]:
         if site is None:
             _show(options, evaluation.report(_tell, is_fresh=options.fresh), indent=1)

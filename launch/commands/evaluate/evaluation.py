@@ -85,6 +85,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
 
     runs_here: False where its processes run on another machine.
     """
+    target = replace(target, is_average=request.is_average)
     config = evaluation_config(target, request.data, request.words)
     if runs_here:
         map_gpus(config, gpus_here(os.environ))

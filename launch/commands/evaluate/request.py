@@ -14,7 +14,7 @@ from rlhpc.config import Config
 from rlhpc.errors import ConfigError
 
 # Options that a table has as keys.
-_OF_TABLES = ("out", "samples", "prompts", "temperature", "every", "keep_best", "stop_after")
+_OF_TABLES = ("ema", "out", "samples", "prompts", "temperature", "every", "keep_best", "stop_after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Request:
     every: int = 1  # least number of steps between two evaluations of a run that is followed
     best: str | None = None  # figure whose best model is kept
     stop_after: int | None = None  # evaluations in a row without a better one: the run is stopped
+    is_average: bool = False  # of the moving average of a run's weights
 
 
 def requests_of(options: argparse.Namespace, target: Target) -> list[Request]:
@@ -46,8 +47,8 @@ def tables_of(options: argparse.Namespace, settings: Config | None) -> list[Requ
         raise ConfigError(f"{options.model}: on which DATA? Only a run has a run file, with [[evaluation]] in it")
     for key in _OF_TABLES:
         if (value := getattr(options, key)) is not None:
-            option = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{option} {value}: without DATA, [[evaluation]] of the run file says it; name DATA")
+            option = f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ConfigError(f"{option}: without DATA, [[evaluation]] of the run file says it; name DATA")
     return of_run_file(settings)
 
 
@@ -72,6 +73,7 @@ def of_run_file(config: Config) -> list[Request]:
             every=table.every_steps or 1,
             best=table.keep_best or None,
             stop_after=table.stop_after,
+            is_average=table.ema,
         )
         found.append(request)
     return found
@@ -92,8 +94,9 @@ def _of_command(options: argparse.Namespace) -> Request:
         raise ConfigError(f"--temperature 0 with --samples {samples}: all samples of a prompt would be the same")
     if options.stop_after is not None and options.keep_best is None:
         raise ConfigError(f"--stop-after {options.stop_after}: no better in what? Use it with --keep-best FIGURE")
+    is_average = bool(options.ema)
     return Request(
-        name=options.data.stem,
+        name=f"{options.data.stem}-ema" if is_average else options.data.stem,
         data=options.data,
         words=tuple(options.overrides),
         samples=samples,
@@ -103,4 +106,5 @@ def _of_command(options: argparse.Namespace) -> Request:
         every=options.every or 1,
         best=options.keep_best,
         stop_after=options.stop_after,
+        is_average=is_average,
     )

@@ -32,13 +32,14 @@ class Target:
     settings: Config | None  # of the run that it is from
     checkpoint: Path | None  # a step of that run; None: `model` is an HF checkpoint
     model: Path  # HF checkpoint: the model itself, or what the run began with
+    is_average: bool = False  # the moving average of that step's weights
 
     @property
     def digest(self) -> Any:
         """Of everything that the model is.  Raises OSError, RunDirectoryError."""
         if self.checkpoint is None:
             return {name: entry.digest for name, entry in look_at_model(self.model).items()}
-        return checkpoint_digest(self.checkpoint)
+        return checkpoint_digest(self.checkpoint) + ("-average" if self.is_average else "")
 
     @property
     def attempt(self) -> int | None:
@@ -58,7 +59,7 @@ class Target:
         # Loads torch, which an evaluation of an HF checkpoint and one that is complete do not need here.
         from rlhpc.training.checkpoint.export import export_hf
 
-        export_hf(self.checkpoint, self.model, place)
+        export_hf(self.checkpoint, self.model, place, is_average=self.is_average)
         return place
 
 

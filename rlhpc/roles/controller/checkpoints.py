@@ -134,12 +134,13 @@ class CheckpointWriter:
         state, fence = self._state, self._fence
         frozen = state.buffer.freeze(step)
         prompts, membership, totals = state.prompts.state(), state.membership.state(), state.totals.to_json()
-        guard = state.guard.state()
+        guard, progress = state.guard.state(), state.progress.state()
 
         def write_own_part(final: Path) -> Path:
             temporary = begin(final, fence.staging(final.parent) if fence is not None else None)
             try:
-                saved = SavedState(step, policy_version, frozen.write(temporary), prompts, membership, totals, guard)
+                own = frozen.write(temporary)
+                saved = SavedState(step, policy_version, own, prompts, membership, totals, guard, progress)
                 write_saved_state(temporary, saved)
             except (SegmentError, OSError) as error:
                 discard(temporary)

@@ -173,12 +173,13 @@ class Controller:
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
             guarding=self._guarding,
+            progress=self._state.progress,
         )
 
     def _make_guarding(self) -> Guarding:
         context, state = self._context, self._state
-        config, attempt, file = context.config, context.attempt, GuardFile(context.layout.guard, context.fence)
-        free = not config.run.deterministic
+        file = GuardFile(context.layout.guard, context.fence)
+        config, attempt, free = context.config, context.attempt, not context.config.run.deterministic
         return Guarding(state.guard, state.buffer, config.admission, file=file, attempt=attempt, may_tighten=free)
 
     # ---------------------------------------------------------------------------------------------------------- running

@@ -78,6 +78,7 @@ class SavedState:
     membership: dict[str, Any]
     totals: dict[str, Any]
     guard: dict[str, Any] = field(default_factory=dict)  # checkpoints before the guard have none
+    progress: dict[str, Any] = field(default_factory=dict)  # of schedules; checkpoints of before have none
 
     @property
     def position(self) -> Position:

@@ -30,6 +30,7 @@ from rlhpc.data.mixture import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, JournalError
 from rlhpc.roles.common.lifecycle import RoleContext
+from rlhpc.roles.controller.learning_rates import RunProgress
 from rlhpc.roles.controller.saved_state import SavedState, Totals, read_saved_state, set_aside_later_segments
 from rlhpc.run_layout import RunLayout
 from rlhpc.types import SamplingParams
@@ -56,6 +57,7 @@ class ControllerState:
     attempt: int = 0  # of the run
     lost_leases: LostLeases = field(default_factory=LostLeases)  # not part of a checkpoint: no resume undoes it
     guard: StepGuard = field(default_factory=lambda: StepGuard(GuardConfig()))
+    progress: RunProgress = field(default_factory=RunProgress)
 
 
 def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState:
@@ -93,6 +95,7 @@ def open_controller_state(context: RoleContext, clock: Clock) -> ControllerState
         context.attempt,
         lost_leases,
         guard,
+        progress_of(saved, clock),
     )
 
 
@@ -176,6 +179,18 @@ def _open_guard(context: RoleContext, saved: SavedState | None) -> StepGuard:
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the guard's state is malformed: {error!r}") from error
     return guard
+
+
+def progress_of(saved: SavedState | None, clock: Clock) -> RunProgress:
+    """How far the run is; a checkpoint of before has it in its totals, repeated steps included in the time."""
+    if saved is None:
+        return RunProgress(clock)
+    totals = Totals(**saved.totals)
+    known = saved.progress or {"num_tokens": totals.tokens_trained, "seconds": totals.training_s}
+    try:
+        return RunProgress.from_state(known, clock)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"how far the run is, in its checkpoint, is malformed: {error!r}") from error
 
 
 def _ledger_settings(context: RoleContext, tokenizer: PromptTokenizer, clock: Clock) -> dict[str, Any]:

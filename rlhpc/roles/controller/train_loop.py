@@ -19,7 +19,6 @@ from typing import Literal, Protocol
 
 from rlhpc.algorithms.minibatches import optimiser_steps
 from rlhpc.algorithms.samples import SampleMaker
-from rlhpc.algorithms.schedule import rate_factor_by_age
 from rlhpc.algorithms.step_guard import StepGuard
 from rlhpc.buffer.history import RecordedStep, Replay
 from rlhpc.buffer.resolved import ResolvedGroup
@@ -31,6 +30,7 @@ from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import batch_slowdown, pack
 from rlhpc.roles.controller.guarding import Guarding
 from rlhpc.roles.controller.journaling import at_once
+from rlhpc.roles.controller.learning_rates import LearningRates, RunProgress
 from rlhpc.roles.controller.lockstep import Lockstep
 from rlhpc.roles.controller.repeated_step import compare
 from rlhpc.roles.controller.step_record import StepRecord
@@ -81,6 +81,7 @@ class TrainLoop:
         wake: Callable[[], None],
         durable: Callable[[], Awaitable[None]] = at_once,
         guarding: Guarding | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
 
@@ -95,15 +96,14 @@ class TrainLoop:
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
         self._cost, self._wake = cost, wake
+        self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
-        self._ready = asyncio.Event()
+        self._ready, self._stop = asyncio.Event(), asyncio.Event()
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
         self._none_is_live = False
-        self._stop = asyncio.Event()
-        self.until_live_s = 0.0  # of the last version: from its broadcast until it was live
-        self.checkpoint_s = 0.0  # of the last one: the loop was blocked
+        self.until_live_s = self.checkpoint_s = 0.0  # of the last version and the last checkpoint: see StepRecord
 
     def groups_changed(self) -> None:
         """Call when a group is finished or dropped (a batch may be full), or a generator came or went (publish?)."""
@@ -159,6 +159,7 @@ class TrainLoop:
         """
         every, last = self._config.checkpoint.every_steps, self._config.run.num_steps
         saved, self._stop = self._saved, stop
+        self._rates.start()
         while self.step < last and not stop.is_set():
             groups, waited_s = await self._full_batch(stop)
             if groups is None:
@@ -236,14 +237,13 @@ class TrainLoop:
         began = time.monotonic()
         recorded = self._recorded.pop(self.step, None)
         then = None if recorded is None else recorded.trained
-        batch = self._guarding.limit(self._pack(groups), then)
+        batch = self._guarding.limit(self._rates.give(self._pack(groups), then), then)
         packed_s = time.monotonic() - began
         report = await self._trainer.ask(batch, StepReport)
         trained, self.version = self.version, report.policy_version
         note = await self._guarding.judge(report, groups, trained, then)
         if recorded is not None:
-            is_exact = self._lockstep is not None
-            compare(recorded, [group.group_id for group in groups], trained, report, exact=is_exact)
+            compare(recorded, [group.group_id for group in groups], trained, report, exact=self._lockstep is not None)
         self._buffer.consume(
             groups,
             self.step,
@@ -252,7 +252,9 @@ class TrainLoop:
             metrics=report.metrics,
             refused=report.refused,
             skipped=report.skipped,
+            began_s=self._rates.began_s,
         )
+        self._rates.trained(batch)
         self.step += 1
         return StepRecord(
             report=report,
@@ -281,10 +283,8 @@ class TrainLoop:
             for part in self._make_samples.minibatches(groups, self.step)
         )
         order = optimiser_steps(algorithm.minibatches, algorithm.epochs, (self._config.run.seed, self.step))
-        batch = PackedBatch(self.step, self.version, minibatches, order)
-        if not algorithm.scale_rate_by_age:
-            return batch
-        return replace(batch, rate_factor=rate_factor_by_age((row.versions for row in batch.rows), self.version))
+        renews = algorithm.renews_reference(self.version)
+        return PackedBatch(self.step, self.version, minibatches, order, renews_reference=renews)
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -91,14 +91,15 @@ class Critic:
                 self._loss,
                 proximal=judged.values[index],
                 num_loss_tokens=num_loss_tokens,
-                learning_rate=self._config.critic.learning_rate,
+                learning_rate=judged.batch.critic_learning_rate,
                 weight_decay=self._config.trainer.weight_decay,
                 max_grad_norm=self._config.trainer.max_grad_norm,
             )
             done.add(result, num_loss_tokens, "")
         means = done.means()
         shown = {"loss": "critic/loss", "clipped": "critic/clipped_share", "grad_norm": "critic/grad_norm"}
-        return judged.figures | {name: means[figure] for figure, name in shown.items()}
+        learnt = {name: means[figure] for figure, name in shown.items()}
+        return judged.figures | learnt | {"critic/learning_rate": judged.batch.critic_learning_rate}
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; directory: of the checkpoint."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhpc.algorithms.losses.policy_loss import make_policy_loss
-from rlhpc.algorithms.schedule import learning_rate
 from rlhpc.algorithms.step_limits import refusal
 from rlhpc.config import Config
 from rlhpc.contracts import BlockingClientChannel, TrainerBackend, WeightPublisher
@@ -47,6 +46,7 @@ from rlhpc.roles.trainer.heartbeat import TrainerHeartbeat
 from rlhpc.roles.trainer.saving import Together
 from rlhpc.topology import BATCHES
 from rlhpc.training.checkpoint.directory import policy_version_of
+from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import LOOPBACK, RankContext
 from rlhpc.training.row_tensors import plain_row
@@ -86,7 +86,15 @@ def run(context: RoleContext) -> None:
 
 
 def _open_backend(context: RoleContext) -> TrainerBackend:
-    return open_backend(context.config, _ranks(context))
+    """As the reference is to be: what is loaded is held before the policy of a checkpoint takes its place."""
+    config = context.config
+    if config.algorithm.reference_every and context.resume_step is not None:
+        saved = context.layout.checkpoint(context.resume_step) / REFERENCE_DIRECTORY
+        if saved.is_dir():
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": saved})})
+        else:
+            log.info("the checkpoint has no reference: it is the model at model.path until it is renewed")
+    return open_backend(config, _ranks(context))
 
 
 def _open_critic(context: RoleContext) -> Critic | None:
@@ -122,6 +130,8 @@ class Trainer:
         critic: Critic | None = None,
     ) -> None:
         self._critic = critic
+        decay = context.config.trainer.ema_decay
+        self._ema_decay = None if decay == "off" else decay
         self._context, self._config = context, context.config
         self._backend, self._channel, self._heartbeat = backend, channel, heartbeat
         make_policy_loss(self._config.algorithm, 0)  # one of the user's own is tried now, not at the first batch
@@ -135,8 +145,10 @@ class Trainer:
     def begin(self) -> None:
         """Load the checkpoint to resume from, if any, and send the controller the manifest of broadcasts."""
         if self._config.algorithm.kl_coefficient:
-            # Before the checkpoint: after a resume, too, the reference is the model at model.path.
+            # Before the checkpoint: after a resume, too, the reference is the model that was opened.
             self._backend.hold_reference(self._config.trainer.reference_memory)
+        if self._ema_decay is not None:
+            self._backend.hold_average(self._config.trainer.ema_memory)
         step = self._context.resume_step
         if step is not None:
             checkpoint = self._context.layout.checkpoint(step)
@@ -183,11 +195,12 @@ class Trainer:
         """One optimiser step for each minibatch in the order of the batch; the version rises if any was applied."""
         waited_s, began = time.monotonic() - self._waiting_since, time.monotonic()
         self._heartbeat.now("training", "", self._version)
-        rate = batch.rate_factor * learning_rate(batch.step, self._config.trainer, self._config.run.num_steps)
+        if batch.renews_reference:
+            self._backend.hold_reference(self._config.trainer.reference_memory)
         judged, references = None, self._of_reference(batch)
         if self._critic is not None:
             judged = self._critic.judge(batch, references)
-            batch, rate = judged.batch, rate if batch.step >= self._config.critic.head_start_steps else 0.0
+            batch = judged.batch
         loss = make_policy_loss(self._config.algorithm, batch.policy_version)
         anchors = [self._proximal(minibatch) for minibatch in batch.minibatches]
         done = BatchFigures()
@@ -201,7 +214,7 @@ class Trainer:
                 reference=references[index],
                 has_entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
                 num_loss_tokens=minibatch.num_loss_tokens,
-                learning_rate=rate,
+                learning_rate=batch.learning_rate,
                 weight_decay=self._config.trainer.weight_decay,
                 max_grad_norm=self._config.trainer.max_grad_norm,
                 may_apply=None if batch.limits.allow_all else lambda *step, refused=refused: not refused(*step),
@@ -211,10 +224,13 @@ class Trainer:
             )
         of_critic = self._critic.learn(judged) if self._critic is not None and judged is not None else {}
         self._version += done.is_applied
+        if done.is_applied and self._ema_decay is not None:
+            self._backend.move_average(self._ema_decay)
         self._heartbeat.now("running", "batch", self._version)
         if self._channel is not None:
             figures = done.means() | of_critic
-            figures |= {"learning_rate": rate, "step_s": time.monotonic() - began, "wait_for_batch_s": waited_s}
+            figures |= {"learning_rate": batch.learning_rate, "wait_for_batch_s": waited_s}
+            figures["step_s"] = time.monotonic() - began
             report = StepReport(batch.step, self._version, done.is_applied, figures, done.refused, done.skipped)
             self._channel.send(report)
 
@@ -225,7 +241,7 @@ class Trainer:
         return self._backend.logprobs(minibatch.ranks[self._backend.dp_rank])
 
     def _of_reference(self, batch: PackedBatch) -> list[list[Tensor]] | list[None]:
-        """Log-probabilities of every minibatch by the frozen reference, if there is one; it takes its place once."""
+        """Log-probabilities of every minibatch by the reference, if there is one; it takes the policy's place once."""
         if not self._config.algorithm.kl_coefficient:
             return [None] * len(batch.minibatches)
         mine = [minibatch.ranks[self._backend.dp_rank] for minibatch in batch.minibatches]
@@ -302,6 +318,9 @@ class Trainer:
         self._saving = self._backend.save(directory / TRAINER_DIRECTORY)
         if self._critic is not None:
             self._saving = Together([self._saving, self._critic.save(directory)])
+        if self._config.algorithm.reference_every:
+            written = save_reference(self._backend, self._config.model.path, directory / REFERENCE_DIRECTORY)
+            self._saving = Together([self._saving, written])
         self._saving.add_done_callback(partial(self._saved, command.step, began))
         if self._channel is not None:
             self._channel.send(SnapshotTaken(command.step, time.monotonic() - began))

@@ -71,19 +71,25 @@ class BackgroundSaver:
         its shards; flat or not; asked for at each save, and only where there are any.  items: with float32 specs.
         device: where the shards live; on CUDA the buffers are pinned.  group: of open_save_group.
         """
-        self._items, self._own, self._group, self._lead_rank = items, own, group, lead_rank
+        self._items, self._group, self._lead_rank = items, group, lead_rank
+        self._own: dict[str, Callable[[int], Sequence[Tensor]]] = {kind: partial(own, kind) for kind in STATE_KINDS}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = [
             (index, [shard.num_elements for shard in item.shards if shard.rank == self._rank])
             for index, item in enumerate(items)
             if any(shard.rank == self._rank for shard in item.shards)
         ]
-        num_elements = sum(sum(sizes) for _, sizes in self._mine)
-        self._is_pinned = device.type == "cuda" and num_elements > 0
+        self._num_elements = sum(sum(sizes) for _, sizes in self._mine)
+        self._is_pinned = device.type == "cuda" and self._num_elements > 0
         self._pinned: list[int] = []  # addresses
-        self._copies = {kind: self._buffer(num_elements) for kind in STATE_KINDS}
+        self._copies = {kind: self._buffer() for kind in STATE_KINDS}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[dict[str, int]] | None = None
+
+    def add(self, kind: str, own: Callable[[int], Sequence[Tensor]]) -> None:
+        """Save tensors of another kind with each state from now on.  own(index): live, as in __init__."""
+        self.wait()
+        self._own[kind], self._copies[kind] = own, self._buffer()
 
     def save(self, directory: Path, *, num_steps_applied: int, rng: dict[str, str]) -> Future[dict[str, int]]:
         """Copy this rank's shards, start writing into `directory`, and return.  Every rank calls it.
@@ -114,9 +120,9 @@ class BackgroundSaver:
 
     # ------------------------------------------------------------------------------------------------ in the caller
 
-    def _buffer(self, num_elements: int) -> dict[int, list[Tensor]]:
+    def _buffer(self) -> dict[int, list[Tensor]]:
         """Views of one new buffer: the shards of each item that this rank has shards of."""
-        buffer = torch.empty(num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
+        buffer = torch.empty(self._num_elements, dtype=torch.float32).fill_(0.0)  # touches every page
         if self._is_pinned:
             self._pinned.append(pin(buffer))
         shards = iter(buffer.split_with_sizes([size for _, sizes in self._mine for size in sizes]))
@@ -126,7 +132,7 @@ class BackgroundSaver:
     def _copy(self) -> None:
         for kind, copies in self._copies.items():
             for index, targets in copies.items():
-                for target, shard in zip(targets, self._own(kind, index), strict=True):
+                for target, shard in zip(targets, self._own[kind](index), strict=True):
                     assert (shard.dtype, shard.numel()) == (torch.float32, target.numel()), self._items[index].specs
                     target.copy_(shard.reshape(-1), non_blocking=self._is_pinned)
         if self._is_pinned:
@@ -166,17 +172,18 @@ class BackgroundSaver:
                 lambda kind: _unless_given_up(tensors, write),
                 num_steps_applied=write.num_steps_applied,
                 rng=write.rng,
+                kinds=tuple(self._copies),
             )
         finally:
             for _ in tensors:  # after an error: the others go on sending, and rank 0 must receive it
                 pass
 
     def _stream(self) -> Iterator[Tensor]:
-        """Yield every tensor of every kind on rank 0, in the order of STATE_KINDS and items; nothing elsewhere."""
-        for kind in STATE_KINDS:
+        """Yield every tensor of every kind on rank 0, in the order of kinds and items; nothing elsewhere."""
+        for copies in self._copies.values():
             for _, tensor in gather_stream(
                 self._items,
-                self._copies[kind].__getitem__,
+                copies.__getitem__,
                 to_rank=self._lead_rank,
                 dtype=torch.float32,
                 device=torch.device("cpu"),

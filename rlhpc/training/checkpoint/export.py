@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from rlhpc.errors import CheckpointError, ConfigError
 from rlhpc.files import write_atomically
 from rlhpc.training.checkpoint.safetensors_file import plan_shards, size_in_bytes, write_safetensors
 from rlhpc.training.checkpoint.trainer_state import TrainerCheckpoint, read_checkpoint
+from rlhpc.training.tensor_source import INDEX_FILE
+from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import TensorSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -25,23 +27,29 @@ SHARD_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export_hf(checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def export_hf(
+    checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, is_average: bool = False, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write an HF checkpoint into out_dir, which must not exist, in the dtype that model_dir's config.json names.
 
-    checkpoint_dir: the trainer's part, or the step directory around it.
-    Raises CheckpointError if the checkpoint is incomplete or damaged, ConfigError if model_dir or out_dir cannot be
-    used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
+    checkpoint_dir: the trainer's part, or the step directory around it.  is_average: the moving average of its weights.
+    Raises CheckpointError if the checkpoint is incomplete or damaged, or has no average, ConfigError if model_dir or
+    out_dir cannot be used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
     """
     if (checkpoint_dir / "trainer").is_dir():
         checkpoint_dir = checkpoint_dir / "trainer"
     checkpoint = read_checkpoint(checkpoint_dir, None)
+    kind = AVERAGE if is_average else "weights"
+    if kind not in checkpoint.kinds:
+        raise CheckpointError(f"{checkpoint_dir}: has no average of weights: trainer.ema_decay was off")
     dtype = _dtype_of(model_dir / "config.json")
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{out_dir}: exists already; nothing is overwritten") from error
     try:
-        _write_weights(checkpoint, out_dir, dtype, shard_bytes)
+        specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+        write_hf_weights(out_dir, specs, _cast(checkpoint, kind, DTYPES[dtype]), shard_bytes=shard_bytes)
         _copy_the_rest(model_dir, out_dir)
     except OSError as error:
         raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
@@ -58,10 +66,14 @@ def _dtype_of(config_file: Path) -> str:
     return str(dtype)
 
 
-def _write_weights(checkpoint: TrainerCheckpoint, out_dir: Path, dtype: str, shard_bytes: int) -> None:
-    specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
+def write_hf_weights(
+    out_dir: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors that come in the order of specs as the weights of an HF checkpoint.
+
+    Raises CheckpointError, OSError.
+    """
     shards = plan_shards(specs, shard_bytes)
-    tensors = _cast(checkpoint, DTYPES[dtype])
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -69,11 +81,11 @@ def _write_weights(checkpoint: TrainerCheckpoint, out_dir: Path, dtype: str, sha
         index.update({spec.name: name for spec in shard})
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(map(size_in_bytes, specs))}, "weight_map": index}
-        write_atomically(out_dir / "model.safetensors.index.json", json.dumps(content, indent=2).encode())
+        write_atomically(out_dir / INDEX_FILE, json.dumps(content, indent=2).encode())
 
 
-def _cast(checkpoint: TrainerCheckpoint, dtype: torch.dtype) -> Iterator[Tensor]:
-    for _, _, tensor in checkpoint.tensors("weights"):
+def _cast(checkpoint: TrainerCheckpoint, kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for _, _, tensor in checkpoint.tensors(kind):
         yield tensor.to(dtype)
 
 

@@ -5,6 +5,8 @@ the manifest trainer.json, written last.  Reading verifies sizes and checksums o
 anything.
 
     weights-00001.safetensors …   exp_avg-00001.safetensors …   exp_avg_sq-00001.safetensors …   trainer.json
+
+and average-00001.safetensors … where there is a moving average of the weights.
 """
 
 from __future__ import annotations
@@ -46,8 +48,13 @@ class TrainerCheckpoint:
     specs: tuple[TensorSpec, ...]  # all float32
     shards: dict[str, tuple[str, tuple[str, ...]]]  # file name → (kind, tensor names)
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of tensors that are there: STATE_KINDS, and perhaps weight_average.AVERAGE."""
+        return frozenset(kind for kind, _ in self.shards.values())
+
     def tensors(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
-        """Stream (kind, HF name, float32 tensor on CPU), of these kinds or of all.
+        """Stream (kind, HF name, float32 tensor on CPU), of these kinds or of STATE_KINDS.
 
         Raises CheckpointError if a verified file cannot be read any more.
         """
@@ -74,11 +81,12 @@ def write_checkpoint(
     *,
     num_steps_applied: int,
     rng: dict[str, str],
+    kinds: Sequence[str] = STATE_KINDS,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
     """Write everything into `directory`, which is made; return {file name: bytes}.
 
-    specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of STATE_KINDS.
+    specs: names and shapes in the order in which tensors_of(kind) yields float32 tensors, for each of kinds.
     Every file appears complete or not at all, the manifest last.  Raises CheckpointError; files may remain.
     """
     masters = [TensorSpec(spec.name, "float32", spec.shape) for spec in specs]
@@ -86,7 +94,7 @@ def write_checkpoint(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / STATE_FILE).unlink(missing_ok=True)  # from here on an older state in this place is invalid
-        for kind in STATE_KINDS:
+        for kind in kinds:
             tensors = tensors_of(kind)
             for number, shard in enumerate(plan_shards(masters, shard_bytes), start=1):
                 name = f"{kind}-{number:05d}.safetensors"

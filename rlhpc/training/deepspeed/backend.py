@@ -52,6 +52,7 @@ from rlhpc.training.sharded_tensors import BUCKET_ELEMENTS, gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.tensor_source import TensorSource
 from rlhpc.training.value_head import with_value_head
+from rlhpc.training.weight_average import AVERAGE, WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -101,6 +102,7 @@ class DeepSpeedBackend(TrainerBackend):
                 self._state.items(), self._state.own, device=self._state.device, group=open_save_group()
             )
             undo.callback(self._saver.close)
+            self._average = WeightAverage(self._state.items(), partial(self._state.own, "weights"))
             self._undo = undo.pop_all()
 
     @classmethod
@@ -160,6 +162,15 @@ class DeepSpeedBackend(TrainerBackend):
     def hold_reference(self, memory: str) -> None:
         """See TrainerBackend; in stage 3 every rank holds its runs."""
         self._reference.hold(memory)
+
+    def hold_average(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds its part of the masters."""
+        self._average.hold(memory)
+        self._saver.add(AVERAGE, self._average.own)
+
+    def move_average(self, decay: float) -> None:
+        """See TrainerBackend."""
+        self._average.move(decay)
 
     @torch.no_grad()
     def logprobs(
@@ -263,8 +274,12 @@ class DeepSpeedBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return tuple(spec for parameter in self._specs for spec in on_disk(parameter))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; in stages 1 and 2 rank 0 has them all: views, not to be written to."""
+        with self._reference.in_place(of_reference):
+            yield from self._stream()
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
         if self._stage == 3:
             yield from gather_stream(
                 self._state.items(self._specs[0].dtype),
@@ -298,19 +313,23 @@ class DeepSpeedBackend(TrainerBackend):
         return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:
-        with ExitStack() as files:
-            sources = {kind: files.enter_context(checkpoint.source(kind)) for kind in STATE_KINDS}
-            self._state.fill(partial(_read_range, sources))
+        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
+        for kind in STATE_KINDS[1:]:
+            self._read(checkpoint, kind, kind)
+
+    def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
+        with checkpoint.source(kind) as source:
+            self._state.fill(lambda _, *place: _read_range(source, *place), into)
 
     def close(self) -> None:
         """Wait for a running save, free the model, and leave the process group if open() made it.  Idempotent."""
         self._undo.close()  # the second call has nothing to undo
         self._engine = None
-        for part in ("_state", "_saver", "_parameters", "_gate", "_reference"):
+        for part in ("_state", "_saver", "_parameters", "_gate", "_reference", "_average"):
             self.__dict__.pop(part, None)
 
 
-def _read_range(sources: Mapping[str, TensorSource], kind: str, spec: TensorSpec, start: int, stop: int) -> Tensor:
+def _read_range(source: TensorSource, spec: TensorSpec, start: int, stop: int) -> Tensor:
     """Numbers [start, stop) of the flattened parameter `spec`, of which only the rows that hold them are read."""
     pieces = []
     begin = 0  # of a tensor on disk within the parameter: they lie in it one after another
@@ -320,7 +339,7 @@ def _read_range(sources: Mapping[str, TensorSource], kind: str, spec: TensorSpec
         if first < last:
             width = math.prod(part.shape[1:])
             rows = slice(first // width, -(-last // width))
-            numbers = sources[kind].read(part.name, dtype=torch.float32, index=(rows,)).reshape(-1)
+            numbers = source.read(part.name, dtype=torch.float32, index=(rows,)).reshape(-1)
             pieces.append(numbers[first - rows.start * width : last - rows.start * width])
         begin = end
     return torch.cat(pieces)

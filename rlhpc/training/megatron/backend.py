@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ from rlhpc.training.rng import read_rng, write_rng
 from rlhpc.training.row_tensors import all_but_first, of_row, token_row
 from rlhpc.training.sharded_tensors import gather_stream
 from rlhpc.training.step_vote import all_ranks_agree
+from rlhpc.training.weight_average import AVERAGE, WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 LEAD_RANK = 0
@@ -84,6 +86,7 @@ class MegatronBackend(TrainerBackend):
         self._speaker = self._layout.num_ranks - self._layout.num_ranks // self._layout.pipeline
         self._state = RankState(rank_model, optimizer.shards, self._exchange)
         self._saver = self._open_saver()
+        self._average = WeightAverage(self._state.items, partial(self._state.own, "weights"))
         self._is_open, self._undo = True, ExitStack()  # closes the groups that this one has opened
 
     @classmethod
@@ -174,6 +177,18 @@ class MegatronBackend(TrainerBackend):
         """See TrainerBackend; every rank holds its part of the model, replicas the same."""
         self._reference.hold(memory)
 
+    def hold_average(self, memory: str) -> None:
+        """See TrainerBackend; every rank holds what it sends to a checkpoint."""
+        assert isinstance(self._saver, BackgroundSaver), (
+            "refused: checkpoint.trainer_format='megatron' has no place for it"
+        )
+        self._average.hold(memory)
+        self._saver.add(AVERAGE, self._average.own)
+
+    def move_average(self, decay: float) -> None:
+        """See TrainerBackend."""
+        self._average.move(decay)
+
     def logprobs(
         self, microbatches: Sequence[PackedMicrobatch], *, temperature: float | None = None, of_reference: bool = False
     ) -> list[Tensor]:
@@ -254,15 +269,16 @@ class MegatronBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return self._model.specs
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of parameters that are whole on rank 0: not to be written to."""
-        return gather_stream(
-            self._model.items,
-            self._model.own,
-            to_rank=LEAD_RANK,
-            dtype=self._model.dtype,
-            device=self._device,
-        )
+        with self._reference.in_place(of_reference):
+            yield from gather_stream(
+                self._model.items,
+                self._model.own,
+                to_rank=LEAD_RANK,
+                dtype=self._model.dtype,
+                device=self._device,
+            )
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
         """See TrainerBackend; main weights and moments, each number from the lowest rank that keeps it.
@@ -297,9 +313,13 @@ class MegatronBackend(TrainerBackend):
         return read_checkpoint(directory, self.tensor_specs(), verify_content=self.is_rank_zero)
 
     def _read_state(self, checkpoint: TrainerCheckpoint) -> None:
-        for kind in STATE_KINDS:
-            with checkpoint.source(kind) as source:
-                self._state.read(kind, source)
+        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
+        for kind in STATE_KINDS[1:]:
+            self._read(checkpoint, kind, kind)
+
+    def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
+        with checkpoint.source(kind) as source:
+            self._state.read(into, source)
 
     def close(self) -> None:
         """Wait for a running save, then leave the process groups.  Idempotent."""
@@ -308,7 +328,7 @@ class MegatronBackend(TrainerBackend):
             self._saver.close()
             self._reference.release()
             self._model.forget_last_tokens()
-            del self._saver, self._state, self._schedule, self._optimizer, self._reference, self._model
+            del self._saver, self._state, self._schedule, self._optimizer, self._reference, self._average, self._model
             self._undo.close()
             # Megatron's modules, buffers and hooks refer to each other, and keep their groups' threads alive.
             gc.collect()

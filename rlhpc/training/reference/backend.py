@@ -43,6 +43,7 @@ from rlhpc.training.row_tensors import all_but_first, of_row, on_device, scatter
 from rlhpc.training.sharded_tensors import Shard
 from rlhpc.training.step_vote import all_ranks_agree
 from rlhpc.training.value_head import with_value_head
+from rlhpc.training.weight_average import AVERAGE, WeightAverage
 from rlhpc.types import PackedMicrobatch, TensorSpec
 
 
@@ -75,15 +76,17 @@ class ReferenceBackend(TrainerBackend):
             cast_parameters(model, settings.dtype)
         self._reference = HeldParameters(lambda: [p.detach() for p in model.parameters.values()])
         names = list(model.parameters)
+        items = [
+            sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
+            for name, parameter in model.parameters.items()
+        ]
         self._saver = BackgroundSaver(
-            [
-                sharded_on_disk(TensorSpec(name, "float32", tuple(parameter.shape)), [Shard(0, parameter.numel())])
-                for name, parameter in model.parameters.items()
-            ],
+            items,
             lambda kind, index: (self._optimizer.state(kind)[names[index]],),
             device=self._device,
             group=open_save_group(),
         )
+        self._average = WeightAverage(items, lambda index: (self._optimizer.state("weights")[names[index]],))
 
     @classmethod
     def open(cls, config: Config, context: RankContext, *, has_value_head: bool = False) -> ReferenceBackend:
@@ -138,6 +141,15 @@ class ReferenceBackend(TrainerBackend):
     def hold_reference(self, memory: str) -> None:
         """See TrainerBackend; every rank holds all."""
         self._reference.hold(memory)
+
+    def hold_average(self, memory: str) -> None:
+        """See TrainerBackend; rank 0 holds all."""
+        self._average.hold(memory)
+        self._saver.add(AVERAGE, self._average.own)
+
+    def move_average(self, decay: float) -> None:
+        """See TrainerBackend."""
+        self._average.move(decay)
 
     @torch.no_grad()
     def logprobs(
@@ -246,10 +258,10 @@ class ReferenceBackend(TrainerBackend):
         """See TrainerBackend; dtypes are those of the forward pass, a tied head is not listed."""
         return tuple(spec for parameter in self._model.tensor_specs() for spec in on_disk(parameter))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, of_reference: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend; views of the parameters themselves, no copies: not to be written to."""
-        if self.is_rank_zero:
-            for parameter in self._model.tensor_specs():
+        with self._reference.in_place(of_reference):
+            for parameter in self._model.tensor_specs() if self.is_rank_zero else ():
                 yield from named_on_disk(parameter, self._model.parameters[parameter.name].detach())
 
     def save(self, directory: Path) -> Future[dict[str, int]]:
@@ -273,13 +285,15 @@ class ReferenceBackend(TrainerBackend):
         write_rng(checkpoint.rng, self._device)
 
     def _take(self, checkpoint: TrainerCheckpoint) -> None:
-        for kind in STATE_KINDS:
-            parameters = self._optimizer.state(kind)
-            here = dict(
-                pair for spec in self._model.tensor_specs() for pair in named_on_disk(spec, parameters[spec.name])
-            )
-            for _, name, tensor in checkpoint.tensors(kind):
-                here[name].copy_(tensor)
+        self._average.restore(checkpoint.kinds, lambda kind: self._read(checkpoint, kind, "weights"))
+        for kind in STATE_KINDS[1:]:
+            self._read(checkpoint, kind, kind)
+
+    def _read(self, checkpoint: TrainerCheckpoint, kind: str, into: str) -> None:
+        parameters = self._optimizer.state(into)
+        here = dict(pair for spec in self._model.tensor_specs() for pair in named_on_disk(spec, parameters[spec.name]))
+        for _, name, tensor in checkpoint.tensors(kind):
+            here[name].copy_(tensor)
 
     def close(self) -> None:
         """Wait for a running save, then leave the process group.  Idempotent."""

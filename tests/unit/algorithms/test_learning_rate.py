@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhpc.algorithms.schedule import learning_rate, rate_factor_by_age
+from rlhpc.algorithms.schedule import Progress, learning_rate, rate_factor_by_age
 from rlhpc.config_sections import TrainerConfig
 
 
 def rates(num_steps: int, **settings: Any) -> list[float]:
     config = TrainerConfig(token_budget=1, learning_rate=1.0, **settings)
-    return [learning_rate(step, config, num_steps) for step in range(num_steps)]
+    return [learning_rate(Progress(step), config, num_steps) for step in range(num_steps)]
 
 
 def test_warm_up_rises_in_equal_steps_and_no_step_is_spent_on_zero() -> None:
@@ -34,6 +36,33 @@ def test_decay_starts_where_warm_up_ends() -> None:
     assert rates(6, lr_schedule="linear", warmup_steps=1) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
+def test_a_fall_over_steps_may_end_before_the_run_or_after_it() -> None:
+    assert rates(5, lr_schedule="linear", decay_steps=3) == pytest.approx([1.0, 0.5, 0.0, 0.0, 0.0])
+    assert rates(3, lr_schedule="linear", decay_steps=5) == pytest.approx([1.0, 0.75, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("key", "at"),
+    [
+        ({"decay_tokens": 400}, lambda share: Progress(7, num_tokens=int(400 * share), seconds=1e9)),
+        ({"decay_hours": 0.5}, lambda share: Progress(7, num_tokens=10**9, seconds=1800 * share)),
+    ],
+)
+def test_over_tokens_or_hours_it_falls_by_their_share_whatever_the_step(
+    key: dict[str, Any], at: Callable[[float], Progress]
+) -> None:
+    """As linear and cosine over steps do, with warm-up as a factor."""
+    for schedule, shape in (("linear", lambda x: 1 - x), ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2)):
+        config = TrainerConfig(
+            token_budget=1, learning_rate=2.0, min_learning_rate=0.5, lr_schedule=schedule, warmup_steps=9, **key
+        )
+        cool = config.model_copy(update={"warmup_steps": 0})
+        for share in (0.0, 0.25, 0.5, 1.0, 3.0):
+            expected = 0.5 + 1.5 * shape(min(share, 1.0))
+            assert learning_rate(at(share), cool, 2) == pytest.approx(expected)
+            assert learning_rate(at(share), config, 2) == pytest.approx(expected * 8 / 10)
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_run_of_one_step_trains_at_full_rate(schedule: str) -> None:
     assert rates(1, lr_schedule=schedule) == [1.0]
@@ -41,12 +70,12 @@ def test_a_run_of_one_step_trains_at_full_rate(schedule: str) -> None:
 
 def test_steps_past_the_end_stay_at_the_minimum() -> None:
     config = TrainerConfig(token_budget=1, learning_rate=1.0, lr_schedule="linear", min_learning_rate=0.1)
-    assert learning_rate(99, config, 10) == 0.1
+    assert learning_rate(Progress(99), config, 10) == 0.1
 
 
 def test_a_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="step=-1"):
-        learning_rate(-1, TrainerConfig(token_budget=1), 10)
+        learning_rate(Progress(-1), TrainerConfig(token_budget=1), 10)
 
 
 def test_a_batch_of_old_tokens_is_learnt_from_at_a_lower_rate() -> None:

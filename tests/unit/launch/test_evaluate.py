@@ -17,10 +17,12 @@ import pytest
 from launch.cli import main
 from launch.commands.arguments import takes_evaluation
 from launch.commands.evaluate import follow
+from launch.commands.evaluate.command import evaluate
 from launch.commands.evaluate.compare import comparison_of
 from launch.commands.evaluate.directory import evaluation_directory
 from launch.commands.evaluate.evaluation import plan_evaluation
 from launch.commands.evaluate.follow import Course, Life
+from launch.commands.evaluate.job import _words
 from launch.commands.evaluate.past import lines_about, past_evaluations, past_values
 from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.evaluate.report import report_of
@@ -113,6 +115,20 @@ def test_one_step_of_a_run_is_meant_by_number_or_by_its_directory(model: Path) -
     by_number, by_path = find_target(layout.root, 4), find_target(layout.checkpoint(4), None)
     assert by_number == by_path
     assert by_number.digest == by_path.digest != find_target(layout.root, 12).digest
+
+
+def test_the_average_of_a_step_is_another_model_in_a_directory_of_its_own(model: Path) -> None:
+    layout, data, long = a_run(model, 4), model.parent / "test.jsonl", "generation.max_prompt_tokens=12"
+    target = find_target(layout.root, None)
+    plain, average = (
+        plan_evaluation(target, requests_of(options_of(str(layout.root), str(data), long, *words), target)[0])
+        for words in ([], ["--ema"])
+    )
+    assert average.target.is_average
+    assert (plain.directory.name, average.directory.name) == ("small-step_000004-test", "small-step_000004-test-ema")
+    assert average.settings.inputs["model"] != plain.settings.inputs["model"]
+    with pytest.raises(ConfigError, match=r"--ema: .*model is an HF checkpoint"):
+        evaluate(options_of(str(model), str(data), *NEEDED, "--ema"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_refused(model: Path) -> None:
@@ -285,6 +301,21 @@ def options_of(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     takes_evaluation(parser)
     return parser.parse_args([*words])
+
+
+def test_a_run_file_says_whether_its_average_is_evaluated(model: Path) -> None:
+    layout = with_table(model, keep_best="", stop_after=None, max_prompt_tokens=12)
+    target = find_target(layout.root, 4)
+    assert not requests_of(options_of(str(layout.root)), target)[0].is_average
+    with pytest.raises(ConfigError, match=r"--ema: without DATA, \[\[evaluation\]\] of the run file says it"):
+        requests_of(options_of(str(layout.root), "--ema"), target)
+    config, _ = read_resolved(layout)
+    kept = config.trainer.model_copy(update={"ema_decay": 0.9})
+    tables = [table.model_copy(update={"ema": True}) for table in config.evaluation]
+    target = replace(target, settings=config.model_copy(update={"trainer": kept, "evaluation": tuple(tables)}))
+    (request,) = requests_of(options_of(str(layout.root)), target)
+    assert request.is_average
+    assert "--ema" in _words(plan_evaluation(target, request))
 
 
 def test_a_run_file_says_what_the_words_of_a_command_would(model: Path) -> None:

@@ -220,6 +220,22 @@ def test_a_reference_that_does_not_fit_the_gpu_is_sent_to_the_host() -> None:
     assert far.peak < near.peak
 
 
+@pytest.mark.parametrize(
+    ("backend", "keys", "divisor"),
+    [("megatron", {"num_ranks": 4}, 4), ("deepspeed", {"zero_stage": 1, "num_ranks": 2}, 2), ("reference", {}, 1)],
+)
+def test_an_average_of_weights_is_four_bytes_for_what_a_rank_keeps_and_once_more_in_a_checkpoint(
+    backend: str, keys: dict[str, Any], divisor: int
+) -> None:
+    (plain,) = plan_of("Qwen2.5-7B", backend, **keys)
+    (far,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, **keys)
+    (near,) = plan_of("Qwen2.5-7B", backend, ema_decay=0.99, ema_memory="device", **keys)
+    average = 4 * -(-NUM_PARAMETERS["Qwen2.5-7B"] // divisor)
+    assert (far.resident - plain.resident, far.host - plain.host) == (0, 2 * average)
+    assert (near.resident - plain.resident, near.host - plain.host) == (average, average)
+    assert "average of weights" in describe_memory((near,))
+
+
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 3, "num_ranks": 4}, {"zero_stage": 2, "optimizer_offload": True}])
 def test_a_critic_is_a_second_model_with_its_own_optimiser_and_no_second_row(keys: dict[str, Any]) -> None:
     config, shape = config_of("deepspeed", **keys), shape_of(CONFIGS["Qwen2.5-0.5B"])

@@ -56,6 +56,7 @@ class Desk:
     asked: list[SaveCheckpoint]
     totals: Totals
     clock: ManualClock
+    state: ControllerState
 
     def trainer_has_written(self, step: int, error: str = "") -> None:
         directory = Path(next(command.directory for command in self.asked if command.step == step)) / "trainer"
@@ -108,7 +109,7 @@ async def desk(root: Path, keep: int = 2) -> AsyncIterator[Desk]:
     trainer = asyncio.create_task(take_snapshots())
     try:
         writer = CheckpointWriter(layout, keep, TrainerLink(batches), state, clock=clock)
-        yield Desk(layout, buffer, writer, asked, totals, clock)
+        yield Desk(layout, buffer, writer, asked, totals, clock, state)
     finally:
         trainer.cancel()
 
@@ -117,6 +118,16 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not is_so():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.005)
+
+
+async def test_a_checkpoint_holds_how_far_the_run_was_when_it_was_taken(tmp_path: Path) -> None:
+    async with desk(tmp_path) as it:
+        it.state.progress.num_tokens = 640
+        await asyncio.wait_for(it.writer.write(1, 1), PATIENCE_S)
+        it.state.progress.num_tokens = 700
+        it.trainer_has_written(1)
+        await asyncio.wait_for(it.writer.finish(), PATIENCE_S)
+        assert read_saved_state(it.layout, 1).progress == {"num_tokens": 640, "seconds": 0.0}
 
 
 async def test_training_goes_on_as_soon_as_the_snapshot_is_taken(tmp_path: Path) -> None:

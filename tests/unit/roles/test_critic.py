@@ -42,12 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(model: Path, normalization: str = "batch", backend: str = "reference", **critic: object) -> Config:
     algorithm = {"advantage": "gae", "advantage_normalization": normalization, "gae_lambda": 0.9, "minibatches": 2}
-    config = tiny_config(model, backend=backend, learning_rate=1e-3)
-    tables = {"learning_rate": 1e-2} | critic
+    config = tiny_config(model, backend=backend)
     return config.model_copy(
         update={
             "algorithm": AlgorithmConfig.model_validate(algorithm | {"proximal": "recompute"}),
-            "critic": CriticConfig.model_validate(tables),
+            "critic": CriticConfig.model_validate(critic),
         }
     )
 
@@ -71,7 +70,7 @@ def batch_on(num_ranks: int, step: int = 0, order: tuple[int, ...] = (0, 1)) -> 
     for rows in (ROWS[:2], ROWS[2:]):
         ranks = (tuple(rows),) if num_ranks == 1 else tuple((row,) for row in rows)
         minibatches.append(PackedMinibatch(ranks, num_loss_tokens(rows), 6))
-    return PackedBatch(step, step, tuple(minibatches), order)
+    return PackedBatch(step, step, tuple(minibatches), order, learning_rate=1e-3, critic_learning_rate=1e-2)
 
 
 def critic_of(config: Config, context: RankContext | None = None) -> Critic:
@@ -250,17 +249,18 @@ def test_policy_and_critic_learn_from_one_batch_and_both_are_reported(model: Pat
     assert any(not torch.equal(before[name], tensor) for name, tensor in backend.weights())
 
 
-def test_for_a_head_start_only_the_critic_learns(model: Path, tmp_path: Path) -> None:
+def test_at_a_rate_of_zero_only_the_critic_learns(model: Path, tmp_path: Path) -> None:
     ear = Ear()
-    trainer, backend = trainer_on(model, tmp_path, ear, head_start_steps=2)
+    trainer, backend = trainer_on(model, tmp_path, ear)
     before = weights_of(backend)
     for step in range(3):
         assert all(torch.equal(before[name], tensor) for name, tensor in backend.weights()) is True
-        trainer.obey(batch_on(1, step))
+        trainer.obey(replace(batch_on(1, step), learning_rate=0.0 if step < 2 else 1e-3))
     assert any(not torch.equal(before[name], tensor) for name, tensor in backend.weights())
     losses = [answer.metrics["critic/loss"] for answer in ear.answers]
     assert losses[0] > losses[1] > losses[2]
-    assert [answer.metrics["learning_rate"] > 0 for answer in ear.answers] == [False, False, True]
+    assert [answer.metrics["learning_rate"] for answer in ear.answers] == [0.0, 0.0, 1e-3]
+    assert [answer.metrics["critic/learning_rate"] for answer in ear.answers] == [1e-2, 1e-2, 1e-2]
 
 
 def saved_at_two(model: Path, root: Path) -> tuple[list[Any], Trainer, Ear]:

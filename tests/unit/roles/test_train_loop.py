@@ -540,6 +540,23 @@ async def test_weights_are_published_only_when_what_made_them_is_on_disk(tmp_pat
         await until(lambda: 3 in ring.trainer.published)
 
 
+async def test_the_reference_is_renewed_every_so_many_versions_and_a_skipped_batch_is_none(tmp_path: Path) -> None:
+    config = small_config(num_steps=9)
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, reference_every=3)
+    async with small_ring(config.model_copy(update={"algorithm": algorithm}), tmp_path) as ring:
+
+        def metrics(step: int) -> dict[str, float]:
+            ring.trainer.is_finite = step not in (1, 4)
+            return {"loss": 0.5}
+
+        ring.trainer.metrics = metrics
+        await ring.add_generator()
+        await asyncio.wait_for(ring.start_training(), PATIENCE_S)
+        versions = [0, 1, 1, 2, 3, 3, 4, 5, 6]
+        assert [batch.policy_version for batch in ring.trainer.batches] == versions
+        assert [batch.renews_reference for batch in ring.trainer.batches] == [v in (3, 6) for v in versions]
+
+
 async def test_the_rate_of_a_batch_falls_with_the_age_of_its_tokens_if_that_is_asked_for(tmp_path: Path) -> None:
     config = small_config(num_steps=6, max_staleness=4)
     asked = config.model_copy(update={"algorithm": AlgorithmConfig(scale_rate_by_age=True)})
@@ -550,4 +567,4 @@ async def test_the_rate_of_a_batch_falls_with_the_age_of_its_tokens_if_that_is_a
             for batch in ring.trainer.batches:
                 ages = np.concatenate([batch.policy_version - row.versions[row.loss_mask] for row in batch.rows])
                 expected = 1 / max(1.0, float(ages.mean())) if is_scaled else 1.0
-                assert batch.rate_factor == pytest.approx(expected)
+                assert batch.learning_rate == pytest.approx(1e-6 * expected)

@@ -13,15 +13,18 @@ import torch
 
 from rlhpc.config_algorithm import AlgorithmConfig
 from rlhpc.contracts import StepResult
-from rlhpc.errors import ConfigError
-from rlhpc.messages import PublishReport, PublishWeights, StepReport
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.messages import PublishReport, PublishWeights, SaveCheckpoint, StepReport
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.trainer.batch_figures import BatchFigures
-from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer
+from rlhpc.roles.trainer.role import TRAINER_DIRECTORY, Trainer, _open_backend
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import complete
+from rlhpc.training.checkpoint.held_reference import REFERENCE_DIRECTORY, save_reference
+from rlhpc.training.checkpoint.trainer_state import read_checkpoint
 from rlhpc.training.factory import open_backend
 from rlhpc.training.process_group import RankContext
+from rlhpc.training.weight_average import AVERAGE
 from rlhpc.types import PackedBatch, PackedMicrobatch, PackedMinibatch, StepLimits
 from tests.contracts.trainer_textbook import load_hf
 from tests.tiny_models import make_tiny_checkpoint
@@ -54,7 +57,7 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 
 
 def batch_of(row: PackedMicrobatch, step: int) -> PackedBatch:
-    return PackedBatch(step, 0, (PackedMinibatch(((row,),), num_loss_tokens([row]), 2),))
+    return PackedBatch(step, 0, (PackedMinibatch(((row,),), num_loss_tokens([row]), 2),), learning_rate=1e-6)
 
 
 def test_a_step_outside_the_limits_of_its_batch_is_refused_and_its_figures_are_told(
@@ -114,20 +117,21 @@ def test_a_publication_tells_how_the_published_weights_score_a_row(backend: Any,
     assert without.canary is None
 
 
-def minibatches_of(rows: list[PackedMicrobatch], order: tuple[int, ...], limits: StepLimits = NONE) -> PackedBatch:
+def minibatches_of(
+    rows: list[PackedMicrobatch], order: tuple[int, ...], limits: StepLimits = NONE, learning_rate: float = 1e-6
+) -> PackedBatch:
     minibatches = tuple(PackedMinibatch(((row,),), num_loss_tokens([row]), 1) for row in rows)
-    return PackedBatch(0, 0, minibatches, order, limits)
+    return PackedBatch(0, 0, minibatches, order, limits, learning_rate)
 
 
 def trainer_on(
     backend: Any,
     tmp_path: Path,
     ear: Ear,
-    learning_rate: float = 1e-6,
     resume_step: int | None = None,
     **algorithm: object,
 ) -> Trainer:
-    config = tiny_config(tmp_path / "model", learning_rate=learning_rate)
+    config = tiny_config(tmp_path / "model")
     config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
     context = RoleContext("trainer", 0, 1, 0, resume_step, "first", RunLayout(tmp_path), config, "hash")
     return Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
@@ -170,13 +174,13 @@ def test_a_strong_pull_keeps_the_policy_near_the_reference_and_none_lets_it_go(t
     for coefficient in (0.0, 3.0):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
         trainer = trainer_on(
-            backend, tmp_path, ear, 1e-2, proximal="behaviour", importance_cap="off",
+            backend, tmp_path, ear, proximal="behaviour", importance_cap="off",
             loss="reinforce", minibatches=2, kl_coefficient=coefficient,
         )  # fmt: skip
         trainer.begin()
         start = logprobs_of(backend, rows)
         for step in range(15):
-            trainer.obey(replace(minibatches_of(rows, (0, 1)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0, 1), learning_rate=1e-2), step=step, policy_version=step))
         log_ratio = (start - logprobs_of(backend, rows))[np.concatenate([row.loss_mask for row in rows])]
         distances[coefficient] = float((log_ratio.exp() - 1 - log_ratio).mean())
         reported[coefficient] = [a.metrics.get("kl_reference") for a in ear.answers if isinstance(a, StepReport)]
@@ -195,11 +199,9 @@ def test_every_minibatch_is_beside_its_own_reference_whatever_their_order(tmp_pa
     rows = [pack_row(draw_samples(lengths, seed=seed)) for seed, lengths in enumerate([(5, 9, 14), (14, 5, 9)])]
     model, ear = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), Ear()
     backend = open_backend(tiny_config(model), RankContext())
-    trainer = trainer_on(
-        backend, tmp_path, ear, 1e-9, proximal="recompute", minibatches=2, epochs=2, kl_coefficient=0.1
-    )
+    trainer = trainer_on(backend, tmp_path, ear, proximal="recompute", minibatches=2, epochs=2, kl_coefficient=0.1)
     trainer.begin()
-    trainer.obey(minibatches_of(rows, (1, 0, 0, 1)))
+    trainer.obey(minibatches_of(rows, (1, 0, 0, 1), learning_rate=1e-9))
     assert 0 <= ear.answers[-1].metrics["kl_reference"] < 1e-6
     backend.close()
 
@@ -209,12 +211,12 @@ def test_a_reference_that_is_held_and_asked_without_a_coefficient_changes_no_bit
     ends = []
     for is_asked in (False, True):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
-        trainer = trainer_on(backend, tmp_path, ear, 1e-2, kl_coefficient=0.0, entropy_coefficient=0.0)
+        trainer = trainer_on(backend, tmp_path, ear, kl_coefficient=0.0, entropy_coefficient=0.0)
         for step in range(3):
             if is_asked:
                 backend.hold_reference("host")
                 backend.logprobs(rows, of_reference=True)
-            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step))
         figures = [(a.metrics["loss"], a.metrics["grad_norm"], a.metrics["entropy"]) for a in ear.answers]
         ends.append((figures, [tensor.clone() for _, tensor in backend.weights()]))
         backend.close()
@@ -227,9 +229,9 @@ def test_entropy_is_kept_by_its_bonus(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1)
     for coefficient in (0.0, 1.0):
         ear, backend = Ear(), open_backend(tiny_config(model), RankContext())
-        trainer = trainer_on(backend, tmp_path, ear, 1e-2, entropy_coefficient=coefficient)
+        trainer = trainer_on(backend, tmp_path, ear, entropy_coefficient=coefficient)
         for step in range(15):
-            trainer.obey(replace(minibatches_of(rows, (0,)), step=step, policy_version=step))
+            trainer.obey(replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step))
         entropies[coefficient] = ear.answers[-1].metrics["entropy"]
         backend.close()
     assert entropies[1.0] > 1.1 * entropies[0.0]
@@ -255,6 +257,110 @@ def test_after_a_resume_the_reference_is_still_the_model_that_the_run_began_with
     assert torch.equal(logprobs_of(again, rows, of_reference=True), start)
     assert not torch.equal(trained, start)
     again.close()
+
+
+def renewing(backend: Any, tmp_path: Path, resume_step: int | None = None) -> tuple[Trainer, Ear]:
+    ear = Ear()
+    trainer = trainer_on(
+        backend, tmp_path, ear, resume_step, proximal="recompute", kl_coefficient=0.1, reference_every=2
+    )
+    trainer.begin()
+    return trainer, ear
+
+
+def obey_steps(trainer: Trainer, rows: list[PackedMicrobatch], steps: range) -> None:
+    """As the controller says it: the policy of versions 2, 4, … is the reference of the batches after it."""
+    for step in steps:
+        batch = replace(minibatches_of(rows, (0,), learning_rate=1e-2), step=step, policy_version=step)
+        trainer.obey(replace(batch, renews_reference=step in (2, 4)))
+
+
+def divergences(ear: Ear) -> list[float]:
+    return [answer.metrics["kl_reference"] for answer in ear.answers if isinstance(answer, StepReport)]
+
+
+def test_a_reference_that_is_renewed_is_the_policy_again_and_a_resume_goes_on_with_it_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    model, rows = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), [pack_row(draw_samples((5, 9, 14)))]
+    backend, checkpoint = open_backend(tiny_config(model), RankContext()), RunLayout(tmp_path).checkpoint(3)
+    trainer, ear = renewing(backend, tmp_path)
+    obey_steps(trainer, rows, range(3))
+    trainer.obey(SaveCheckpoint(3, str(tmp_path / "saved")))
+    assert trainer._saving is not None
+    assert "reference/model.safetensors" in trainer._saving.result(timeout=60)
+    obey_steps(trainer, rows, range(3, 6))
+    found = divergences(ear)
+    assert [value < 1e-9 for value in found] == [True, False, True, False, True, False]
+    ends = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+    checkpoint.parent.mkdir(parents=True)
+    complete(tmp_path / "saved", checkpoint, {"policy_version": 3})
+    context = resuming(tmp_path, 3)
+    again = _open_backend(context)
+    resumed, later = renewing(again, tmp_path, 3)
+    obey_steps(resumed, rows, range(3, 6))
+    assert divergences(later) == found[3:]
+    assert all(torch.equal(tensor, ends[name]) for name, tensor in again.weights())
+    again.close()
+
+
+def resuming(tmp_path: Path, step: int) -> RoleContext:
+    config = tiny_config(tmp_path / "model")
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, reference_every=2, proximal="recompute")
+    config = config.model_copy(update={"algorithm": algorithm})
+    return RoleContext("trainer", 0, 1, 0, step, "first", RunLayout(tmp_path), config, "hash")
+
+
+def test_a_checkpoint_without_a_reference_leaves_it_at_the_model_that_the_run_began_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, rows = make_tiny_checkpoint(tmp_path / "model", hidden=32, layers=1), [pack_row(draw_samples((5, 9)))]
+    backend = open_backend(tiny_config(model), RankContext())
+    start = logprobs_of(backend, rows)
+    backend.close()
+    RunLayout(tmp_path).checkpoint(3).mkdir(parents=True)
+    caplog.set_level("INFO")
+    again = _open_backend(resuming(tmp_path, 3))
+    assert torch.equal(logprobs_of(again, rows), start)
+    assert "has no reference: it is the model at model.path until it is renewed" in caplog.text
+    again.close()
+
+
+def test_a_reference_that_cannot_be_written_is_a_checkpoint_that_failed_and_costs_the_policy_nothing(
+    backend: Any, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.hold_reference("host")
+    (tmp_path / "file").write_text("in the way")
+    failed = save_reference(backend, tmp_path / "model", tmp_path / "file" / REFERENCE_DIRECTORY)
+    with pytest.raises(CheckpointError, match="the reference cannot be written"):
+        failed.result()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+    assert save_reference(backend, tmp_path / "model", tmp_path / "again").result()["again/model.safetensors"] > 0
+
+
+def test_the_average_moves_once_with_every_batch_that_changed_the_policy_and_is_in_its_checkpoint(
+    backend: Any, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "model", ema_decay=0.5)
+    algorithm = AlgorithmConfig(proximal="recompute", minibatches=2)
+    config = config.model_copy(update={"algorithm": algorithm})
+    context, ear = RoleContext("trainer", 0, 1, 0, None, "first", RunLayout(tmp_path), config, "hash"), Ear()
+    trainer = Trainer(context, backend, ear, ear)  # type: ignore[arg-type]
+    trainer.begin()
+    rows = [pack_row(draw_samples((5, 9), seed=seed)) for seed in (0, 1)]
+    expected = {name: tensor.double() for name, tensor in backend.weights()}
+    for step, skip in enumerate([(), (0, 1), (1,)]):  # all of it, nothing, a part
+        trainer.obey(replace(minibatches_of(rows, (0, 1), StepLimits(skip=skip), 1e-2), step=step))
+        if step != 1:
+            expected = {name: (expected[name] + tensor.double()) / 2 for name, tensor in backend.weights()}
+    trainer.obey(SaveCheckpoint(3, str(tmp_path / "saved")))
+    assert trainer._saving is not None
+    trainer._saving.result(timeout=60)
+    found = {name: tensor for _, name, tensor in read_checkpoint(tmp_path / "saved" / "trainer", None).tensors(AVERAGE)}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), expected[name], atol=1e-7, rtol=1e-6)
 
 
 def test_optimiser_steps_that_are_refused_are_named_and_the_others_count(backend: Any, tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from tests.unit.training.packed_rows import clipped_loss, draw_samples, num_loss
 
 @pytest.fixture(scope="module", params=[("qwen2", True), ("llama", False)], ids=["tied", "untied"])
 def trained(request, tmp_path_factory):
-    """(model directory, checkpoint directory, weights in float32) after one step."""
+    """(model directory, checkpoint directory, weights and their average in float32) after one step."""
     root = tmp_path_factory.mktemp("trained")
     family, tied = request.param
     make_tiny_checkpoint(root / "model", family=family, hidden=32, tied=tied, dtype=torch.bfloat16)
     backend = open_backend(tiny_config(root / "model"), RankContext())
+    start = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.hold_average("host")
     row = pack_row(draw_samples((20, 30)))
     backend.step(
         [row],
@@ -31,15 +33,17 @@ def trained(request, tmp_path_factory):
         weight_decay=0.0,
         max_grad_norm=1.0,
     )
+    backend.move_average(0.5)
     backend.save(root / "step_000001" / "trainer").result()
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    averages = {name: torch.lerp(start[name], tensor, 0.5) for name, tensor in weights.items()}
     backend.close()
-    return root / "model", root / "step_000001", weights
+    return root / "model", root / "step_000001", weights, averages
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
 def test_the_export_loads_in_transformers_with_the_trained_weights(trained, shard_bytes, tmp_path):
-    model_dir, checkpoint_dir, weights = trained
+    model_dir, checkpoint_dir, weights, _ = trained
     export_hf(checkpoint_dir, model_dir, tmp_path / "out", shard_bytes=shard_bytes)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     state = model.state_dict()
@@ -47,6 +51,21 @@ def test_the_export_loads_in_transformers_with_the_trained_weights(trained, shar
     original, copy = (AutoTokenizer.from_pretrained(path) for path in (model_dir, tmp_path / "out"))
     assert original("1 + 2 = 3")["input_ids"] == copy("1 + 2 = 3")["input_ids"]
     assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_bytes < 1 << 30)
+
+
+def test_the_average_is_exported_where_there_is_one(trained, tmp_path):
+    model_dir, checkpoint_dir, weights, averages = trained
+    export_hf(checkpoint_dir, model_dir, tmp_path / "out", is_average=True)
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, tensor in averages.items():
+        torch.testing.assert_close(state[name], tensor.bfloat16(), atol=0, rtol=2**-7)  # may round the other way
+    assert any(not torch.equal(state[name], tensor.bfloat16()) for name, tensor in weights.items())
+    backend = open_backend(tiny_config(model_dir), RankContext())
+    backend.save(tmp_path / "plain").result()
+    backend.close()
+    with pytest.raises(CheckpointError, match=r"has no average of weights: trainer\.ema_decay was off"):
+        export_hf(tmp_path / "plain", model_dir, tmp_path / "none", is_average=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_nothing_is_overwritten(trained, tmp_path):

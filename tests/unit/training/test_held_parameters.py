@@ -45,7 +45,9 @@ def test_they_hold_the_copy_while_it_is_asked_and_every_bit_of_their_own_after_i
         assert bits(live) == own
     with held.in_place(is_wanted=False):
         assert bits(live) == own
+    places = [tensor.data_ptr() for tensor in held._held]
     held.hold(memory)
+    assert [tensor.data_ptr() for tensor in held._held] == places  # no second copy while it is replaced
     changed(live)
     with held.in_place():
         assert bits(live) == own
