@@ -130,7 +130,8 @@ def _schema_of(path: Path, file: h5py.File) -> int:
 
 
 def _column(file: h5py.File, name: str, schema: int) -> NDArray[Any]:
-    default = default_column(name, schema, int(file.attrs["num_groups"]))
+    sizes = {size: int(file.attrs[size]) for size in ("num_groups", "num_rollouts")}
+    default = default_column(name, schema, **sizes)
     return file[name][:] if default is None else default
 
 

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
+from tests.ring.ring_rewards import parity_by_characters
 from tests.ring.rollouts_on_disk import RolloutOnDisk, assert_full_batches_trained_once, consumed, rollouts_on_disk
 from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of
 
 pytestmark = pytest.mark.ring
 NUM_STEPS, GROUPS, GROUP_SIZE = 10, 4, 4
+BY_CHARACTERS = "tests.ring.ring_rewards:parity_by_characters"
 KEYS = (
     "steps", "rollouts_trained", "reward_first_tenth", "reward_last_tenth", "staleness_max", "staleness_bound",
     "rollouts_spanning_update", "packing_fill", "generator_tokens_per_s", "trainer_tokens_per_s",
@@ -38,7 +41,7 @@ def whole_run(lab: Lab) -> RunLayout:
     few = lab.root / "few.jsonl"
     few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
     task = "tests.ring.ring_rewards:parity"
-    data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": task}]
+    data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": BY_CHARACTERS}]
     return run_to_the_end(
         lab,
         "whole",
@@ -87,6 +90,27 @@ def test_rewards_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) 
     assert summary["reward_by_version"] == [
         [version, pytest.approx(sum(r) / len(r)), len(r)] for version, r in sorted(by_version.items())
     ]
+
+
+def test_rewards_of_tokens_are_on_disk_to_the_last_bit_where_the_function_gives_them(
+    whole_run: RunLayout, lab: Lab
+) -> None:
+    """The audit of this run is clean, another test says; its trainer makes advantages of them by a critic."""
+    tokenizer, by_task = PromptTokenizer(lab.model), defaultdict[str, list[RolloutOnDisk]](list)
+    for rollout in rollouts_on_disk(whole_run.rollouts):
+        by_task[rollout.task].append(rollout)
+    others = by_task.pop("tests.ring.ring_rewards:parity")
+    assert {rollout.token_rewards for rollout in others} == {""}
+    (of_tokens,) = by_task.values()
+    for rollout in of_tokens:
+        text = tokenizer.decode(rollout.token_ids)
+        found = {int(place): value for place, value in json.loads(rollout.token_rewards or "{}").items()}
+        expected = parity_by_characters(text, "").rewards_at
+        assert sorted(found.values()) == sorted(expected.values())
+        for (num_characters, value), place in zip(sorted(expected.items()), sorted(found), strict=True):
+            assert found[place] == value
+            assert tokenizer.decode(rollout.token_ids[: place + 1]) == text[:num_characters]
+    assert any(rollout.token_rewards for rollout in of_tokens)
 
 
 def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) -> None:
