@@ -132,6 +132,9 @@ class AdmissionConfig(Section):
     window_groups: Positive | None = None
     """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
     Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
+    oversample: Share = 0.0
+    """Share of groups_per_step: a batch passes so many unfinished groups at most, which are dropped, so that what is
+    trained is shorter than what the policy samples (docs/algorithms.md); 0: none is."""
     lease_deadline_s: PositiveFloat = 600.0
     """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
@@ -151,6 +154,11 @@ class AdmissionConfig(Section):
     def window(self) -> int:
         """W with its default filled in."""
         return 1 if self.window_groups is None else self.window_groups
+
+    @property
+    def most_cut(self) -> int:
+        """Unfinished groups that a batch may pass, which are dropped."""
+        return int(-(-self.oversample * self.groups_per_step // 1))  # rounded up
 
     @property
     def num_slots(self) -> int:

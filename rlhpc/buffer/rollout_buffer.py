@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlhpc.buffer.early_cut import in_the_way
 from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
 from rlhpc.buffer.frozen_buffer import BUFFERED_FILE, FrozenBuffer
 from rlhpc.buffer.group_record import GroupRecord
@@ -152,6 +153,10 @@ class RolloutBuffer:
         """Ids of all groups that are in flight or finished, in order of admission."""
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
 
+    def in_the_way(self, num_groups: int, most: int) -> list[int]:
+        """Ids of unfinished groups, at most `most`, without which a batch is there (early_cut.py)."""
+        return in_the_way((group for group in self._ledger.groups if group.step is None), num_groups, most)
+
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
         group_ids = self._ledger.take(num_groups, step)
@@ -207,8 +212,8 @@ class RolloutBuffer:
             raise LedgerError(f"groups {unused} are released before they are consumed")
         self._ledger.release(group_ids)
 
-    def drop(self, group_id: int, reason: DropReason) -> bool:
-        """Drop a group and record its members so far; its slot is free at once.  True: it was still incomplete.
+    def drop(self, group_id: int, reason: DropReason) -> RolloutGroup:
+        """Drop a group and record its members so far, which are returned; its slot is free at once.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
@@ -218,7 +223,7 @@ class RolloutBuffer:
         group = self._groups.pop(group_id, None) or self._assembled(record)
         self._members.pop(group_id, None)
         self.segments.add(ResolvedGroup(group, drop_reason=reason, attempts=record.attempts))
-        return not record.is_finished
+        return group
 
     # --------------------------------------------------------------------------------------------------- inspection
 
