@@ -20,6 +20,8 @@ from rlhpc.data.chat_template import ChatTemplate
 from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
 
+_MOST_BYTES = 4  # of a character in UTF-8
+
 
 class PromptTokenizer:
     """The tokenizer of model.path.
@@ -86,13 +88,15 @@ class PromptTokenizer:
     def _character_ends(self, token_ids: Int32) -> NDArray[np.int64]:
         """Characters of the text that are whole with each token, [L]; a few tokens at a time, since decoding is linear.
 
-        A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.
+        A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.  It shows that
+        for ever for bytes that are no character, which four tokens tell: no character has more bytes.
         """
         begin = read = num_characters = 0  # tokens from `begin` on are decoded together, those up to `read` are counted
         known, ends = "", np.zeros(len(token_ids), np.int64)
         for place in range(len(token_ids)):
             text = self.decode(token_ids[begin : place + 1])
-            if len(text) > len(known) and not text.endswith("\ufffd"):
+            is_whole = not text.endswith("\ufffd") or place - read >= _MOST_BYTES
+            if len(text) > len(known) and is_whole:
                 num_characters += len(text) - len(known)
                 begin, read = read, place + 1
                 known = self.decode(token_ids[begin:read])

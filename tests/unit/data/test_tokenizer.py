@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -167,3 +168,20 @@ def test_values_on_one_token_are_added_up_and_a_character_that_never_became_whol
     text = tokenizer.decode(cut)
     assert tokenizer.on_tokens({len(text): 1.0, 1: 0.5}, cut) == {0: 0.5, len(cut) - 1: 1.0}
     assert tokenizer.on_tokens({}, ids) == {}
+
+
+def test_bytes_that_are_no_text_are_looked_at_a_few_at_a_time_and_what_follows_them_is_in_its_place(tmp_path):
+    tokenizer = make_bytewise(tmp_path)
+    broken = tokenizer.encode("🙂")[1:2]
+    ids = np.concatenate([tokenizer.encode("x"), np.tile(broken, 20_000), tokenizer.encode("yz")])
+    text = tokenizer.decode(ids)
+    assert text.endswith("yz")
+    began = time.thread_time()
+    assert tokenizer.on_tokens({1: 1.0, len(text): 2.0, len(text) - 1: 3.0}, ids) == {
+        0: 1.0,
+        len(ids) - 2: 3.0,
+        len(ids) - 1: 2.0,
+    }
+    assert (
+        time.thread_time() - began < 5
+    )  # 0.2 s of this thread; two hundred million tokens if each were decoded with all before it
