@@ -81,8 +81,12 @@ class Ring:
             if lease is None:
                 return
             for index in lease.sample_indices:
-                length = self.random.lognormal(-(self.sigma**2) / 2, self.sigma)  # of mean 1
+                length = self.draw_length(lease.group_id, index)
                 self._after(self.g * length, "sampled", lease.group_id, index)
+
+    def draw_length(self, group_id: int, index: int) -> float:
+        """Of a sample; of mean 1."""
+        return float(self.random.lognormal(-(self.sigma**2) / 2, self.sigma))
 
     def _sampled(self, group_id: int, index: int) -> None:
         self.ledger.deliver(group_id, index)

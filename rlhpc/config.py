@@ -269,6 +269,23 @@ def deterministic_order_is_strict(config: Config) -> None:
         raise ValueError(f"run.deterministic=true needs admission.window_groups=1, its default; it is {window}")
 
 
+def stragglers_can_be_passed(config: Config) -> None:
+    """A batch passes groups that are admitted, oldest first, and whose order of finishing is not known before."""
+    admission = config.admission
+    if not admission.oversample:
+        return
+    key = f"admission.oversample={admission.oversample:g}"
+    if config.run.deterministic:
+        raise ValueError(f"{key} with run.deterministic=true: who is finished first decides what is cut; legal: 0")
+    if admission.max_staleness == 0:
+        raise ValueError(
+            f"{key} with admission.max_staleness=0, where no more groups are in flight than a batch has; legal: 0, or "
+            "admission.max_staleness of 1 or more"
+        )
+    if admission.window > 1:
+        raise ValueError(f"{key} with admission.window_groups={admission.window}, which lets batches wait; legal: one")
+
+
 RULES = (
     budget_holds_longest_sample,
     engine_step_holds_every_sequence,
@@ -281,6 +298,7 @@ RULES = (
     format_has_its_backend,
     critic_knows_no_tasks,
     deterministic_order_is_strict,
+    stragglers_can_be_passed,
     datasets_are_told_apart,
     limits_of_datasets_are_within_those_of_all,
     stages_ascend,

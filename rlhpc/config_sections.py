@@ -130,8 +130,9 @@ class AdmissionConfig(Section):
     max_staleness: NonNegative = 1
     """Hard bound on (version being trained − version at admission) of every trained rollout; 0 is synchronous."""
     window_groups: Positive | None = None
-    """A batch takes finished groups less than this many admissions past the oldest one not yet taken (W).
-    Default: 1, strict order: a wider window costs slots and was never faster (docs/operating.md)."""
+    """A batch takes groups less than this many admissions past the oldest one waiting (W); default: 1, strict order."""
+    oversample: Share = 0.0
+    """Share of groups_per_step that a batch may pass unfinished; they are dropped: trained is what is shorter."""
     lease_deadline_s: PositiveFloat = 600.0
     """A generator without deliveries or progress for this long loses the lease; the rest is granted to another."""
     max_attempts: Positive = 5
@@ -151,6 +152,11 @@ class AdmissionConfig(Section):
     def window(self) -> int:
         """W with its default filled in."""
         return 1 if self.window_groups is None else self.window_groups
+
+    @property
+    def most_cut(self) -> int:
+        """Unfinished groups that a batch may pass, rounded up."""
+        return int(-(-self.oversample * self.groups_per_step // 1))
 
     @property
     def num_slots(self) -> int:
@@ -323,8 +329,7 @@ class BufferConfig(Section):
     segment_groups: Positive = 256
     """A segment is sealed after this many groups, or a minute, whichever is first."""
     partial_interval_tokens: Positive = 256
-    """Generators report rollouts that are being sampled when they have grown by this many tokens: the most that a death
-    of any process loses of each."""
+    """Running rollouts are reported when grown by this many tokens: the most that a death loses of each."""
     partial_interval_s: PositiveFloat = 10.0
     """Or when they have grown at all for this long; at most a quarter of admission.lease_deadline_s."""
 

@@ -344,6 +344,7 @@ class RewardOutcome:
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
     answer: str = ""  # what was given as the answer, for majority votes in evaluations; "": none, or not said
+    rewards_at: dict[int, float] = field(default_factory=dict)  # n → part of `reward` earned by the first n characters
 
 
 class RewardFunction(Protocol):

@@ -113,6 +113,7 @@ class RewardReply:
     verdict: str  # a types.Verdict
     reward_parts: dict[str, float]
     detail: str
+    rewards_at: dict[int, float] = field(default_factory=dict)  # characters of the completion → reward
 
 
 @dataclass(frozen=True, slots=True)

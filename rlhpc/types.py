@@ -124,6 +124,7 @@ class ScoredRollout:
     verdict: Verdict
     reward_parts: dict[str, float] = field(default_factory=dict)  # named addends, for metrics
     detail: str = ""  # one line for people: what was extracted, or what went wrong
+    token_rewards: dict[int, float] = field(default_factory=dict)  # token of the completion → its part of the reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Prompt and completion in a row, with an advantage, or a critic's reward in its place.  Made by algorithms/."""
+    """Prompt and completion in a row, with an advantage, or rewards in its place.  Made by algorithms/."""
 
     group_id: int
     sample_index: int

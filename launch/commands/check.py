@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from launch.checks.bias import biases
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.preflight import preflight
@@ -35,7 +36,7 @@ def check_run_file(options: argparse.Namespace) -> int:
             f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
             f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
         )
-    print("\n".join([*evaluations, memory]))
+    print("\n".join([*evaluations, memory, *biases(config)]))
     return 0
 
 

@@ -54,6 +54,14 @@ class RewardShaping:
         """Whether no token of it counts in the loss; its reward still counts for the others of its group."""
         return self.settings.truncated == "masked" and rollout.finish_reason is FinishReason.LENGTH
 
+    def check_token_rewards(self, group: RolloutGroup) -> None:
+        """Raise RoleFailed for rewards of tokens beside part_weights: they are parts of a reward that is not used."""
+        if self.settings.part_weights and any(member.token_rewards for member in group.members):
+            raise RoleFailed(
+                f"task {group.prompt.task!r} says by rewards_at which parts of its reward are earned before the end, "
+                "but shaping.part_weights makes another reward; legal: no part_weights, or no rewards_at"
+            )
+
     def _total(self, member: ScoredRollout) -> float:
         weights = self.settings.part_weights
         if not weights:

@@ -24,7 +24,7 @@ import numpy as np
 from rlhpc.crc import crc32
 from rlhpc.errors import JournalError
 
-SCHEMA = 3  # 1 and 2: sealed segments of resolved groups
+SCHEMA = 4  # 3: without rewards of tokens; 1 and 2: sealed segments of resolved groups
 USER_BLOCK_BYTES = 4096
 MAGIC = b"rlhpc journal\n"
 _BLOCK_BYTES = 4096
@@ -35,7 +35,7 @@ ROLLOUT_ROW = np.dtype(
         ("group_id", "<i8"),
         ("prompt_id", "<i8"),
         ("token_start", "<i8"),  # its tokens are [token_start, token_start + num_tokens) of the four token columns
-        ("text_start", "<i8"),  # detail, then reward_parts as JSON, in `text`
+        ("text_start", "<i8"),  # detail, then reward_parts and token_rewards as JSON, in `text`
         ("reward", "<f8"),
         ("sample_index", "<i4"),
         ("admitted_version", "<i4"),
@@ -43,11 +43,14 @@ ROLLOUT_ROW = np.dtype(
         ("prompt_row", "<i4"),  # in `prompts` of this file
         ("detail_bytes", "<i4"),
         ("reward_parts_bytes", "<i4"),
+        ("token_rewards_bytes", "<i4"),
         ("verdict", "S16"),
         ("finish_reason", "S16"),
         ("crc32", "<u4"),
     ]
 )
+_NEW_FIELD = "token_rewards_bytes"
+ROLLOUT_ROW_3 = np.dtype([(name, ROLLOUT_ROW[name]) for name in ROLLOUT_ROW.names or () if name != _NEW_FIELD])
 PROMPT_ROW = np.dtype(
     [
         ("group_id", "<i8"),
@@ -122,10 +125,15 @@ class JournalLayout:
     file_bytes: int
     first_sequence: int  # of the rollouts in it
     attempt: int  # of the run, which wrote it
+    schema: int = SCHEMA
+
+    def kind(self, column: str) -> np.dtype[Any]:
+        """What an entry of a column is."""
+        return ROLLOUT_ROW_3 if column == "rollouts" and self.schema < 4 else COLUMNS[column]
 
     def place(self, column: str, index: int) -> int:
         """Byte at which an entry of a column begins."""
-        return self.offsets[column] + index * COLUMNS[column].itemsize
+        return self.offsets[column] + index * self.kind(column).itemsize
 
 
 class NewFile(NamedTuple):
@@ -180,9 +188,8 @@ def read_layout(user_block: bytes) -> JournalLayout:
         if facts["schema"] > SCHEMA:
             raise JournalError(f"has schema {facts['schema']}, this version of rlhpc reads up to {SCHEMA}")
         room, offsets = Sizes(**facts["room"]), {name: int(facts["offsets"][name]) for name in COLUMNS}
-        return JournalLayout(
-            room, offsets, int(facts["file_bytes"]), int(facts["first_sequence"]), int(facts["attempt"])
-        )
+        numbers = (int(facts[name]) for name in ("file_bytes", "first_sequence", "attempt", "schema"))
+        return JournalLayout(room, offsets, *numbers)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"its first bytes say too little: {error!r}") from error
 

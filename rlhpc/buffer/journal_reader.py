@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.buffer.journal_files import journal_paths
-from rlhpc.buffer.journal_layout import COLUMNS, TOKEN_COLUMNS, USER_BLOCK_BYTES, JournalLayout, read_layout
+from rlhpc.buffer.journal_layout import TOKEN_COLUMNS, USER_BLOCK_BYTES, JournalLayout, read_layout
 from rlhpc.buffer.journal_rows import JournalRecord, decode_prompt, decode_rollout
 from rlhpc.errors import JournalError
 
@@ -102,7 +102,7 @@ def _read(path: Path, descriptor: int) -> JournalContent:
 
 def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
     """The rows of a table up to the last one that is not all zero."""
-    kind, room, parts, end = COLUMNS[table], layout.room.of(table), list[NDArray[Any]](), 0
+    kind, room, parts, end = layout.kind(table), layout.room.of(table), list[NDArray[Any]](), 0
     for first in range(0, room, _ROWS_AT_ONCE):
         count = min(_ROWS_AT_ONCE, room - first)
         rows = _column(descriptor, layout, table, count, first)
@@ -117,10 +117,10 @@ def _rows(descriptor: int, layout: JournalLayout, table: str) -> NDArray[Any]:
 
 def _text_end(rollout_rows: NDArray[Any], prompt_rows: NDArray[Any], layout: JournalLayout) -> int:
     """Bytes of `text` that any row refers to."""
-    sizes = (rollout_rows, "detail_bytes", "reward_parts_bytes"), (prompt_rows, "task_bytes", "reference_bytes")
     ends = [0]
-    for rows, first, second in sizes:
-        ends += (rows["text_start"] + rows[first].astype(np.int64) + rows[second]).tolist()
+    for rows in (rollout_rows, prompt_rows):
+        texts = [name for name in rows.dtype.names or () if name.endswith("_bytes")]
+        ends += (rows["text_start"] + sum(rows[name].astype(np.int64) for name in texts)).tolist()
     return _largest(ends, layout.room.text_bytes)
 
 
@@ -136,7 +136,7 @@ def _largest(ends: list[int], room: int) -> int:
 def _column(descriptor: int, layout: JournalLayout, name: str, length: int, first: int = 0) -> NDArray[Any]:
     """Entries of a column; fewer if the file is cut off."""
     # numpy's own memory: it asks for large pages, and faults on small ones cost as much as the reading.
-    values = np.empty(length, COLUMNS[name])
+    values = np.empty(length, layout.kind(name))
     left, offset = values.view(np.uint8).data, layout.place(name, first)
     while left and (count := os.preadv(descriptor, [left[: 1 << 30]], offset)):
         left, offset = left[count:], offset + count

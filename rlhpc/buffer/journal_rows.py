@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, Sizes
-from rlhpc.buffer.segment_columns import decode_text, encode_text
+from rlhpc.buffer.journal_layout import PROMPT_ROW, ROLLOUT_ROW, ROLLOUT_ROW_3, Sizes
+from rlhpc.buffer.segment_columns import decode_text, decode_token_rewards, encode_text, encode_token_rewards
 from rlhpc.crc import crc32
 from rlhpc.types import FinishReason, Prompt, Rollout, ScoredRollout, Verdict
 
 # The same bytes as the rows of journal_layout.py, a test says; struct is ten times as fast as a row of numpy's.
-_ROLLOUT = struct.Struct("<5qd6i16s16s")
+_ROLLOUT = struct.Struct("<5qd7i16s16s")
+_ROLLOUT_3 = struct.Struct("<5qd6i16s16s")  # of schema 3, without the bytes of token_rewards
 _PROMPT = struct.Struct("<4q3i")
 _CRC = struct.Struct("<I")
 _made = tuple.__new__  # of a NamedTuple, without the call in Python that its own is
@@ -70,6 +71,8 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
     text = detail = encode_text(scored.detail)
     if scored.reward_parts:
         text += _as_json(tuple(scored.reward_parts.items()))
+    token_rewards = encode_token_rewards(scored.token_rewards)
+    num_parts, text = len(text) - len(detail), text + token_rewards
     num_tokens = len(rollout.token_ids)
     row = _ROLLOUT.pack(
         record.sequence,
@@ -83,7 +86,8 @@ def encode_rollout(record: JournalRecord, prompt_row: int, used: Sizes) -> Encod
         num_tokens,
         prompt_row,
         len(detail),
-        len(text) - len(detail),
+        num_parts,
+        len(token_rewards),
         scored.verdict.encode(),
         rollout.finish_reason.encode(),
     )
@@ -121,12 +125,12 @@ def decode_rollout(
 
     prompts: of all rows of `prompts`.  columns: the four of TOKEN_COLUMNS, whole, as far as they were read.
     """
-    *places, reward, sample_index, admitted, num_tokens, prompt_row, detail_bytes, parts_bytes, verdict, finish = (
-        _ROLLOUT.unpack(row[:-4])
-    )
-    sequence, group_id, prompt_id, token_start, text_start = places
-    text_end = text_start + detail_bytes + parts_bytes
-    if not _is_within(len(columns[0]), token_start, num_tokens) or min(detail_bytes, parts_bytes) < 0:
+    is_old = len(row) == _ROLLOUT_3.size + _CRC.size
+    *places, verdict, finish = (_ROLLOUT_3 if is_old else _ROLLOUT).unpack(row[:-4])
+    sequence, group_id, prompt_id, token_start, text_start, reward, sample_index, admitted, *places = places
+    num_tokens, prompt_row, detail_bytes, parts_bytes, rewards_bytes = (*places, 0) if is_old else places
+    text_end = text_start + detail_bytes + parts_bytes + rewards_bytes
+    if not _is_within(len(columns[0]), token_start, num_tokens) or min(detail_bytes, parts_bytes, rewards_bytes) < 0:
         return None
     if not 0 <= text_start <= text_end <= len(text) or not 0 <= prompt_row < len(prompts):
         return None
@@ -148,9 +152,15 @@ def decode_rollout(
         loss_mask=loss_mask.view(np.bool_),
         finish_reason=FinishReason(finish.rstrip(b"\0").decode()),
     )
-    parts = json.loads(words[detail_bytes:]) if parts_bytes else {}
-    detail = decode_text(words[:detail_bytes])
-    scored = ScoredRollout(rollout, reward, Verdict(verdict.rstrip(b"\0").decode()), parts, detail)
+    parts_end = detail_bytes + parts_bytes
+    scored = ScoredRollout(
+        rollout,
+        reward,
+        Verdict(verdict.rstrip(b"\0").decode()),
+        json.loads(words[detail_bytes:parts_end]) if parts_bytes else {},
+        decode_text(words[:detail_bytes]),
+        decode_token_rewards(words[parts_end:]),
+    )
     return JournalRecord(sequence, scored, admitted)
 
 
@@ -166,4 +176,5 @@ def _is_within(length: int, start: int, count: int) -> bool:
 
 
 assert ROLLOUT_ROW.itemsize == _ROLLOUT.size + _CRC.size
+assert ROLLOUT_ROW_3.itemsize == _ROLLOUT_3.size + _CRC.size
 assert PROMPT_ROW.itemsize == _PROMPT.size + _CRC.size

@@ -4,9 +4,8 @@
                 └── hand_back, renew, expire, forget_holder ──▶ grant again
 
 Input: Prompt, later ScoredRollout.  Output: Lease, later RolloutGroup.  The ledger decides (ledger.py), groups are put
-together here, segments record what became of them.
-Guarantees: those of the ledger; a group is handed out once for training, complete; what is consumed or dropped reaches
-a segment; a checkpoint carries everything else, incomplete groups included.
+together here, segments record what became of them.  Guarantees: those of the ledger; a group is handed out once for
+training, complete; what is consumed or dropped reaches a segment; a checkpoint carries the rest, incomplete groups too.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlhpc.buffer.early_cut import in_the_way
 from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
 from rlhpc.buffer.frozen_buffer import BUFFERED_FILE, FrozenBuffer
 from rlhpc.buffer.group_record import GroupRecord
@@ -152,6 +152,10 @@ class RolloutBuffer:
         """Ids of all groups that are in flight or finished, in order of admission."""
         return [group.group_id for group in self._ledger.groups if self._ledger.is_open(group.group_id)]
 
+    def in_the_way(self, num_groups: int, most: int) -> list[int]:
+        """Ids of unfinished groups, at most `most`, without which a batch is there (early_cut.py)."""
+        return in_the_way((group for group in self._ledger.groups if group.step is None), num_groups, most)
+
     def take(self, num_groups: int, step: int) -> list[RolloutGroup] | None:
         """Take the batch of a step, oldest group first; None, without effect, while it is not full."""
         group_ids = self._ledger.take(num_groups, step)
@@ -182,8 +186,8 @@ class RolloutBuffer:
 
         trained_version: of the policy that the step began with; applied: whether it led to another; metrics: the
         trainer's, for a replay to compare with; refused: why the guard had it skipped, or the `skipped` parts of it;
-        began_s: seconds that the run had trained before.
-        Raises LedgerError, before anything changed, if one was not taken for this step or is consumed already.
+        began_s: seconds that the run had trained before.  Raises LedgerError, before anything changed, if one was not
+        taken for this step or is consumed already.
         """
         for group in groups:
             if self._ledger.group(group.group_id).step != step or group.group_id not in self._groups:
@@ -201,16 +205,13 @@ class RolloutBuffer:
             )
 
     def release(self, group_ids: Sequence[int]) -> None:
-        """Free the slots of consumed groups, once the weights of their step are live.
-
-        Raises LedgerError, before anything changed, if one is not consumed.
-        """
+        """Free the slots of consumed groups, once their weights are live.  Raises LedgerError, at once, if one is not."""
         if unused := sorted(self._groups.keys() & set(group_ids)):
             raise LedgerError(f"groups {unused} are released before they are consumed")
         self._ledger.release(group_ids)
 
-    def drop(self, group_id: int, reason: DropReason) -> bool:
-        """Drop a group and record its members so far; its slot is free at once.  True: it was still incomplete.
+    def drop(self, group_id: int, reason: DropReason) -> RolloutGroup:
+        """Drop a group and record its members so far, which are returned; its slot is free at once.
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
@@ -220,7 +221,7 @@ class RolloutBuffer:
         group = self._groups.pop(group_id, None) or self._assembled(record)
         self._members.pop(group_id, None)
         self.segments.add(ResolvedGroup(group, drop_reason=reason, attempts=record.attempts))
-        return not record.is_finished
+        return group
 
     # --------------------------------------------------------------------------------------------------- inspection
 

@@ -1,17 +1,18 @@
-"""Lay groups out as flat columns, and read them back: schema 2 of a rollout segment, without the file around it.
+"""Lay groups out as flat columns, and read them back: schema 3 of a rollout segment, without the file around it.
 
 Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollout_format.md is the description for
 people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
 types are slow, are not compressed and do not survive a torn write.  Text is UTF-8 bytes in the same manner, so that NUL
 and lone surrogates in a model's output are no special case.
-Every row carries a CRC32 of its content.  Files of schema 1 lack NEW_COLUMNS and are read with their defaults.
+Every row carries a CRC32 of its content.  Files of older schemas lack some of NEW_COLUMNS and are read with their
+defaults.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,12 +27,15 @@ from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollo
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 2
+SCHEMA = 3
 NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that introduced it, value for rows of older files)
     "groups/trained_version": (2, -1),
     "groups/applied": (2, -1),
+    "rollouts/token_rewards": (3, 0),  # no bytes, all offsets 0
+    "rollouts/token_rewards_offsets": (3, 0),
 }
-TEXT_COLUMNS = ("groups/task", "groups/reference", "rollouts/detail", "rollouts/reward_parts")
+ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
+TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
 WORD_COLUMNS = ("groups/drop_reason", "rollouts/verdict", "rollouts/finish_reason")  # fixed-length ASCII
 
 _TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
@@ -95,14 +99,15 @@ class _RolloutRow:
     finish_reason: bytes
     detail: bytes
     reward_parts: bytes
+    token_rewards: bytes
     tokens: tuple[NDArray[Any], ...]  # in the order of _TOKEN_COLUMNS
 
-    @property
-    def crc32(self) -> int:
+    def crc32(self, schema: int = SCHEMA) -> int:
         crc = crc32(struct.pack("<3qd", self.group_id, self.sample_index, len(self.tokens[0]), self.reward))
         for values in self.tokens:
             crc = crc32(values.data, crc)
-        return _crc_of_texts(crc, self.verdict, self.finish_reason, self.detail, self.reward_parts)
+        crc = _crc_of_texts(crc, self.verdict, self.finish_reason, self.detail, self.reward_parts)
+        return crc if schema < 3 else _crc_of_texts(crc, self.token_rewards)
 
 
 def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
@@ -125,7 +130,7 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     columns["rollouts/token_offsets"] = _offsets(len(row.tokens[0]) for row in rows)
     for position, (name, dtype) in enumerate(_TOKEN_COLUMNS.items()):
         columns[name] = _concatenate([row.tokens[position] for row in rows], dtype)
-    columns["rollouts/crc32"] = np.array([row.crc32 for row in rows], dtype="<u4")
+    columns["rollouts/crc32"] = np.array([row.crc32() for row in rows], dtype="<u4")
     for column in TEXT_COLUMNS:
         table, name = column.split("/")
         texts = [getattr(row, name) for row in (group_rows if table == "groups" else rows)]
@@ -134,10 +139,16 @@ def to_columns(groups: Sequence[ResolvedGroup]) -> Columns:
     return columns
 
 
-def default_column(name: str, schema: int, num_rows: int) -> NDArray[Any] | None:
+def default_column(name: str, schema: int, *, num_groups: int, num_rollouts: int) -> NDArray[Any] | None:
     """The default of a column that this schema does not have; None if the file must have it."""
     since, value = NEW_COLUMNS.get(name, (0, 0))
-    return np.full(num_rows, value, _GROUP_SCALARS[name.partition("/")[2]]) if since > schema else None
+    if since <= schema:
+        return None
+    if name in TEXT_COLUMNS:
+        return np.empty(0, np.uint8)
+    if name.endswith("_offsets"):
+        return np.full(num_rollouts + 1, value, "<i8")
+    return np.full(num_groups, value, _GROUP_SCALARS[name.partition("/")[2]])
 
 
 def from_columns(columns: Columns, source: str, schema: int = SCHEMA) -> list[ResolvedGroup]:
@@ -146,10 +157,10 @@ def from_columns(columns: Columns, source: str, schema: int = SCHEMA) -> list[Re
     schema: of the file that they are from; what it lacks is filled in.
     Raises SegmentError naming `source` and the row.
     """
-    num_groups = len(columns["groups/group_id"])
-    absent = {name: default_column(name, schema, num_groups) for name in NEW_COLUMNS}
+    sizes = {"num_groups": len(columns["groups/group_id"]), "num_rollouts": len(columns["rollouts/group_id"])}
+    absent = {name: default_column(name, schema, **sizes) for name in NEW_COLUMNS}
     columns = columns | {name: values for name, values in absent.items() if values is not None}
-    members = list(_read_rollouts(columns, source))
+    members = list(_read_rollouts(columns, source, schema))
     texts = {name: texts_of(columns, f"groups/{name}") for name in ("task", "reference")}
     prompts = _slices(columns["groups/prompt_token_ids"], columns["groups/prompt_offsets"])
     borders = pairwise(columns["groups/rollout_offsets"].tolist())
@@ -179,6 +190,16 @@ def decode_text(text: bytes) -> str:
 def encode_text(text: str) -> bytes:
     """UTF-8, as in text columns; a lone surrogate is no special case."""
     return text.encode("utf-8", "surrogatepass")
+
+
+def encode_token_rewards(token_rewards: Mapping[int, float]) -> bytes:
+    """JSON, token → reward, every number to its last bit; nothing if there are none."""
+    return json.dumps(token_rewards).encode() if token_rewards else b""
+
+
+def decode_token_rewards(text: bytes) -> dict[int, float]:
+    """Undo encode_token_rewards."""
+    return {int(place): value for place, value in json.loads(text).items()} if text else {}
 
 
 def _group_row(resolved: ResolvedGroup) -> _GroupRow:
@@ -215,20 +236,21 @@ def _rollout_row(scored: ScoredRollout) -> _RolloutRow:
         finish_reason=rollout.finish_reason.encode(),
         detail=encode_text(scored.detail),
         reward_parts=encode_text(json.dumps(scored.reward_parts)),
+        token_rewards=encode_token_rewards(scored.token_rewards),
         tokens=tuple(np.ascontiguousarray(a, dtype=t) for a, t in zip(arrays, _TOKEN_COLUMNS.values(), strict=True)),
     )
 
 
-def _read_rollouts(columns: Columns, source: str) -> Iterable[tuple[_RolloutRow, dict[str, float]]]:
-    texts = {name: texts_of(columns, f"rollouts/{name}") for name in ("detail", "reward_parts")}
+def _read_rollouts(columns: Columns, source: str, schema: int) -> Iterable[_RolloutRow]:
+    texts = {name: texts_of(columns, f"rollouts/{name}") for name in ROLLOUT_TEXTS}
     offsets = columns["rollouts/token_offsets"]
     tokens = zip(*(_slices(columns[name], offsets) for name in _TOKEN_COLUMNS), strict=True)
     for index, arrays in enumerate(tokens):
         row = _RolloutRow(tokens=arrays, **_row_fields(columns, "rollouts", _ROLLOUT_SCALARS, texts, index))
-        if row.crc32 != columns["rollouts/crc32"][index]:
+        if row.crc32(schema) != columns["rollouts/crc32"][index]:
             where = f"rollout {row.group_id}:{row.sample_index}"
             raise SegmentError(f"{source}: rollouts row {index} ({where}): checksum differs")
-        yield row, json.loads(row.reward_parts)
+        yield row
 
 
 def _row_fields(
@@ -238,14 +260,14 @@ def _row_fields(
     return numbers | {name: values[index] for name, values in texts.items()}
 
 
-def _to_resolved(row: _GroupRow, members: Sequence[tuple[_RolloutRow, dict[str, float]]]) -> ResolvedGroup:
+def _to_resolved(row: _GroupRow, members: Sequence[_RolloutRow]) -> ResolvedGroup:
     prompt = Prompt(row.prompt_id, decode_text(row.task), row.prompt_token_ids, decode_text(row.reference))
     return ResolvedGroup(
         group=RolloutGroup(
             group_id=row.group_id,
             prompt=prompt,
             admitted_version=row.admitted_version,
-            members=tuple(_to_scored(member, parts, prompt) for member, parts in members),
+            members=tuple(_to_scored(member, prompt) for member in members),
         ),
         consumed_step=row.consumed_step,
         drop_reason=DropReason(row.drop_reason.decode()) if row.drop_reason else None,
@@ -255,7 +277,7 @@ def _to_resolved(row: _GroupRow, members: Sequence[tuple[_RolloutRow, dict[str, 
     )
 
 
-def _to_scored(row: _RolloutRow, reward_parts: dict[str, float], prompt: Prompt) -> ScoredRollout:
+def _to_scored(row: _RolloutRow, prompt: Prompt) -> ScoredRollout:
     token_ids, behaviour_logprobs, versions, loss_mask = row.tokens
     return ScoredRollout(
         rollout=Rollout(
@@ -270,8 +292,9 @@ def _to_scored(row: _RolloutRow, reward_parts: dict[str, float], prompt: Prompt)
         ),
         reward=row.reward,
         verdict=Verdict(row.verdict.decode()),
-        reward_parts=reward_parts,
+        reward_parts=json.loads(row.reward_parts),
         detail=decode_text(row.detail),
+        token_rewards=decode_token_rewards(row.token_rewards),
     )
 
 

@@ -115,8 +115,9 @@ def _verify_file(path: Path, data: bytes) -> None:
 
 def _columns(path: Path, file: Hdf5Columns, names: Sequence[str]) -> Columns:
     """Some columns; one that is younger than the file has its default."""
-    schema, num_groups = _schema_of(path, file), int(file.attribute("num_groups"))
-    defaults = {name: default_column(name, schema, num_groups) for name in names}
+    schema = _schema_of(path, file)
+    sizes = {size: int(file.attribute(size)) for size in ("num_groups", "num_rollouts")}
+    defaults = {name: default_column(name, schema, **sizes) for name in names}
     return {name: file.column(name) if value is None else value for name, value in defaults.items()}
 
 

@@ -7,17 +7,20 @@ torch nor transformers, so that a login node can check a dataset.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rlhpc.data.chat_template import ChatTemplate
 from rlhpc.errors import ConfigError
 from rlhpc.types import Int32
+
+_MOST_BYTES = 4  # of a character in UTF-8
 
 
 class PromptTokenizer:
@@ -68,6 +71,37 @@ class PromptTokenizer:
     def decode_completion(self, token_ids: Int32, *, has_ended: bool) -> str:
         """Text of a completion; has_ended: without the last token, which ended it."""
         return self.decode(token_ids[:-1] if has_ended else token_ids)
+
+    def on_tokens(self, values_at: Mapping[int, float], token_ids: Int32) -> dict[int, float]:
+        """Values that belong to the first n characters of a completion's text, each at the token that completes these.
+
+        Several on one token are added up.  Places of the result ascend.
+        """
+        if not values_at:
+            return {}
+        ends, found = self._character_ends(token_ids), dict[int, float]()
+        for num_characters, value in sorted(values_at.items()):
+            token = min(int(np.searchsorted(ends, num_characters)), len(ends) - 1)
+            found[token] = found.get(token, 0.0) + value
+        return found
+
+    def _character_ends(self, token_ids: Int32) -> NDArray[np.int64]:
+        """Characters of the text that are whole with each token, [L]; a few tokens at a time, since decoding is linear.
+
+        A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.  It shows that
+        for ever for bytes that are no character, which four tokens tell: no character has more bytes.
+        """
+        begin = read = num_characters = 0  # tokens from `begin` on are decoded together, those up to `read` are counted
+        known, ends = "", np.zeros(len(token_ids), np.int64)
+        for place in range(len(token_ids)):
+            text = self.decode(token_ids[begin : place + 1])
+            is_whole = not text.endswith("\ufffd") or place - read >= _MOST_BYTES
+            if len(text) > len(known) and is_whole:
+                num_characters += len(text) - len(known)
+                begin, read = read, place + 1
+                known = self.decode(token_ids[begin:read])
+            ends[place] = num_characters
+        return ends
 
     @property
     def vocab_size(self) -> int:

@@ -41,6 +41,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "group/dropped_total": Metric("groups", "dropped since the start, for any reason"),
         "group/replaced_total": Metric("groups", "replaced since the start because their rewards had zero variance"),
         "group/regranted_total": Metric("groups", "granted again since the start: a lease was lost or expired"),
+        # Stragglers, with admission.oversample.
+        "cut/groups_total": Metric("groups", "dropped since the start, unfinished, so that a batch was there earlier"),
+        "cut/tokens_total": Metric("tokens", "sampled for these in vain, as far as is known"),
+        "cut/completion_mean": Metric("tokens", "so far, of those being sampled when they were cut, since the start"),
         # Prompts of the dataset ([curriculum]).
         "prompt/known_share": Metric("share", "prompts of which some group is finished: whose pass rate is known"),
         "prompt/pass_rate_mean": Metric("share", "mean over these of the pass rate, that of their newest groups"),

@@ -35,6 +35,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     detail: str
     error: str
     answer: str = ""
+    rewards_at: dict[int, float] = {}
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -34,6 +34,7 @@ class Judgement:
     parts: dict[str, float] = field(default_factory=dict)
     detail: str = ""
     answer: str = ""
+    rewards_at: dict[int, float] = field(default_factory=dict)  # characters of the completion → part of the reward
 
 
 class RewardPool:
@@ -181,4 +182,4 @@ def _judgement(task: str, reply: Reply) -> Judgement:
     if reply.error:
         return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {reply.error}")
     verdict = Verdict.CORRECT if reply.is_correct else Verdict.WRONG
-    return Judgement(reply.reward, verdict, reply.parts, reply.detail, reply.answer)
+    return Judgement(reply.reward, verdict, reply.parts, reply.detail, reply.answer, reply.rewards_at)

@@ -59,20 +59,28 @@ def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
         outcome = function(request.completion, request.reference)
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
         return _error(_describe(error))
-    return _checked(outcome)
+    return _checked(outcome, len(request.completion))
 
 
-def _checked(outcome: object) -> Reply:
+def _checked(outcome: object, num_characters: int) -> Reply:
     """Turn an outcome into a reply; anything but a finite float for a reward is an error, never a number."""
     if not isinstance(outcome, RewardOutcome):
         return _error(f"a reward function returns a RewardOutcome, not {type(outcome).__name__}")
-    for name, value in {"reward": outcome.reward, **outcome.parts}.items():
+    rewards_at: object = outcome.rewards_at
+    if not isinstance(rewards_at, dict):
+        return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")
+    at_places = {f"rewards_at[{place!r}]": value for place, value in rewards_at.items()}
+    for name, value in {"reward": outcome.reward, **outcome.parts, **at_places}.items():
         if not isinstance(value, float) or not math.isfinite(value):
             return _error(f"{name} must be a finite float, not {type(value).__name__} {str(value)[:40]}")
+    for place in rewards_at:
+        if type(place) is not int or not 1 <= place <= num_characters:
+            return _error(f"rewards_at[{place!r}]: the completion has characters 1 to {num_characters}")
+    places = {place: float(value) for place, value in rewards_at.items()}
     parts = {str(name): float(value) for name, value in outcome.parts.items()}
     detail = str(outcome.detail)[:_LONGEST_DETAIL]
     answer = str(outcome.answer)[:_LONGEST_DETAIL]
-    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, error="", answer=answer)
+    return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, "", answer, places)
 
 
 def _error(why: str) -> Reply:

@@ -99,6 +99,7 @@ class RewardService:
             judgement.verdict.value,
             judgement.parts,
             judgement.detail,
+            judgement.rewards_at,
         )
         try:
             await self._server.send(peer, reply)

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rlhpc.contracts import RewardOutcome
@@ -20,6 +21,12 @@ def parity(completion: str, reference: str) -> RewardOutcome:
     """Random text is right about half the time, so that most groups have spread."""
     reward = float(sum(map(ord, completion)) % 2)
     return RewardOutcome(reward, reward > 0, parts={"odd": reward}, detail=f"against {reference}")
+
+
+def parity_by_characters(completion: str, reference: str) -> RewardOutcome:
+    """The same reward, of which odd characters earn 0.1 / n, n their place; the rest is left for the end."""
+    places = [n for n, character in enumerate(completion, 1) if ord(character) % 2]
+    return replace(parity(completion, reference), rewards_at={n: 0.1 / n for n in places})
 
 
 def slow_parity(completion: str, reference: str) -> RewardOutcome:

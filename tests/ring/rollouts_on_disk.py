@@ -32,6 +32,8 @@ class RolloutOnDisk:
     token_ids: NDArray[np.int32]  # [Lc]
     trained_version: int = -1  # −1: none
     is_applied: bool = False
+    task: str = ""
+    token_rewards: str = ""  # JSON; "": none
 
 
 def rollouts_on_disk(directory: Path) -> list[RolloutOnDisk]:
@@ -105,6 +107,13 @@ def _rollouts_of(path: Path) -> list[RolloutOnDisk]:
                     token_ids=rollouts["token_ids"][tokens],
                     trained_version=int(groups["trained_version"][g]),
                     is_applied=bool(groups["applied"][g] == 1),
+                    task=_text(groups, "task", g),
+                    token_rewards=_text(rollouts, "token_rewards", r),
                 )
             )
     return found
+
+
+def _text(table: dict[str, NDArray[np.generic]], name: str, row: int) -> str:
+    first, last = table[f"{name}_offsets"][row : row + 2]
+    return table[name][first:last].tobytes().decode()

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
+from rlhpc.buffer.segment_reader import read_columns
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.metrics.names import HISTOGRAMS, METRICS, find_metric
 from rlhpc.run_layout import RunLayout
 from rlhpc.training.checkpoint.directory import latest_complete
+from tests.ring.ring_rewards import parity_by_characters
 from tests.ring.rollouts_on_disk import RolloutOnDisk, assert_full_batches_trained_once, consumed, rollouts_on_disk
 from tests.ring.run_kit import Lab, rlhpc, run_to_the_end, summary_of
 
 pytestmark = pytest.mark.ring
 NUM_STEPS, GROUPS, GROUP_SIZE = 10, 4, 4
+BY_CHARACTERS = "tests.ring.ring_rewards:parity_by_characters"
 KEYS = (
     "steps", "rollouts_trained", "reward_first_tenth", "reward_last_tenth", "staleness_max", "staleness_bound",
     "rollouts_spanning_update", "packing_fill", "generator_tokens_per_s", "trainer_tokens_per_s",
@@ -38,7 +42,7 @@ def whole_run(lab: Lab) -> RunLayout:
     few = lab.root / "few.jsonl"
     few.write_text("".join(lab.dataset.read_text().splitlines(keepends=True)[:3]))  # whose epochs end
     task = "tests.ring.ring_rewards:parity"
-    data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": task}]
+    data = [{"path": str(lab.dataset), "task": task, "name": "sums"}, {"path": str(few), "task": BY_CHARACTERS}]
     return run_to_the_end(
         lab,
         "whole",
@@ -47,6 +51,7 @@ def whole_run(lab: Lab) -> RunLayout:
         critic={"learning_rate": 1e-3},
         data=data,
         curriculum={"target_pass_rate": 0.5, "min_chance": 0.01},
+        admission={"oversample": 0.25},
     )
 
 
@@ -89,6 +94,27 @@ def test_rewards_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) 
     ]
 
 
+def test_rewards_of_tokens_are_on_disk_to_the_last_bit_where_the_function_gives_them(
+    whole_run: RunLayout, lab: Lab
+) -> None:
+    """The audit of this run is clean, another test says; its trainer makes advantages of them by a critic."""
+    tokenizer, by_task = PromptTokenizer(lab.model), defaultdict[str, list[RolloutOnDisk]](list)
+    for rollout in rollouts_on_disk(whole_run.rollouts):
+        by_task[rollout.task].append(rollout)
+    others = by_task.pop("tests.ring.ring_rewards:parity")
+    assert {rollout.token_rewards for rollout in others} == {""}
+    (of_tokens,) = by_task.values()
+    for rollout in of_tokens:
+        text = tokenizer.decode(rollout.token_ids)
+        found = {int(place): value for place, value in json.loads(rollout.token_rewards or "{}").items()}
+        expected = parity_by_characters(text, "").rewards_at
+        assert sorted(found.values()) == sorted(expected.values())
+        for (num_characters, value), place in zip(sorted(expected.items()), sorted(found), strict=True):
+            assert found[place] == value
+            assert tokenizer.decode(rollout.token_ids[: place + 1]) == text[:num_characters]
+    assert any(rollout.token_rewards for rollout in of_tokens)
+
+
 def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run: RunLayout) -> None:
     trained, summary = consumed(whole_run.rollouts), summary_of(whole_run)
     assert summary["staleness_max"] == max(r.trained_version - r.admitted_version for r in trained)
@@ -96,6 +122,16 @@ def test_staleness_and_spans_of_the_summary_are_those_of_the_segments(whole_run:
     spanning = sum(len(set(r.versions.tolist())) > 1 for r in trained)
     assert summary["rollouts_spanning_update"] == pytest.approx(spanning / len(trained))
     assert all(r.versions[0] >= r.admitted_version and r.versions[-1] <= r.consumed_step for r in trained)
+
+
+def test_stragglers_that_were_cut_are_on_record_as_dropped(whole_run: RunLayout, events: EventAccumulator) -> None:
+    """As many as TensorBoard has counted, whether any batch had to pass one or not; the audit is clean besides."""
+    paths = sorted(whole_run.rollouts.glob("segment_*.h5"))
+    reasons = np.concatenate([read_columns(path, ["groups/drop_reason"])["groups/drop_reason"] for path in paths])
+    counted = [event.value for event in events.Scalars("cut/groups_total")]
+    assert len(counted) == NUM_STEPS
+    assert counted[-1] == np.count_nonzero(reasons == "cut") <= NUM_STEPS
+    assert counted == sorted(counted)
 
 
 def test_every_group_that_was_trained_has_reward_variance(whole_run: RunLayout) -> None:

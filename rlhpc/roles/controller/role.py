@@ -10,7 +10,7 @@ All five run in one event loop and share the buffer; none of them awaits while i
 their channel, the last one for the clock.  The others wait for each other (a test holds this table true):
 
     who waits                   for               which is called by
-    LeaseDispatcher.run         wake()            Controller._hear _take_in _watch; TrainLoop._release_when_live
+    LeaseDispatcher.run         wake()            Controller._cut _hear _take_in _watch; TrainLoop._release_when_live
     TrainLoop._full_batch       groups_changed()  Controller._hear _take_in _watch; TrainLoop._release_when_live
     WeightSync._until           notify_all()      WeightSync.joined lost acknowledge _follow stop_waiting
     CheckpointWriter._complete  reported()        Controller._hear; LastSave.outlast
@@ -33,7 +33,6 @@ from rlhpc.contracts import ServerChannel
 from rlhpc.errors import ChannelError, CheckpointError, JournalError, OwnershipLost, SegmentError
 from rlhpc.messages import (
     CanaryTaken,
-    CancelGroup,
     Delivery,
     Heartbeat,
     Hello,
@@ -49,6 +48,7 @@ from rlhpc.rewards.error_gate import ErrorGate
 from rlhpc.roles.common.lifecycle import RoleContext, StopRequest
 from rlhpc.roles.controller.awake_clock import AwakeClock
 from rlhpc.roles.controller.canary import open_canary
+from rlhpc.roles.controller.cancelling import Cancelling
 from rlhpc.roles.controller.checkpoints import CheckpointWriter
 from rlhpc.roles.controller.disk_patience import PatientSealing, written_patiently
 from rlhpc.roles.controller.guard_file import GuardFile
@@ -121,12 +121,12 @@ class Controller:
         )
         self._journaling = Journaling(self._state.journal, leases, self._awake)
         gate, is_exact = ErrorGate(config.rewards.max_error_share), config.run.deterministic
-        shaping = RewardShaping.of(config)
-        buffer, prompts = self._state.buffer, self._state.prompts
+        buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
         self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
         on_disk = self._journaling.durable if config.curriculum.leaves_out else None
         self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, on_disk)
+        self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
         self._guarding = self._make_guarding()
         self._loop = self._make_loop()
         self._partials = PartialKeeping(
@@ -172,6 +172,7 @@ class Controller:
             version=self._state.policy_version,
             wake=self._dispatcher.wake,
             durable=self._journaling.durable,
+            clear_way=self._cut,
             guarding=self._guarding,
             progress=self._state.progress,
         )
@@ -272,7 +273,7 @@ class Controller:
                 self._journaling.received(name, message)
                 if not has_changed:
                     continue
-                await self._cancel_dropped()
+                await self._cancelling.tell()
             elif isinstance(message, LeaseReturn) and self._counts(message):
                 self._state.buffer.hand_back(name, message.group_id, message.sample_indices, message.prefixes)
                 self._partials.handed_back(message)
@@ -286,13 +287,10 @@ class Controller:
         """Whether the weights that sampled it are among those that this controller's trainer makes, or makes again."""
         return message.timeline == self._state.replay.timeline
 
-    async def _cancel_dropped(self) -> None:
-        """Cancel sampling of groups that were dropped."""
-        while self._sink.cancelled:
-            group_id = self._sink.cancelled.pop()
-            for name in sorted(self._weight_sync.ready_members):
-                with suppress(ChannelError):  # it is gone, or too busy to receive: its work is wasted, nothing breaks
-                    await self._leases.send(name, CancelGroup(group_id))
+    async def _cut(self) -> None:
+        """A batch is wanted: drop the stragglers that it need not wait for."""
+        if await self._cancelling.cut():
+            self._dispatcher.wake()
 
     async def _watch(self) -> None:
         """Check periodically for silent processes, expired leases, groups out of attempts and segments that are due."""

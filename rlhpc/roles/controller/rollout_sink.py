@@ -7,7 +7,7 @@ it is dropped and its slot is free at once, so that batches are always full.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,8 @@ class IntakeStats:
     num_zero_variance: int = 0
     num_dropped: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
+    cut_lengths: list[int] = field(default_factory=list)  # tokens, as last heard, of completions cut while they ran
+    num_cut_tokens: int = 0  # of all members of groups that were cut
 
 
 class RolloutSink:
@@ -114,7 +116,7 @@ class RolloutSink:
                 self._count_finished(group)
             if resolved.drop_reason is not None:
                 self.stats.num_zero_variance += resolved.drop_reason is DropReason.NO_SPREAD
-                self._count_drop(resolved.drop_reason)
+                self._count_drop(resolved.drop_reason, group)
             elif self._buffer.is_open(group.group_id):
                 self._check_reward_variance(group)
 
@@ -125,10 +127,14 @@ class RolloutSink:
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; its slot is free at once.  No effect if it is already resolved."""
-        if self._buffer.is_open(group_id):
-            if self._buffer.drop(group_id, reason):
+        record = self._buffer.open_record(group_id)
+        if record is not None:
+            unfinished = [member for member in record.members if not member.is_delivered]
+            lengths = [len(member.prefix.token_ids) if member.prefix else 0 for member in unfinished]
+            group = self._buffer.drop(group_id, reason)
+            if unfinished:
                 self.cancelled.append(group_id)
-            self._count_drop(reason)
+            self._count_drop(reason, group, lengths)
 
     def _count_finished(self, group: RolloutGroup) -> None:
         self.stats.groups.append(group)
@@ -136,8 +142,12 @@ class RolloutSink:
             pass_rate = sum(member.verdict is Verdict.CORRECT for member in group.members) / len(group.members)
             self._prompts.learn(group.group_id, group.admitted_version, group.prompt.prompt_id, pass_rate)
 
-    def _count_drop(self, reason: DropReason) -> None:
+    def _count_drop(self, reason: DropReason, group: RolloutGroup, lengths: Sequence[int] = ()) -> None:
+        """lengths: tokens, as last heard, of the members that were being sampled."""
         self.stats.num_dropped[reason.value] = self.stats.num_dropped.get(reason.value, 0) + 1
+        if reason is DropReason.CUT:
+            self.stats.cut_lengths += lengths
+            self.stats.num_cut_tokens += sum(lengths) + sum(len(one.rollout.token_ids) for one in group.members)
 
     def drain(self) -> IntakeStats:
         """Return what was received since the last call, and start over."""

@@ -80,29 +80,28 @@ class TrainLoop:
         version: int,
         wake: Callable[[], None],
         durable: Callable[[], Awaitable[None]] = at_once,
+        clear_way: Callable[[], Awaitable[None]] = at_once,
         guarding: Guarding | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         """`step` and `version` are where to continue; `wake` is called when slots or groups have changed.
 
-        durable: returns once all that has happened so far is in the journal.  Weights are published after it: what is
-        sampled with them is of use only if a restart can make the same weights again.
+        durable: returns once all that has happened so far is in the journal.  Weights are published after it, so that a
+        restart can make them again.  clear_way: awaited before a batch is taken.
         """
-        self._durable = durable
-        self._saved = step  # of the last checkpoint
+        self._saved, self._none_is_live = step, False  # step of the last checkpoint
         self._make_samples = SampleMaker.of(config)
-        is_exact = config.run.deterministic
-        self._lockstep = Lockstep(buffer, config.admission, self._make_samples.shaping) if is_exact else None
+        shaping = self._make_samples.shaping
+        self._lockstep = Lockstep(buffer, config.admission, shaping) if config.run.deterministic else None
         self._recorded: dict[int, RecordedStep] = {}  # steps that were trained before the run was interrupted
         self._config, self._buffer, self._trainer, self._weight_sync = config, buffer, trainer, weight_sync
-        self._cost, self._wake = cost, wake
+        self._cost, self._wake, self._durable, self._clear_way = cost, wake, durable, clear_way
         self._rates = LearningRates(config, progress or RunProgress())
         self._guarding = guarding or Guarding(StepGuard(config.guard), buffer, config.admission)
         self.step, self.version = step, version
         self._ready, self._stop = asyncio.Event(), asyncio.Event()
         self._going_live: asyncio.Task[None] | None = None
         self._unreleased: list[int] = []  # groups trained, waiting for weights to be live
-        self._none_is_live = False
         self.until_live_s = self.checkpoint_s = 0.0  # of the last version and the last checkpoint: see StepRecord
 
     def groups_changed(self) -> None:
@@ -198,6 +197,7 @@ class TrainLoop:
         try:
             while True:
                 self._ready.clear()
+                await self._clear_way()
                 groups = self._buffer.take(self._config.admission.groups_per_step, self.step)
                 if groups is not None:
                     self._check_staleness(groups)

@@ -213,7 +213,9 @@ class Sampling:
                 reply = await judges.call(request, timeout_s)
         except ChannelTimeout as error:  # every replica was asked
             return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error))
-        return ScoredRollout(rollout, reply.reward, Verdict(reply.verdict), reply.reward_parts, reply.detail)
+        token_rewards = self._tokenizer.on_tokens(reply.rewards_at, rollout.token_ids)
+        verdict = Verdict(reply.verdict)
+        return ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail, token_rewards)
 
     async def _next_link(self, other_than: Link | None = None) -> Link:
         """Wait for a session, where there is none."""

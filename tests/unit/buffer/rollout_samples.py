@@ -79,6 +79,7 @@ def assert_same_group(actual: RolloutGroup, expected: RolloutGroup) -> None:
 
 def assert_same_scored(mine: ScoredRollout, theirs: ScoredRollout) -> None:
     assert (mine.verdict, mine.reward_parts, mine.detail) == (theirs.verdict, theirs.reward_parts, theirs.detail)
+    assert mine.token_rewards == theirs.token_rewards
     assert np.float64(mine.reward).tobytes() == np.float64(theirs.reward).tobytes()
     _assert_same_rollout(mine.rollout, theirs.rollout)
 

@@ -69,6 +69,9 @@ def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: 
         8, make_scored(2, 1, verdict=Verdict.VERIFIER_ERROR, detail="\ud800", reward_parts={}), 1
     )
     records[8] = JournalRecord(9, make_scored(2, 2, length=290, finish_reason=FinishReason.LENGTH), 1)
+    token_rewards = {0: 0.1 + 0.2, 2: -1e-300}  # and no parts, which lie before them
+    records[40] = JournalRecord(41, make_scored(13, 1, length=3, token_rewards=token_rewards, reward_parts={}), 6)
+    records[41] = JournalRecord(42, make_scored(13, 2, length=3, token_rewards=token_rewards), 6)
     append_in_batches(make_files(tmp_path), records, 7)
     contents = list(read_journals(tmp_path))
     assert len(contents) > 2
@@ -80,7 +83,8 @@ def test_what_is_appended_is_read_back_over_as_many_files_as_it_needs(tmp_path: 
 
 def test_a_rollout_that_is_larger_than_a_file_gets_a_larger_file(tmp_path: Path) -> None:
     records = make_records(3)
-    records[1] = JournalRecord(2, make_scored(0, 1, length=5000, detail="x" * 9000), 0)
+    token_rewards = {place: 1 / (place + 1) for place in range(5000)}
+    records[1] = JournalRecord(2, make_scored(0, 1, length=5000, detail="x" * 9000, token_rewards=token_rewards), 0)
     make_files(tmp_path).append(records)
     assert_same_records(everything(tmp_path), records)
 
@@ -89,7 +93,7 @@ def test_h5py_reads_a_file_that_is_being_written(tmp_path: Path) -> None:
     files, records = make_files(tmp_path), make_records(9)
     files.append(records[:5])
     with h5py.File(tmp_path / "journal_000000.h5", locking=False) as file:
-        assert file.attrs["schema"] == 3
+        assert file.attrs["schema"] == 4
         rows, prompts = file["rollouts"][:], file["prompts"][:]
         tokens, text = file["token_ids"][:], file["text"][:].tobytes()
     files.append(records[5:])
@@ -124,6 +128,13 @@ def test_rows_lie_as_their_types_say(tmp_path: Path) -> None:
         "finish_reason": b"stop",
     }
     assert {name: row[name].item() for name in expected} == expected
+
+
+def test_a_journal_of_schema_3_which_has_no_rewards_of_tokens_is_readable_for_ever() -> None:
+    """The golden file was written once and is never written again: a run may be resumed by a later release."""
+    content = read_journal(Path(__file__).parent / "golden_journal_schema_3.h5")
+    assert (content.layout.schema, content.damaged_rows) == (3, [])
+    assert_same_records(content.records, make_records(9))
 
 
 # --------------------------------------------------------------------------------------------- damage and power cuts

@@ -12,7 +12,7 @@ import h5py
 
 from rlhpc.buffer.journal_layout import COLUMNS, PROMPT_ROW, ROLLOUT_ROW
 
-GOLDEN = Path(__file__).parent / "golden_schema_2.h5"
+GOLDEN = Path(__file__).parent / "golden_schema_3.h5"
 PAGE = Path(__file__).parents[3] / "docs" / "rollout_format.md"
 
 
@@ -54,7 +54,7 @@ def test_the_checksums_are_those_that_the_page_describes():
         for name in ("token_ids", "behaviour_logprobs", "versions", "loss_mask"):
             record += cut(rollouts, name, "token_offsets", row)
         words = [rollouts[name][row] for name in ("verdict", "finish_reason")]
-        texts = [cut(rollouts, name, f"{name}_offsets", row) for name in ("detail", "reward_parts")]
+        texts = [cut(rollouts, name, f"{name}_offsets", row) for name in ("detail", "reward_parts", "token_rewards")]
         assert zlib.crc32(record + with_lengths([*words, *texts])) == rollouts["crc32"][row]
     for row in range(len(groups["group_id"])):
         names = ("group_id", "prompt_id", "admitted_version", "consumed_step", "attempts")

@@ -37,7 +37,12 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
 
 
 def sample_groups() -> list[ResolvedGroup]:
-    """With all that schema 2 can say."""
+    """With all that schema 3 can say."""
+    token_rewards = {0: 0.1 + 0.2, 3: -1e-300, 11: 7.0}
+    return [*sample_groups_of_schema_2(), ResolvedGroup(make_group(6, 3, length=12, token_rewards=token_rewards))]
+
+
+def sample_groups_of_schema_2() -> list[ResolvedGroup]:
     first, second, *others = sample_groups_of_schema_1()
     return [
         replace(first, trained_version=0, applied=True),
@@ -71,7 +76,8 @@ def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> N
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_file_is_read_back_bit_for_bit_compressed_or_not(tmp_path, compress):
-    groups = [*sample_groups(), ResolvedGroup(make_group(6, length=2000))]
+    token_rewards = {place: 1 / (place + 1) for place in range(2000)}
+    groups = [*sample_groups(), ResolvedGroup(make_group(7, length=2000, token_rewards=token_rewards))]
     write_sealed(tmp_path / "file.h5", to_hdf5(groups, {}, compress=compress))
     assert_same(read_segment(tmp_path / "file.h5"), groups)
     with h5py.File(tmp_path / "file.h5") as file:
@@ -219,9 +225,9 @@ def test_a_row_changed_in_a_copy_is_named(tmp_path, column, where):
 def test_a_file_of_a_later_schema_is_refused(tmp_path):
     path = tmp_path / "later.h5"
     with h5py.File(path, "w") as file:
-        file.attrs["schema"] = 3
+        file.attrs["schema"] = 4
     for read in (read_segment, lambda p: read_columns(p, ["rollouts/reward"])):
-        with pytest.raises(SegmentError, match="has schema 3"):
+        with pytest.raises(SegmentError, match="has schema 4"):
             read(path)
 
 
@@ -247,8 +253,8 @@ def test_single_columns_are_read_without_the_rest(tmp_path):
     ]
     columns = read_columns(writer.seal(), names)
     assert list(columns) == names
-    assert columns["groups/drop_reason"].tolist() == ["", "", "no_spread", "verifier_error", "poison", ""]
-    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1]
+    assert columns["groups/drop_reason"].tolist() == ["", "", "no_spread", "verifier_error", "poison", "", ""]
+    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1]
     assert columns["rollouts/verdict"][:2].tolist() == ["wrong", "correct"]
     assert columns["rollouts/detail"][0] == make_scored(0, 0).detail
     with pytest.raises(SegmentError, match="rollouts/nothing"):
@@ -293,9 +299,12 @@ def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_pat
 
 def test_a_segment_of_any_schema_is_readable_for_ever():
     """Each golden file was written once, from the groups of its schema, and is never written again."""
-    first, second = (Path(__file__).parent / f"golden_schema_{schema}.h5" for schema in (1, 2))
+    first, second, third = (Path(__file__).parent / f"golden_schema_{schema}.h5" for schema in (1, 2, 3))
     assert_same(read_segment(first), sample_groups_of_schema_1())
-    assert_same(read_segment(second), sample_groups())
+    assert_same(read_segment(second), sample_groups_of_schema_2())
+    assert_same(read_segment(third), sample_groups())
+    assert read_columns(second, ["rollouts/token_rewards"])["rollouts/token_rewards"].tolist() == [""] * 11
+    assert read_columns(third, ["rollouts/token_rewards"])["rollouts/token_rewards"].tolist()[-1][:5] == '{"0":'
     names = ("groups/trained_version", "groups/applied", "groups/group_id")
     assert [values.tolist() for values in read_columns(first, names).values()] == [[-1] * 6, [-1] * 6, [*range(6)]]
     assert [values.tolist() for values in read_columns(second, names).values()] == [

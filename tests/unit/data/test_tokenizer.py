@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import CHATML, make_tokenizer_files
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
@@ -104,3 +107,81 @@ def test_what_is_missing_or_broken_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read as JSON"):
         _ = PromptTokenizer(tmp_path).eos_token_ids
+
+
+# ------------------------------------------------------------------------------------------------ characters and tokens
+
+
+def make_bytewise(directory: Path) -> PromptTokenizer:
+    """Bytes, some pairs of them merged: characters of several tokens, and tokens of several characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "c"), ("\u0120", "a"), ("\u00c3", "\u00a9")]
+    words = ["<eos>", *letters, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return saved(tokenizer, directory)
+
+
+def make_of_words(directory: Path) -> PromptTokenizer:
+    """As SentencePiece: blanks belong to the words behind them, and the text begins without one."""
+    words = ["<eos>", *("\u2581" + word for word in ("", "a", "bc", "def")), "a", "bc", "def", "é", "–"]
+    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<eos>"])
+    return saved(tokenizer, directory)
+
+
+def saved(tokenizer: Tokenizer, directory: Path) -> PromptTokenizer:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return PromptTokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (make_bytewise, ["abc", " a", "é", "日本", "🙂", "x", " ", "ab"]),
+        (make_of_words, ["a", "bc", " def", " ", "é–"]),
+    ],
+)
+def test_a_value_at_a_character_is_at_the_token_with_which_the_text_so_far_is_whole(tmp_path, make, words):
+    tokenizer, rng = make(tmp_path), np.random.default_rng(1)
+    for _ in range(40):
+        ids = [int(i) for i in tokenizer.encode("".join(rng.choice(words, 12)))]
+        ids.insert(int(rng.integers(len(ids))), 0)  # a special token, which has no characters
+        token_ids = np.array([*ids, 0], np.int32)
+        text = tokenizer.decode_completion(token_ids, has_ended=True)
+        for num_characters in range(1, len(text) + 1):
+            whole = next(
+                t for t in range(len(ids)) if tokenizer.decode(ids[: t + 1])[:num_characters] == text[:num_characters]
+            )
+            assert tokenizer.on_tokens({num_characters: 2.0}, token_ids) == {whole: 2.0}
+
+
+def test_values_on_one_token_are_added_up_and_a_character_that_never_became_whole_is_at_the_end(tmp_path):
+    tokenizer = make_bytewise(tmp_path)
+    ids = tokenizer.encode("abcxé")
+    assert tokenizer.on_tokens({4: 1.0, 1: 0.25, 3: 0.5}, ids) == {0: 0.75, 1: 1.0}
+    cut = tokenizer.encode("x🙂")[:-1]
+    text = tokenizer.decode(cut)
+    assert tokenizer.on_tokens({len(text): 1.0, 1: 0.5}, cut) == {0: 0.5, len(cut) - 1: 1.0}
+    assert tokenizer.on_tokens({}, ids) == {}
+
+
+def test_bytes_that_are_no_text_are_looked_at_a_few_at_a_time_and_what_follows_them_is_in_its_place(tmp_path):
+    tokenizer = make_bytewise(tmp_path)
+    broken = tokenizer.encode("🙂")[1:2]
+    ids = np.concatenate([tokenizer.encode("x"), np.tile(broken, 20_000), tokenizer.encode("yz")])
+    text = tokenizer.decode(ids)
+    assert text.endswith("yz")
+    began = time.thread_time()
+    assert tokenizer.on_tokens({1: 1.0, len(text): 2.0, len(text) - 1: 3.0}, ids) == {
+        0: 1.0,
+        len(ids) - 2: 3.0,
+        len(ids) - 1: 2.0,
+    }
+    assert (
+        time.thread_time() - began < 5
+    )  # 0.2 s of this thread; two hundred million tokens if each were decoded with all before it

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from launch.checks.bias import OVERSAMPLING
 from launch.cli import main
 from launch.run_directory.checkpoint_choice import ResumePoint
 from launch.run_directory.owner import launcher_of, register_launcher
@@ -104,6 +105,17 @@ def test_check_prints_the_plan_and_makes_nothing(lab: Lab, tmp_path: Path, capsy
     ):
         assert line in plan
     assert not directory.exists()
+
+
+def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = str(lab.run_file("bench"))
+    assert main(["check", run_file]) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert main(["check", run_file, "admission.oversample=0.3"]) == 0
+    printed = capsys.readouterr().out
+    assert f"warning     admission.oversample=0.3 drops up to 2 stragglers a batch: {OVERSAMPLING}" in printed
+    page = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
+    assert OVERSAMPLING in page
 
 
 def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:

@@ -1,6 +1,7 @@
 """Reward functions that misbehave; named by tests as "sample_rewards:hang" and so on."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,31 @@ def return_nan(completion: str, reference: str) -> RewardOutcome:
 
 def return_infinite_part(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, parts={"bonus": float("inf")})
+
+
+def rewards_of_words(completion: str, reference: str) -> RewardOutcome:
+    ends = [match.end() for match in re.finditer(r"\w+", completion)]
+    return RewardOutcome(float(len(ends)), is_correct=True, rewards_at=dict.fromkeys(ends, 1.0))
+
+
+def reward_before_the_first_character(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1.0, is_correct=True, rewards_at={0: 1.0})
+
+
+def reward_behind_the_last_character(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1.0, is_correct=True, rewards_at={len(completion): 0.5, len(completion) + 1: 0.5})
+
+
+def reward_at_a_fraction(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1.0, is_correct=True, rewards_at={1.5: 1.0})  # type: ignore[dict-item]
+
+
+def nan_at_a_character(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1.0, is_correct=True, rewards_at={1: float("nan")})
+
+
+def rewards_in_a_list(completion: str, reference: str) -> RewardOutcome:
+    return RewardOutcome(1.0, is_correct=True, rewards_at=[1.0])  # type: ignore[arg-type]
 
 
 def return_number(completion: str, reference: str):

@@ -46,6 +46,12 @@ async def test_a_judgement_carries_reward_verdict_parts_and_detail(pool):
     assert (judgement.reward, judgement.parts, judgement.detail) == (3.0, {"length": 3.0}, "ok")
 
 
+async def test_a_judgement_says_where_parts_of_the_reward_are_earned(pool):
+    judgement = await pool.judge(TASK + "rewards_of_words", "two  words", "")
+    assert (judgement.reward, judgement.rewards_at) == (2.0, {3: 1.0, 10: 1.0})
+    assert (await pool.judge(TASK + "rewards_of_words", "", "")).rewards_at == {}
+
+
 async def test_wrong_is_wrong_and_not_an_error(pool):
     judgement = await pool.judge("integer_arithmetic", "1+1=3", "2")
     assert (judgement.verdict, judgement.reward) == (Verdict.WRONG, 0.0)
@@ -58,6 +64,11 @@ async def test_wrong_is_wrong_and_not_an_error(pool):
         ("return_text", "must be a finite float, not str"),
         ("return_nan", "must be a finite float, not float nan"),
         ("return_infinite_part", "bonus must be a finite float"),
+        ("reward_before_the_first_character", "rewards_at[0]: the completion has characters 1 to 3"),
+        ("reward_behind_the_last_character", "rewards_at[4]: the completion has characters 1 to 3"),
+        ("reward_at_a_fraction", "rewards_at[1.5]: the completion has characters 1 to 3"),
+        ("nan_at_a_character", "rewards_at[1] must be a finite float, not float nan"),
+        ("rewards_in_a_list", "rewards_at must be a dict, not list"),
         ("return_number", "returns a RewardOutcome, not float"),
         ("nothing", "has no function"),
     ],

@@ -31,10 +31,10 @@ MAX_ATTEMPTS = 3
 class Verifier:
     """A reward service that fails so many times before it has a verdict."""
 
-    def __init__(self, num_failures: int) -> None:
+    def __init__(self, num_failures: int, rewards_at: dict[int, float] | None = None) -> None:
         self.server = MemoryServer(REWARDS)
         self.asked: list[RewardRequest] = []
-        self._num_failures = num_failures
+        self._num_failures, self._rewards_at = num_failures, rewards_at or {}
 
     async def run(self) -> None:
         while True:
@@ -42,7 +42,8 @@ class Verifier:
             self.asked.append(request)
             has_failed = len(self.asked) <= self._num_failures
             verdict, reward = ("verifier_error", 0.0) if has_failed else ("correct", 1.0)
-            await self.server.send(peer, RewardReply(request.request_id, reward, verdict, {}, f"{len(self.asked)}"))
+            detail = f"{len(self.asked)}"
+            await self.server.send(peer, RewardReply(request.request_id, reward, verdict, {}, detail, self._rewards_at))
 
 
 @asynccontextmanager
@@ -116,3 +117,9 @@ async def test_a_completion_is_judged_without_its_end_of_sequence_and_whole_if_i
     assert delivered.rollout.finish_reason is reason
     assert len(delivered.rollout.token_ids) == num_judged + (reason is FinishReason.STOP)
     assert len(verifier.asked[0].completion) == num_judged  # one character a token
+
+
+async def test_rewards_at_characters_are_delivered_at_the_tokens_that_complete_them(tmp_path: Path) -> None:
+    verifier = Verifier(0, rewards_at={5: -1.0, 2: 0.25})
+    delivered = await scored(tmp_path, verifier, max_tokens=5, stop_probability=0.0)
+    assert list(delivered.token_rewards.items()) == [(1, 0.25), (4, -1.0)]  # one character a token

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.algorithms.diagnostics import staleness
+from rlhpc.buffer.resolved import DropReason
 from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
@@ -17,6 +18,7 @@ from rlhpc.packing.layout import packing_fill, tokens_trained
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import (
+    cut_figures,
     dataset_figures,
     histograms,
     sampling_figures,
@@ -127,6 +129,10 @@ class RunRecorder:
         totals.tokens_trained += num_tokens
         totals.groups_dropped += sum(stats.num_dropped.values())
         totals.groups_without_spread += stats.num_zero_variance
+        totals.groups_cut += stats.num_dropped.get(DropReason.CUT.value, 0)
+        totals.tokens_cut += stats.num_cut_tokens
+        totals.completions_cut += len(stats.cut_lengths)
+        totals.running_tokens_cut += sum(stats.cut_lengths)
         totals.packing_fill_sum += packing_fill(record.batch, self._config.trainer.token_budget)
         totals.trainer_idle_s += min(idle_s, step_s)
         totals.generator_idle_s += generator_idle_s
@@ -150,7 +156,7 @@ class RunRecorder:
             "checkpoint/failed_total": float(totals.checkpoints_failed),
             "weights/canary_failed_total": float(totals.canaries_failed),
             "wall_s": totals.wall_s,
-        }
+        } | (cut_figures(totals) if self._config.admission.oversample else {})
 
     def _situation(self) -> dict[str, float]:
         """Current state: queues, weights, engines."""

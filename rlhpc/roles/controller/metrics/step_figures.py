@@ -21,6 +21,7 @@ from rlhpc.algorithms.diagnostics import (
 )
 from rlhpc.packing.layout import packing_fill
 from rlhpc.roles.controller.rollout_sink import IntakeStats
+from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.types import RolloutGroup
 
@@ -81,6 +82,15 @@ def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
     shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
     return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
+
+
+def cut_figures(totals: Totals) -> dict[str, float]:
+    """What cutting stragglers off has cost, and how long they were; since the start."""
+    return {
+        "cut/groups_total": float(totals.groups_cut),
+        "cut/tokens_total": float(totals.tokens_cut),
+        "cut/completion_mean": totals.running_tokens_cut / max(1, totals.completions_cut),
+    }
 
 
 def dataset_figures(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, float]:
