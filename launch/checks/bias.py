@@ -6,7 +6,7 @@ Input: Config.  Output: lines for people.  docs/algorithms.md has the tables; a 
 from __future__ import annotations
 
 from rlhpc.config import Config
-from rlhpc.config_sections import as_toml
+from rlhpc.config_effects import as_toml
 
 OVERSAMPLING = (
     "what is trained is 1–16 % shorter than what is sampled with 0.125, 1–26 % with 0.25, 2–36 % with 0.5, and the "

@@ -205,7 +205,7 @@ class RolloutBuffer:
             )
 
     def release(self, group_ids: Sequence[int]) -> None:
-        """Free the slots of consumed groups, once their weights are live.  Raises LedgerError, at once, if one is not."""
+        """Free the slots of consumed groups, once their weights are live.  Raises LedgerError if one is unused."""
         if unused := sorted(self._groups.keys() & set(group_ids)):
             raise LedgerError(f"groups {unused} are released before they are consumed")
         self._ledger.release(group_ids)
