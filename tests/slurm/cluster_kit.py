@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from launch.dev_cluster.cluster import DevCluster
 from launch.dev_cluster.processes import Process
 from rlhpc.deadline import Deadline
+from rlhpc.errors import RoleFailed
 
 PATIENCE_S = 120.0  # what takes a second on a quiet machine has come by then on one where 20 others work
 MakeCluster = Callable[..., DevCluster]  # (shape: ClusterShape | None = None, installation: Installation | None = None)
@@ -69,6 +71,17 @@ def seconds_of(action: Callable[[], object]) -> float:
     began = time.monotonic()
     action()
     return time.monotonic() - began
+
+
+@contextmanager
+def logs_shown(cluster: DevCluster) -> Iterator[None]:
+    """If a command of Slurm does not answer, fail with the last lines of every daemon's log."""
+    try:
+        yield
+    except RoleFailed as error:
+        logs = sorted(cluster.layout.logs.glob("*.log"))
+        tails = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]) for log in logs]
+        raise RoleFailed("\n".join([str(error), *tails])) from error
 
 
 def all_processes(cluster: DevCluster) -> list[Process]:
