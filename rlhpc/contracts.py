@@ -350,8 +350,8 @@ class RewardOutcome:
 class RewardFunction(Protocol):
     """Scores one completion.  Pure: the same arguments give the same outcome.  Runs in a process that may be killed."""
 
-    def __call__(self, completion: str, reference: str) -> RewardOutcome:
-        """Return the outcome; whatever it raises becomes a verifier error, never a reward of zero."""
+    def __call__(self, completion: str, reference: str) -> object:
+        """Return a RewardOutcome, or less (rewards/returned.py); what it raises is a verifier error, never a zero."""
 
 
 class AdvantageEstimator(Protocol):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rlhpc.errors import ConfigError
 
 Result = TypeVar("Result")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORT_PATH = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -50,7 +51,7 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
     except SyntaxError as error:
         raise ConfigError(f"{value}: {source}:{error.lineno}: {error.msg}") from error
     if not _may_bind(module_text, name):
-        names = [node.name for node in module_text.body if isinstance(node, ast.FunctionDef)]
+        names = [node.name for node in module_text.body if isinstance(node, _FUNCTIONS)]
         functions = [name for name in names if not name.startswith("_")] or ["none"]
         raise ConfigError(f"{value}: {source} has no {name!r}; its functions: {', '.join(functions)}")
 
@@ -104,7 +105,12 @@ def _may_bind(module_text: ast.Module, name: str) -> bool:
     """False if nothing in the text of a module can make a global variable of this name."""
     for node in ast.walk(module_text):
         match node:
-            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) | ast.Name(id=bound, ctx=ast.Store()):
+            case (
+                ast.FunctionDef(name=bound)
+                | ast.AsyncFunctionDef(name=bound)
+                | ast.ClassDef(name=bound)
+                | ast.Name(id=bound, ctx=ast.Store())
+            ):
                 if bound in (name, "__getattr__"):
                     return True
             case ast.alias(name=imported, asname=renamed):

@@ -2,10 +2,9 @@ r"""Task "math_answer": does the final answer equal the reference, as mathematic
 
 Input: a completion and a reference.  Output: a RewardOutcome of 1.0 or 0.0.
 
-Which text is the answer is decided here, strictly: the last marked answer of the completion, where a mark is \boxed{…}
-or "#### …" up to the end of its line.  Earlier ones do not count, and a completion without a mark is wrong however
-right its prose is.  What the text means is decided by plain_numbers.py for plain numbers (which is what GSM8K has) and
-by math-verify for everything else.
+Which text is the answer is decided strictly: the last marked answer of the completion (marked_answer.py).  Earlier ones
+do not count, and a completion without a mark is wrong however right its prose is.  What the text means is decided by
+plain_numbers.py for plain numbers (which is what GSM8K has) and by math-verify for everything else.
 
 math-verify's own time limits are off: they are alarms, which work in a main thread only and do not interrupt C code.
 A comparison may therefore never end; the pool kills it.
@@ -20,16 +19,14 @@ from typing import Any
 import math_verify
 
 from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.marked_answer import LONGEST_ANSWER, braced, last_marked_answer
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
 from rlhpc.types import Verdict
 
-_HASH_MARK = re.compile(r"####([^\n]*)")
-_BOXED_MARK = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # math-verify adds juxtaposed numbers: it reads "18 19" as 37 and "1 234" as 235.
 _TWO_NUMBERS = re.compile(r"[0-9](?:\s|\\[,;:! ]|~)+[0-9]")
 _IN_DOLLARS = re.compile(r"^\$([^$]*)(?<!\\)\$$")
 _BARE_DOLLAR = re.compile(r"(?<!\\)\$")
-_LONGEST_ANSWER = 1_000  # characters; a longer one is an attack on the parser or a loop, never an answer
 _SHOWN_CHARACTERS = 80
 
 _LATEX = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
@@ -57,37 +54,11 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     answer_text = last_marked_answer(completion)
     if answer_text is None:
         return RewardOutcome(0.0, is_correct=False, detail=r"no \boxed{…} and no ####")
-    if not answer_text or len(answer_text) > _LONGEST_ANSWER:
+    if not answer_text or len(answer_text) > LONGEST_ANSWER:
         return RewardOutcome(0.0, is_correct=False, detail=f"answer of {len(answer_text)} characters")
     is_correct = _is_equal(wanted, answer_text)
     shown = f"answer {answer_text[:_SHOWN_CHARACTERS]}"
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
-
-
-def last_marked_answer(text: str) -> str | None:
-    r"""Return what the last \boxed{…} or "#### …" holds, stripped; None where there is no mark.
-
-    A brace that is never closed makes its mark void: the completion was cut off inside its answer.
-    """
-    marked = [(match.start(), match[1]) for match in _HASH_MARK.finditer(text)]
-    for match in _BOXED_MARK.finditer(text):
-        content = _braced(text, match.end())
-        if content is not None:
-            marked.append((match.start(), content))
-    if not marked:
-        return None
-    # The one that begins last: in "#### \\boxed{18}" and in nested boxes that is the innermost.
-    return max(marked)[1].strip()
-
-
-def _braced(text: str, start: int) -> str | None:
-    """Return the text from `start`, just behind an opening brace, to the brace that closes it."""
-    depth = 1
-    for brace in re.finditer(r"\\.|[{}]", text[start : start + 2 * _LONGEST_ANSWER], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[start : start + brace.start()]
-    return None
 
 
 def _parse_reference(text: str) -> PlainNumber | list[Any]:
@@ -106,7 +77,7 @@ def _parse_latex(text: str) -> list[Any]:
     Refused unread: what math-verify would misread, and what could break out of the braces it is put in.
     """
     text = _IN_DOLLARS.sub(r"\1", text)
-    if not text or _TWO_NUMBERS.search(text) or _BARE_DOLLAR.search(text) or _braced(text + "}", 0) != text:
+    if not text or _TWO_NUMBERS.search(text) or _BARE_DOLLAR.search(text) or braced(text + "}", 0) != text:
         return []
     parsed: list[Any] = math_verify.parse(
         rf"\boxed{{{text}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True

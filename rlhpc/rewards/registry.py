@@ -18,8 +18,12 @@ KEY = "data.task"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
+        "exact_match": "rlhpc.rewards.text_match:exact_match",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
+        "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
+        "regex": "rlhpc.rewards.regex:judge",
+        "token_f1": "rlhpc.rewards.text_match:token_f1",
     }
 )
 

@@ -22,6 +22,7 @@ from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
 from rlhpc.rewards.registry import resolve
+from rlhpc.rewards.returned import as_outcome
 
 _LONGEST_DETAIL = 500  # characters
 
@@ -56,16 +57,14 @@ def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
         function = functions.get(request.task)
         if function is None:
             function = functions[request.task] = resolve(request.task)
-        outcome = function(request.completion, request.reference)
+        outcome = as_outcome(function(request.completion, request.reference))
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
         return _error(_describe(error))
     return _checked(outcome, len(request.completion))
 
 
-def _checked(outcome: object, num_characters: int) -> Reply:
+def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
     """Turn an outcome into a reply; anything but a finite float for a reward is an error, never a number."""
-    if not isinstance(outcome, RewardOutcome):
-        return _error(f"a reward function returns a RewardOutcome, not {type(outcome).__name__}")
     rewards_at: object = outcome.rewards_at
     if not isinstance(rewards_at, dict):
         return _error(f"rewards_at must be a dict, not {type(rewards_at).__name__}")

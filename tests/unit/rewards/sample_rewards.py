@@ -1,5 +1,6 @@
 """Reward functions that misbehave; named by tests as "sample_rewards:hang" and so on."""
 
+import asyncio
 import os
 import re
 import signal
@@ -85,8 +86,21 @@ def rewards_in_a_list(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, rewards_at=[1.0])  # type: ignore[arg-type]
 
 
-def return_number(completion: str, reference: str):
-    return 1.0
+def return_nothing(completion: str, reference: str) -> None:
+    pass
+
+
+def return_two_rewards(completion: str, reference: str) -> dict[str, float]:
+    return {"reward": 1.0, "score": 0.0}
+
+
+def return_number(completion: str, reference: str) -> float:
+    return len(completion) / 2
+
+
+async def return_later(completion: str, reference: str) -> dict[str, object]:
+    await asyncio.sleep(0)
+    return {"score": 0.5, "acc": True, "brevity": 1, "answer": completion}
 
 
 not_callable = 5

@@ -69,7 +69,8 @@ async def test_wrong_is_wrong_and_not_an_error(pool):
         ("reward_at_a_fraction", "rewards_at[1.5]: the completion has characters 1 to 3"),
         ("nan_at_a_character", "rewards_at[1] must be a finite float, not float nan"),
         ("rewards_in_a_list", "rewards_at must be a dict, not list"),
-        ("return_number", "returns a RewardOutcome, not float"),
+        ("return_nothing", "a RewardOutcome, a number, True or False, or a dict with a reward, not NoneType"),
+        ("return_two_rewards", "has 'reward' or 'score', not ['reward', 'score']"),
         ("nothing", "has no function"),
     ],
 )
@@ -78,6 +79,14 @@ async def test_whatever_a_function_raises_or_returns_amiss_is_a_verifier_error(p
     assert judgement.verdict is Verdict.VERIFIER_ERROR
     assert detail in judgement.detail
     assert pool.num_restarts == 0
+
+
+async def test_a_function_may_return_a_number_or_a_dict_and_be_a_coroutine(pool):
+    half, one = await pool.judge(TASK + "return_number", "a", ""), await pool.judge(TASK + "return_number", "ab", "")
+    assert (half.reward, half.verdict) == (0.5, Verdict.WRONG)
+    assert (one.reward, one.verdict) == (1.0, Verdict.CORRECT)
+    later = await pool.judge(TASK + "return_later", "abc", "")
+    assert (later.reward, later.verdict, later.parts, later.answer) == (0.5, Verdict.CORRECT, {"brevity": 1.0}, "abc")
 
 
 @pytest.mark.parametrize(("function", "detail"), [("die", "signal SIGSEGV"), ("leave", "exit status 3")])

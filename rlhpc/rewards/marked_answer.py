@@ -1,0 +1,58 @@
+r"""Which part of a completion is its answer: the last marked one.
+
+A mark is \boxed{…}, \fbox{…}, or "#### …" up to the end of its line.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rlhpc.contracts import RewardOutcome
+
+LONGEST_ANSWER = 1_000  # characters; a longer one is an attack on a parser or a loop, never an answer
+_HASH_MARK = re.compile(r"####([^\n]*)")
+_BOXED_MARK = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_SHOWN_CHARACTERS = 80
+
+
+def last_marked_answer(text: str) -> str | None:
+    r"""Return what the last \boxed{…} or "#### …" holds, stripped; None where there is no mark.
+
+    A brace that is never closed makes its mark void: the completion was cut off inside its answer.
+    """
+    mark = last_mark(text)
+    return None if mark is None else mark[1].strip()
+
+
+def last_mark(text: str) -> tuple[int, str] | None:
+    """Return where the last mark begins and what it holds; None where there is none."""
+    marked = [(match.start(), match[1]) for match in _HASH_MARK.finditer(text)]
+    for match in _BOXED_MARK.finditer(text):
+        content = braced(text, match.end())
+        if content is not None:
+            marked.append((match.start(), content))
+    # The one that begins last: in "#### \\boxed{18}" and in nested boxes that is the innermost.
+    return max(marked, default=None)
+
+
+def braced(text: str, start: int) -> str | None:
+    """Return the text from `start`, just behind an opening brace, to the brace that closes it."""
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[start : start + 2 * LONGEST_ANSWER], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : start + brace.start()]
+    return None
+
+
+def answer_of(completion: str) -> str:
+    """The last marked answer, or the whole completion where nothing is marked; stripped."""
+    marked = last_marked_answer(completion)
+    return completion.strip() if marked is None else marked
+
+
+def outcome(reward: float, answer: str, *, is_correct: bool) -> RewardOutcome:
+    """With the answer, and its beginning for people."""
+    return RewardOutcome(
+        reward, is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}", answer=answer[:LONGEST_ANSWER]
+    )

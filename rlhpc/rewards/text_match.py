@@ -1,0 +1,67 @@
+"""Tasks "exact_match" and "token_f1": is the answer the reference, as a text, or how much of it?
+
+Input: a completion and a reference, which is a text or a JSON list of texts of which the best counts.  Output: a
+RewardOutcome.  Texts are compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1): in
+lower case, without punctuation, without the articles a, an, the, and with single blanks.
+
+The answer is the last marked one of the completion, or all of it where nothing is marked (marked_answer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+
+from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.marked_answer import answer_of, outcome
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def exact_match(completion: str, reference: str) -> RewardOutcome:
+    """Reward 1.0 if the normalised answer equals a normalised reference, else 0.0.  Raises ValueError: `references`."""
+    wanted = {normalised(text) for text in references(reference)}
+    answer = answer_of(completion)
+    is_correct = normalised(answer) in wanted
+    return outcome(float(is_correct), answer, is_correct=is_correct)
+
+
+def token_f1(completion: str, reference: str) -> RewardOutcome:
+    """Reward: the harmonic mean of precision and recall over words, with the best of the references; correct at 1.0.
+
+    Raises ValueError as `references`.
+    """
+    answer = answer_of(completion)
+    words = normalised(answer).split()
+    best = max(_f1(words, normalised(text).split()) for text in references(reference))
+    return outcome(best, answer, is_correct=best == 1.0)
+
+
+def references(reference: str) -> list[str]:
+    """The texts that a reference stands for.  Raises ValueError for a JSON list that is empty or holds other things."""
+    if not reference.lstrip().startswith("["):
+        return [reference]
+    try:
+        texts = json.loads(reference)
+    except ValueError:
+        return [reference]  # a text that begins with a bracket
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"reference {reference[:80]!r} is a JSON list; it must hold one text or more, and nothing else"
+        )
+    return list(texts)
+
+
+def normalised(text: str) -> str:
+    """As SQuAD compares: lower case, no punctuation, no articles, single blanks."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _f1(words: list[str], wanted: list[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    num_common = (Counter(words) & Counter(wanted)).total()
+    return 2 * num_common / (len(words) + len(wanted))

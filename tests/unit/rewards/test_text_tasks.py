@@ -1,0 +1,119 @@
+"""exact_match, token_f1, regex, multiple_choice: what counts as the answer, and what as right."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import pytest
+
+from rlhpc.rewards import multiple_choice, regex, returned
+from rlhpc.rewards.text_match import exact_match, normalised, token_f1
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "is_right"),
+    [
+        ("The Eiffel Tower.", "eiffel tower", True),
+        ("I think it is\n#### the Eiffel  tower", "Eiffel Tower", True),
+        (r"so \boxed{Paris}", '["Lyon", "Paris"]', True),
+        ("Paris #### Rome", "Paris", False),
+        ("Paris, France", "Paris", False),
+        ("theory", "ory", False),  # an article is a word
+        ("[1]", "[1", True),  # a reference that begins like JSON and is none
+        ("", "the", True),
+    ],
+)
+def test_exact_match_compares_as_squad_does(completion, reference, is_right):
+    outcome = exact_match(completion, reference)
+    assert (outcome.reward, outcome.is_correct) == (float(is_right), is_right)
+
+
+@pytest.mark.parametrize("reference", ["[]", '["a", 1]'])
+def test_a_list_of_references_holds_texts(reference):
+    with pytest.raises(ValueError, match="must hold one text or more"):
+        exact_match("a", reference)
+
+
+def test_token_f1_is_the_harmonic_mean_of_precision_and_recall():
+    draw = random.Random(0)
+    words = ["red", "blue", "green", "one", "two"]
+    for _ in range(500):
+        answer, wanted = (draw.choices(words, k=draw.randint(1, 6)) for _ in range(2))
+        left, common = list(wanted), 0
+        for word in answer:
+            if word in left:
+                left.remove(word)
+                common += 1
+        precision, recall = common / len(answer), common / len(wanted)
+        f1 = 2 * precision * recall / (precision + recall) if common else 0.0
+        outcome = token_f1(" ".join(answer), " ".join(wanted))
+        assert outcome.reward == pytest.approx(f1, abs=1e-12)
+        assert outcome.is_correct is (sorted(answer) == sorted(wanted))
+
+
+def test_the_best_reference_counts():
+    assert token_f1("a big red house", '["small hut", "big house"]').reward == pytest.approx(0.8)
+
+
+def test_normalising_twice_is_normalising_once():
+    draw = random.Random(1)
+    for _ in range(500):
+        text = "".join(draw.choices(string.printable + " a an the ", k=30))
+        assert normalised(normalised(text)) == normalised(text)
+
+
+@pytest.mark.parametrize(
+    ("completion", "pattern", "is_right"),
+    [
+        ("2026-11-24", r"\d{4}-\d\d-\d\d", True),
+        ("on 2026-11-24", r"\d{4}-\d\d-\d\d", False),
+        ("It is #### YES", "(?i)yes|no", True),
+    ],
+)
+def test_a_pattern_matches_the_whole_answer(completion, pattern, is_right):
+    assert regex.judge(completion, pattern).is_correct is is_right
+
+
+def test_a_reference_that_is_no_pattern_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="is no regular expression"):
+        regex.judge("a", "(")
+
+
+@pytest.mark.parametrize(
+    ("completion", "chosen"),
+    [
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B. Paris", "B"),
+        ("B. Vitamin A", "B"),
+        (r"\boxed{\text{(C)}}", "C"),
+        (r"\boxed{A} no, \boxed{C}", "C"),
+        ("Because of that:\n**Answer:** D", "D"),
+        ("Answer: A\n#### B", "B"),
+        ("#### B\nAnswer: A", "A"),
+        ("A or B", ""),
+        ("A. or B", ""),
+        ("B) and (C)", ""),
+        ("A, B, C, D", ""),
+        ("The answer is B", ""),  # nothing is marked, and it is not a choice alone
+        ("Because", ""),
+        ("", ""),
+    ],
+)
+def test_one_marked_letter_is_a_choice_and_several_are_none(completion, chosen):
+    outcome = multiple_choice.judge(completion, chosen or "A")
+    assert (outcome.answer, outcome.is_correct) == (chosen, bool(chosen))
+    assert not multiple_choice.judge(completion, "E").is_correct
+
+
+@pytest.mark.parametrize("reference", ["", "AB", "A or B", "1"])
+def test_a_reference_is_one_letter(reference):
+    with pytest.raises(ValueError, match="is not one letter"):
+        multiple_choice.judge("A", reference)
+
+
+def test_true_and_false_are_rewards():
+    assert [returned.as_outcome(value).reward for value in (True, False)] == [1.0, 0.0]
+    assert returned.as_outcome(True).is_correct
+    assert returned.as_outcome({"reward": True, "is_correct": False}).is_correct is False
