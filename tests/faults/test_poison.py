@@ -87,6 +87,7 @@ def test_a_prompt_that_kills_generators_is_dropped_over_a_crash_of_the_run_and_n
     assert_full_batches_trained_once(layout.rollouts, NUM_STEPS, 4, 4)
 
 
+@pytest.mark.long
 def test_a_local_run_whose_only_generator_dies_of_a_prompt_goes_on_without_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,8 @@ def names_of(directory: Path) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.parametrize(
-    "name", ["demo", *(pytest.param(name, marks=pytest.mark.long) for name in ("demo_tp2", "demo_deepspeed"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["demo", "demo_tp2", "demo_deepspeed"])
 def test_a_run_file_of_the_demo_trains_and_exports_with_its_trainer(lab: Lab, name: str) -> None:
     layout = run_in_short(lab, name)
     assert summary_of(layout)["steps"] == NUM_STEPS

@@ -184,6 +184,7 @@ def greedy_completions(model: Path, settings: EvaluationSettings) -> list[str]:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_a_run_s_checkpoint_is_the_model_that_it_exports(lab: Lab) -> None:
     layout = run_to_the_end(lab, "trained", trainer={"learning_rate": 0.01, "ema_decay": 0.5})
     exported, averaged, out = lab.root / "exported", lab.root / "averaged", lab.root / "of-run"
@@ -296,6 +297,7 @@ def test_an_evaluation_that_fails_does_not_touch_the_run(lab: Lab) -> None:
     assert max(past_evaluations(layout)["train"]) == step + 100
 
 
+@pytest.mark.long
 def test_a_step_that_a_run_comes_by_twice_is_evaluated_as_it_is_now(lab: Lab) -> None:
     layout = run_to_the_end(lab, "twice")
     words = ["evaluate", str(layout.root), str(lab.dataset), *FEW, "--follow"]
@@ -311,6 +313,7 @@ def test_a_step_that_a_run_comes_by_twice_is_evaluated_as_it_is_now(lab: Lab) ->
     assert drawn(directory) == before
 
 
+@pytest.mark.long
 def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
     layout = lab.layout("enough")
     table = {"path": str(lab.dataset), "prompts": 5, "samples": 2, "keep_best": "reward", "stop_after": 1}
@@ -338,6 +341,7 @@ def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:
     assert run.status()["step"] < 100_000
 
 
+@pytest.mark.long
 def test_a_run_without_a_sign_of_life_is_given_up(lab: Lab) -> None:
     layout = run_to_the_end(lab, "silent")
     layout.summary.unlink()

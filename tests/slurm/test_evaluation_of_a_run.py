@@ -62,6 +62,7 @@ def test_a_job_follows_the_run_to_its_last_step_and_ends(slurm: DevCluster, lab:
     assert "evaluation  held-out: pass@1" in run.cli("status", str(run.layout.root))
 
 
+@pytest.mark.long
 def test_it_goes_back_into_the_queue_before_its_limit_and_ends_with_the_run(slurm: DevCluster, lab: Lab) -> None:
     run = evaluated(slurm, lab, "evaluated-long", run=ENDLESS, checkpoint={"every_steps": 2})
     run.submit()

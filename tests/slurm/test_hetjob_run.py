@@ -177,6 +177,7 @@ def test_stop_now_ends_every_job_and_tells_what_is_lost(slurm: DevCluster, lab: 
     assert ("there is no checkpoint" if saved is None else f"saved at step {saved[0]}") in said
 
 
+@pytest.mark.long
 def test_settings_that_a_role_refuses_are_not_tried_again(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "het-settings", trainer={"num_ranks": 1, "device": "cuda"})
     run.submit()

@@ -25,6 +25,7 @@ def wait_for_the_end(run: SlurmRun) -> str:
     return next(line for line in reversed(own) if '"verdict"' in line)
 
 
+@pytest.mark.long
 def test_a_file_abort_ends_everything_at_once(slurm: DevCluster, lab: Lab) -> None:
     run = SlurmRun(slurm, lab, "end-abort", run=ENDLESS, **LASTING)
     run.submit()

@@ -108,6 +108,7 @@ def test_the_memory_plan_counts_buckets_as_large_as_those_that_are_sent(name: st
 
 @pytest.mark.vllm
 @pytest.mark.starts
+@pytest.mark.long
 def test_vllms_own_models_take_every_tensor_and_are_whole_then() -> None:
     """In a process of its own; the engine's ranks cut what they take by vLLM's own rules."""
     done = subprocess.run(
