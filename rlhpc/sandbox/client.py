@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -263,7 +264,7 @@ def _finished(answer: dict[str, Any], pipes: Sequence[_Pipe], limits: Limits) ->
     stopped_for = answer["stopped_for"]
     if any(pipe.is_over for pipe in pipes):
         stopped_for = "output"
-    elif answer["cpu_s"] > limits.cpu_s:
+    elif answer["cpu_s"] > limits.cpu_s or answer["status"] == -signal.SIGXCPU:
         stopped_for = "time"
     out, errors = (bytes(pipe.taken[: limits.output_bytes]) for pipe in pipes)
     return Finished(

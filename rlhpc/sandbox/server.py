@@ -29,6 +29,7 @@ _PRELOADED = (
     "datetime decimal enum fractions functools hashlib heapq inspect io itertools json math numbers operator os.path "
     "queue random re statistics string struct sys textwrap threading time traceback typing unicodedata warnings"
 )
+FIRST_USER = 2_000_000_000  # as real root, every program gets an id from here that nobody else has
 _INNER_ID = 1000  # how a user namespace shows its only user
 _LONGEST_MESSAGE = 1 << 16
 
@@ -83,8 +84,7 @@ def _isolate(readable_paths: Sequence[str]) -> _Isolation:
         has_namespaces=has_namespaces,
         has_landlock=not layers["landlock"],
         has_seccomp=not layers["seccomp"],
-        # As real root every program gets an id that nobody else has; in a user namespace there is only one.
-        first_user=2_000_000_000 if is_root else -1,
+        first_user=FIRST_USER if is_root else -1,
         box_user=_INNER_ID,
         readable=tuple([*root.SYSTEM, *root.DEVICES, *readable]),
     )
@@ -103,7 +103,7 @@ def _take_namespaces(readable: List[str]) -> Tuple[Dict[str, str], bool]:
             _enter(readable, is_root)
             return {"namespaces": ""}, is_root
         failures.append(why)
-    return {"namespaces": "; ".join(dict.fromkeys(failures))}, os.geteuid() == 0
+    return {"namespaces": "; ".join(dict.fromkeys(failures))}, not _tried(_change_user)
 
 
 def _enter(readable: Sequence[str], is_root: bool) -> None:
@@ -139,6 +139,13 @@ def _fork_in_new_pid_namespace() -> None:
     number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if number != 0:
         raise OSError(number, "PID namespace or tmpfs: %s" % os.strerror(abs(number)))
+
+
+def _change_user() -> None:
+    """Raises OSError where this process may not: no root, or one of a user namespace."""
+    os.setgroups([])
+    os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
+    os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
 
 
 def _install_a_filter() -> None:
