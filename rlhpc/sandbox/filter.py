@@ -23,9 +23,9 @@ _PLAIN = {
     "readlink": (89, -1), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
     "getdents": (78, -1), "getdents64": (217, 61), "mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1),
     "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276),
-    "truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83),
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "umask": (95, 166),
-    "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "fcntl": (72, 25), "flock": (73, 32), "pipe": (22, -1),
+    "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83),
+    "umask": (95, 166),
+    "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "flock": (73, 32), "pipe": (22, -1),
     "pipe2": (293, 59), "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1), "pselect6": (270, 72),
     "epoll_create": (213, -1), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, -1),
     "epoll_pwait": (281, 22), "eventfd2": (290, 19), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215),
@@ -47,14 +47,18 @@ _PLAIN = {
     "getsockname": (51, 204), "getpeername": (52, 205), "fadvise64": (221, 223), "copy_file_range": (326, 285),
     "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44), "getcpu": (309, 168),
 }  # fmt: skip
+# By path, of any file that is its user's: Landlock does not judge these.
+_CHANGE_FILES = {"chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "truncate": (76, 45)}
 _EXECUTE = {"execve": (59, 221)}
 _FORK = {"fork": (57, -1), "vfork": (58, -1)}
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT, _IOCTL = (56, 220), (435, 435), (157, 167), (302, 261), (16, 29)
+_FCNTL = (72, 25)
 _SOCKETPAIR, _KILL, _TKILL, _TGKILL = (53, 199), (62, 129), (200, 130), (234, 131)
 
 _CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x00010000, 0x7E020000
 _AF_UNIX = 1
 _PRCTL_OPTIONS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+_NO_FCNTLS = (8, 15, 10, 1024, 1026)  # F_SETOWN, F_SETOWN_EX, F_SETSIG: signals to others; F_SETLEASE, F_NOTIFY
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
@@ -71,6 +75,7 @@ class Calls:
 
     may_execute: bool = False  # other programs, in its place
     may_fork: bool = False
+    may_change_files: bool = True  # mode, times, length by path: where only its own can be named
     only_process: int = 0  # the one that it may signal; 0: whichever it sees, in a PID namespace of its own
 
 
@@ -88,7 +93,8 @@ def compile_filter(calls: Calls) -> bytes:
     ]
     if name == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL_PROCESS)]
-    plain = {**_PLAIN, **(_EXECUTE if calls.may_execute else {}), **(_FORK if calls.may_fork else {})}
+    plain = {**_PLAIN, **(_CHANGE_FILES if calls.may_change_files else {})}
+    plain = {**plain, **(_EXECUTE if calls.may_execute else {}), **(_FORK if calls.may_fork else {})}
     for numbers in plain.values():
         if numbers[column] >= 0:
             program += [(_EQUAL, 0, 1, numbers[column]), allow]
@@ -96,6 +102,7 @@ def compile_filter(calls: Calls) -> bytes:
     program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown]
     program += _judged(_CLONE[column], 0, _judge_clone(may_fork=calls.may_fork, allow=allow, deny=deny))
     program += _judged(_PRCTL[column], 0, _one_of(_PRCTL_OPTIONS, allow, deny))
+    program += _judged(_FCNTL[column], 1, _one_of(_NO_FCNTLS, deny, allow))
     program += _judged(_IOCTL[column], 1, _one_of(_IOCTLS, allow, (_RETURN, 0, 0, _ERRNO | errno.ENOTTY)))
     program += _judged(_SOCKETPAIR[column], 0, _one_of((_AF_UNIX,), allow, deny))
     # Limits of its own may be read, none set: the pointer to new ones is null, in both halves.
@@ -119,8 +126,8 @@ def _judged(number: int, argument: int, body: List[Instruction]) -> List[Instruc
     return [(_EQUAL, 0, len(body) + 1, number), _argument(argument), *body]
 
 
-def _one_of(values: Iterable[int], allow: Instruction, deny: Instruction) -> List[Instruction]:
-    return [line for value in values for line in ((_EQUAL, 0, 1, value), allow)] + [deny]
+def _one_of(values: Iterable[int], then: Instruction, otherwise: Instruction) -> List[Instruction]:
+    return [line for value in values for line in ((_EQUAL, 0, 1, value), then)] + [otherwise]
 
 
 def _judge_clone(*, may_fork: bool, allow: Instruction, deny: Instruction) -> List[Instruction]:

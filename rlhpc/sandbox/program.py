@@ -57,6 +57,7 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         calls = Calls(
             may_execute=program.kind != "python",
             may_fork=program.kind == "compiler",
+            may_change_files=place.has_namespaces,
             only_process=0 if place.has_namespaces else os.getpid(),
         )
         if place.has_seccomp:

@@ -70,6 +70,10 @@ PROGRAMS = {
     "kill_parent": "effect(lambda: os.kill(os.getppid() or 1, 9)); effect(lambda: os.kill(1, 9)); time.sleep(0.1)",
     "interrupt_init": "[effect(lambda: os.kill(1, n)) for n in range(1, 65) if n != 9]",
     "kill_all": "effect(lambda: os.kill(-1, 9)); effect(lambda: os.killpg(0, 9)); effect(lambda: os.killpg(1, 9))",
+    "signal_by_descriptor": "import fcntl\na, b = os.pipe()\n"
+    "[effect(lambda: fcntl.fcntl(a, *words)) for words in ((8, $VICTIM), (10, 9), (4, 0o20000))]\n"
+    "os.write(b, b'x'); time.sleep(0.1)",
+    "change_times": "effect(lambda: os.utime('$SECRET', (1, 1)))",
     "queue_signal": "call(129, $VICTIM, 9, (ctypes.c_char * 128)())",
     "pidfd": "call(434, $VICTIM, 0); call(434, os.getppid(), 0)",
     "limits_of_others": "call(302, $VICTIM, 7, (ctypes.c_uint64 * 2)(1, 1), 0); call(302, 0, 7, (ctypes.c_uint64 * 2)(9, 9), 0)",
@@ -133,7 +137,7 @@ PROGRAMS = {
     "code_of_the_server": "import gc, types\n[setattr(module, 'STOP', b'') for module in list(sys.modules.values()) if hasattr(module, 'STOP')]\nos._exit(7)",
     "exit_from_a_thread": "threading.Thread(target=lambda: os._exit(7)).start(); time.sleep(60)",
     "closed_outputs": "os.close(1); os.close(2); os._exit(7)",
-    "changed_input": "effect(lambda: os.ftruncate(0, 0)); effect(lambda: os.pwrite(0, b'forged', 0)); attempt(lambda: os.open('/dev/fd/0', 1))",
+    "changed_input": "effect(lambda: os.ftruncate(0, 0)); effect(lambda: os.pwrite(0, b'forged', 0)); attempt(lambda: os.write(os.open('/dev/fd/0', 1), b'forged'))",
     # Too much.
     "fork_bomb": "while True: effect(os.fork)",
     "thread_bomb": "threading.stack_size(65536); n = 0\ndef stay(): time.sleep(60)\ntry:\n"
