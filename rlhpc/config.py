@@ -18,6 +18,7 @@ from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
+from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
@@ -61,6 +62,7 @@ class Config(Section):
     generation: GenerationConfig
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -286,6 +288,7 @@ RULES = (
     engine_step_holds_every_sequence,
     window_leaves_slots,
     *STATISTICS,
+    sandbox_ends_before_its_verifier,
     warmup_is_shorter_than_run,
     rates_do_not_cross,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers

@@ -79,6 +79,7 @@ class Sandbox:
         self._settings = settings or SandboxSettings()
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self.layers = Layers()  # what the node gave when the server was started last
 
     def __enter__(self) -> Sandbox:
         self.start()
@@ -94,7 +95,7 @@ class Sandbox:
 
     def start(self) -> Layers:
         """Start the server.  Raises SandboxError if it does not start, or isolates less than `require` asks for."""
-        layers = self._start_server()
+        layers = self.layers = self._start_server()
         required = self._settings.require
         if STRENGTHS.index(layers.strength) < STRENGTHS.index(required):
             self.close()
@@ -111,8 +112,12 @@ class Sandbox:
         *,
         kind: Kind = "python",
         arguments: Sequence[str] = (),
+        wants_results: bool = False,
     ) -> Finished:
-        """Run one program to its end.  Raises SandboxError if the sandbox fails; the next call starts another."""
+        """Run one program to its end; wants_results: what it writes to descriptor 4 is taken too.
+
+        Raises SandboxError if the sandbox fails; the next call starts another.
+        """
         if self._channel is None:
             self.start()
         assert self._channel is not None
@@ -120,7 +125,7 @@ class Sandbox:
         whole = False
         try:
             with contextlib.ExitStack() as stack:
-                pipes = [stack.enter_context(_Pipe(limits.output_bytes)) for _ in range(2)]
+                pipes = [stack.enter_context(_Pipe(limits.output_bytes)) for _ in range(3 if wants_results else 2)]
                 given = [stack.enter_context(_memory_file(text)) for text in (program, stdin)]
                 request = {"limits": asdict(limits), "kind": kind, "arguments": list(arguments)}
                 descriptors = array.array("i", [*given, *(pipe.theirs for pipe in pipes)])
@@ -266,7 +271,7 @@ def _finished(answer: dict[str, Any], pipes: Sequence[_Pipe], limits: Limits) ->
         stopped_for = "output"
     elif answer["cpu_s"] > limits.cpu_s or answer["status"] == -signal.SIGXCPU:
         stopped_for = "time"
-    out, errors = (bytes(pipe.taken[: limits.output_bytes]) for pipe in pipes)
+    out, errors, *results = (bytes(pipe.taken[: limits.output_bytes]) for pipe in pipes)
     return Finished(
         status=answer["status"],
         stopped_for=stopped_for,
@@ -275,4 +280,5 @@ def _finished(answer: dict[str, Any], pipes: Sequence[_Pipe], limits: Limits) ->
         cpu_s=answer["cpu_s"],
         wall_s=answer["wall_s"],
         peak_bytes=answer["peak_bytes"],
+        results=results[0] if results else b"",
     )

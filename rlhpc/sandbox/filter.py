@@ -48,7 +48,13 @@ _PLAIN = {
     "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44), "getcpu": (309, 168),
 }  # fmt: skip
 # By path, of any file that is its user's: Landlock does not judge these.
-_CHANGE_FILES = {"chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "truncate": (76, 45)}
+_CHANGE_FILES = {
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "utimensat": (280, 88),
+    "truncate": (76, 45),
+}
 _EXECUTE = {"execve": (59, 221)}
 _FORK = {"fork": (57, -1), "vfork": (58, -1)}
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT, _IOCTL = (56, 220), (435, 435), (157, 167), (302, 261), (16, 29)

@@ -1,7 +1,7 @@
 """System calls that Python's standard library lacks: namespaces, mounts, capabilities, Landlock, seccomp.
 
-Each raises OSError with the name of the call.  Linux on x86-64 and arm64; Python 3.9 and the standard library, since the
-interpreter of the programs may be another one than the run's.
+Each raises OSError with the name of the call.  Linux on x86-64 and arm64; Python 3.9 and the standard library, since
+the interpreter of the programs may be another one than the run's.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def refuse_tracers() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No program started from here gains any, by set-uid bits or file capabilities.  Seccomp and Landlock ask for it."""
+    """No program started from here gains any, by set-uid bits or file capabilities; seccomp and Landlock need it."""
     _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -120,7 +120,11 @@ def install_filter(program: bytes) -> None:
 
     described = _Program(len(program) // 8, ctypes.cast(instructions, ctypes.c_void_p))
     result = _LIBC.prctl(
-        _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(described), ctypes.c_ulong(0), ctypes.c_ulong(0)
+        _PR_SET_SECCOMP,
+        ctypes.c_ulong(_SECCOMP_MODE_FILTER),
+        ctypes.byref(described),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
     )
     _checked("PR_SET_SECCOMP", result)
 
@@ -128,7 +132,9 @@ def install_filter(program: bytes) -> None:
 def landlock_version() -> int:
     """Of the interface; 0: this kernel has none, or it is not switched on."""
     try:
-        version = _call("landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION))
+        version = _call(
+            "landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION)
+        )
     except OSError:
         return 0
     return version
@@ -136,7 +142,9 @@ def landlock_version() -> int:
 
 def create_ruleset(attributes: bytes) -> int:
     """Returns the file descriptor of a Landlock ruleset."""
-    return _call("landlock_create_ruleset", ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
+    return _call(
+        "landlock_create_ruleset", ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)
+    )
 
 
 def add_path_rule(ruleset: int, rule: bytes) -> None:

@@ -1,7 +1,7 @@
 """Landlock: which files a process may use, decided by itself and for good (landlock(7)).
 
-Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so are TCP and,
-where the kernel knows them, signals and abstract sockets of processes outside.  Python 3.9 and the standard library.
+Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so are TCP
+and, where the kernel knows them, signals and abstract sockets of processes outside.  Python 3.9 and the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
     """Apply to this process and all that it starts.  Paths that are not there are passed over.  Raises OSError."""
     version = kernel.landlock_version()
     handled = _ALL_OF_VERSION_1
-    handled |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0) | (_IOCTL_DEV if version >= 5 else 0)
+    handled |= (
+        (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0) | (_IOCTL_DEV if version >= 5 else 0)
+    )
     network, scopes = (_TCP if version >= 4 else 0), (_SIGNALS_AND_ABSTRACT_SOCKETS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = kernel.create_ruleset(struct.pack("=QQQ", handled, network, scopes)[:size])

@@ -20,7 +20,9 @@ class Limits:
 
     def apply(self) -> None:
         """To this process and all that it starts."""
-        seconds = max(1, -(-int(self.cpu_s * 1000) // 1000))  # the kernel counts whole ones; the rest is seen afterwards
+        seconds = max(
+            1, -(-int(self.cpu_s * 1000) // 1000)
+        )  # the kernel counts whole ones; the rest is seen afterwards
         own = {
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_AS: (self.memory_bytes, self.memory_bytes),
@@ -52,3 +54,4 @@ class Finished:
     cpu_s: float
     wall_s: float
     peak_bytes: int
+    results: bytes = b""  # what it wrote to descriptor 4, if that was wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
 import random
@@ -28,7 +29,6 @@ _MOST_THREADS = 64
 _NAME = "program.py"
 _FIRST_OTHER = 3
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-RESULTS = 4  # the descriptor on which a harness gives results back
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         )
         if place.has_seccomp:
             kernel.install_filter(compile_filter(calls))
-    except BaseException as error:  # whatever it is, the program has not begun
+    except BaseException as error:  # noqa: BLE001  whatever it is, the program has not begun
         os.write(_FIRST_OTHER, ("%s: %s" % (type(error).__name__, error)).encode()[:1000])
         os._exit(1)
     os.write(_FIRST_OTHER, b"+")
@@ -92,8 +92,6 @@ def _take_descriptors(program: Program, told: int) -> bytes:
 
 
 def _above(descriptor: int) -> int:
-    import fcntl
-
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 32)
 
 
@@ -129,7 +127,7 @@ def _run_python(source: bytes) -> NoReturn:
         exec(compile(source, _NAME, "exec"), module.__dict__)
     except SystemExit as end:
         code = _exit_code(end)
-    except BaseException as error:  # what a program raises is its end, told on standard error as python does
+    except BaseException as error:  # noqa: BLE001  what a program raises is its end, told on standard error as python does
         code = 1
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace.tb_next if trace else None)
@@ -137,7 +135,7 @@ def _run_python(source: bytes) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
-    except BaseException:  # a closed or a broken output
+    except BaseException:  # noqa: BLE001  a closed or a broken output
         code = code or 120
     os._exit(code & 0xFF)
 

@@ -53,7 +53,7 @@ def enter_root(readable: Sequence[str]) -> None:
     for path in DEVICES:
         _bind(path, is_device=True)
     for name in (BOX, _OLD):
-        os.mkdir(_STAGE + name, 0o755)  # noqa: PTH102  a path that is put together from strings below
+        os.mkdir(_STAGE + name, 0o755)
     if not os.path.lexists(_STAGE + "/tmp"):  # an interpreter may lie there
         os.symlink(BOX, _STAGE + "/tmp")
     pivot_root(_STAGE, _STAGE + _OLD)

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
-from rlhpc.sandbox import kernel, landlock, root
+from rlhpc.sandbox import kernel, root
 from rlhpc.sandbox.filter import Calls, compile_filter
 from rlhpc.sandbox.run_one import NO_MORE, Place, run_one
 
@@ -86,7 +86,7 @@ def _isolate(readable_paths: Sequence[str]) -> _Isolation:
         has_seccomp=not layers["seccomp"],
         first_user=FIRST_USER if is_root else -1,
         box_user=_INNER_ID,
-        readable=tuple([*root.SYSTEM, *root.DEVICES, *readable]),
+        readable=(*root.SYSTEM, *root.DEVICES, *readable),
     )
     return _Isolation(layers, place)
 
@@ -98,7 +98,7 @@ def _take_namespaces(readable: List[str]) -> Tuple[Dict[str, str], bool]:
     """
     failures = []
     for is_root in (True, False) if os.geteuid() == 0 else (False,):
-        why = _tried(lambda is_root=is_root: _enter(readable, is_root))  # type: ignore[misc]
+        why = _tried(lambda is_root=is_root: _enter(readable, is_root))
         if not why:
             _enter(readable, is_root)
             return {"namespaces": ""}, is_root

@@ -68,6 +68,7 @@ STAGES = {
     "packing": {"TrainingSample", "PackedMicrobatch", "PackedMinibatch", "PackedBatch"},
     "training": {"PackedMicrobatch", "TensorSpec"},
     "weights": {"HeldChecksum"},
+    "sandbox": set(),
     "transport": set(),
     "metrics": set(),
     "evaluation": set(),

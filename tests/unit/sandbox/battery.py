@@ -1,6 +1,6 @@
 """Run every hostile program and watch from outside.  Prints JSON: what each has achieved, "" for nothing.
 
-`python battery.py STRENGTH [NAME…]`: a process of its own, so that it can be started as another user or in a place where
+`python battery.py STRENGTH [NAME…]`: a process of its own, so that it can be started as another user, or where
 namespaces are forbidden.  The standard library only.
 """
 
@@ -60,7 +60,7 @@ class Outside:
         self.before = self.state()
 
     def state(self) -> tuple[object, ...]:
-        status = os.stat(self.secret)
+        status = self.secret.stat()
         process = Path(f"/proc/{self.victim.pid}/stat").read_text().rpartition(")")[2].split()
         limits = Path(f"/proc/{self.victim.pid}/limits").read_text()
         return (
@@ -108,7 +108,9 @@ def achievement(name: str, run: Finished, outside: Outside, strength: str) -> st
 def alone(name: str, outside: Outside) -> str:
     """What a program achieves without any sandbox: that this file sees it."""
     text = hostile.PRELUDE + Template(hostile.PROGRAMS[name]).safe_substitute(outside.names)
-    run = subprocess.run([sys.executable, "-c", text], input=b"input", capture_output=True, cwd=outside.directory.parent)
+    run = subprocess.run(
+        [sys.executable, "-c", text], input=b"input", capture_output=True, cwd=outside.directory.parent
+    )
     finished = Finished(run.returncode, "", run.stdout, run.stderr, 0.0, 0.0, 0)
     seen = achievement(name, finished, outside, "strong")
     deadline = time.monotonic() + 5  # a signal may take a while

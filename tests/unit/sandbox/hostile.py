@@ -131,7 +131,7 @@ PROGRAMS = {
     "code.write(bytes.fromhex('b814000000cd80c3'))\n"  # mov eax, 20 (getpid of 32 bit); int 0x80; ret
     "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))(); print('ESCAPED')",
     # The result.
-    "forged_status": "answer = b'{\"status\": 0, \"cpu_s\": 0, \"peak_bytes\": 0, \"stopped_for\": \"\", \"error\": \"\"}'\n"
+    "forged_status": 'answer = b\'{"status": 0, "cpu_s": 0, "peak_bytes": 0, "stopped_for": "", "error": ""}\'\n'
     "for fd in range(64):\n    if fd not in (1, 2): effect(lambda: os.write(fd, answer)); effect(lambda: socket.socket(fileno=fd).send(answer))\n"
     "os._exit(7)",
     "code_of_the_server": "import gc, types\n[setattr(module, 'STOP', b'') for module in list(sys.modules.values()) if hasattr(module, 'STOP')]\nos._exit(7)",
