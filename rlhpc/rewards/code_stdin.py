@@ -2,7 +2,8 @@
 
 Input: a completion whose last fenced block is a Python program; reference: JSON, {"inputs": […], "outputs": […]} or
 a list of {"input", "output"}, all of them texts.  Output: a RewardOutcome of 1.0 or 0.0.  Outputs are compared here,
-outside the sandbox, where the program cannot see what is expected: by lines, without trailing blanks and blank lines at the end.
+outside the sandbox, where the program cannot see what is expected: by lines, without trailing blanks
+and blank lines at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Landlock: which files a process may use, decided by itself and for good (landlock(7)).
 
-Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so
-are TCP and, where the kernel knows them, signals and abstract sockets of processes outside.  Python 3.9 and the standard library.
+Input: paths that may be read, paths that may be written.  Everything else is refused, whoever owns it, and so are TCP
+and, where the kernel knows them, signals to processes outside and their abstract sockets.
+Python 3.9 and the standard library.
 """
 
 from __future__ import annotations

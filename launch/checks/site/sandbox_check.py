@@ -1,7 +1,7 @@
 """How programs of a policy would be isolated on this node: by which layers, and whether that is enough.
 
-Input: Config.  Output: Findings, none where no task runs programs.  Reward services run on other nodes, which are likely
-to be set up alike; each asks again when it starts.
+Input: Config.  Output: Findings, none where no task runs programs.  Reward services run on other nodes, which are
+likely to be set up alike; each asks again when it starts.
 """
 
 from __future__ import annotations

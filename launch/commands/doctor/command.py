@@ -17,9 +17,9 @@ from launch.checks.finding import Finding
 from launch.checks.nodes.probe_jobs import Reports, probe_nodes
 from launch.checks.nodes.verdicts import judge
 from launch.checks.site import login_checks
+from launch.checks.site.sandbox_check import check_sandboxes
 from launch.checks.site.shared_directory import KEY, check_directory
 from launch.checks.site.slurm_check import ask_sbatch, check_plan
-from launch.checks.site.sandbox_check import check_sandboxes
 from launch.checks.site.space import check_space, forecast
 from launch.commands.doctor.report_file import write_report
 from launch.commands.doctor.table import exit_status, render

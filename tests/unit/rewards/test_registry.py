@@ -23,7 +23,9 @@ def test_a_users_own_function_is_named_by_its_import_path():
 @pytest.mark.parametrize("check", [validate_task, resolve])
 @pytest.mark.parametrize("task", ["maths_answer", "", "a.b.c", "a b:c", "pkg:f.g", "../x:f"])
 def test_an_unknown_task_is_refused_and_the_legal_ones_are_listed(check, task):
-    with pytest.raises(ConfigError, match=r"code_functions, code_stdin, integer_arithmetic, math_answer, or package.module:function"):
+    with pytest.raises(
+        ConfigError, match=r"code_functions, code_stdin, integer_arithmetic, math_answer, or package.module:function"
+    ):
         check(task)
 
 

@@ -54,7 +54,9 @@ def test_random_numbers_differ_from_run_to_run(sandbox):
 
 
 def test_a_program_finds_nothing_of_the_one_before(sandbox):
-    program = b"import os, math; print(os.listdir('.'), hasattr(math, 'mine')); math.mine = 1; open('left', 'w').write('x')"
+    program = (
+        b"import os, math; print(os.listdir('.'), hasattr(math, 'mine')); math.mine = 1; open('left', 'w').write('x')"
+    )
     assert {sandbox.run(program, b"", LIMITS).stdout for _ in range(3)} == {b"[] False\n"}
 
 
@@ -94,4 +96,6 @@ def test_an_interpreter_that_does_not_start_is_named(tmp_path):
      ({"seccomp"}, "none")],
 )  # fmt: skip
 def test_the_strength_follows_from_the_layers(missing, strength):
-    assert Layers({name: "why" * (name in missing) for name in ("namespaces", "landlock", "seccomp")}).strength == strength
+    assert (
+        Layers({name: "why" * (name in missing) for name in ("namespaces", "landlock", "seccomp")}).strength == strength
+    )
