@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Iterable, List, Tuple
 
 from rlhpc.sandbox.kernel import machine
@@ -85,6 +86,7 @@ class Calls:
     only_process: int = 0  # the one that it may signal; 0: whichever it sees, in a PID namespace of its own
 
 
+@lru_cache(maxsize=8)
 def compile_filter(calls: Calls) -> bytes:
     """The BPF program: an array of struct sock_filter.  Raises OSError on a machine that is not known."""
     name = machine()

@@ -54,12 +54,7 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         random.seed()
-        calls = Calls(
-            may_execute=program.kind != "python",
-            may_fork=program.kind == "compiler",
-            may_change_files=place.has_namespaces,
-            only_process=0 if place.has_namespaces else os.getpid(),
-        )
+        calls = calls_of(program.kind, only_process=0 if place.has_namespaces else os.getpid())
         if place.has_seccomp:
             kernel.install_filter(compile_filter(calls))
     except BaseException as error:  # noqa: BLE001  whatever it is, the program has not begun
@@ -75,6 +70,16 @@ def become(program: Program, told: int, limits: Limits, place: Place) -> NoRetur
     except OSError as error:
         os.write(2, str(error).encode())
         os._exit(127)
+
+
+def calls_of(kind: str, *, only_process: int) -> Calls:
+    """only_process: 0 where the program has namespaces of its own."""
+    return Calls(
+        may_execute=kind != "python",
+        may_fork=kind == "compiler",
+        may_change_files=only_process == 0,
+        only_process=only_process,
+    )
 
 
 def _take_descriptors(program: Program, told: int) -> bytes:

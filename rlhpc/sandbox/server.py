@@ -22,6 +22,7 @@ from typing import Dict, List, Sequence, Tuple
 
 from rlhpc.sandbox import kernel, root
 from rlhpc.sandbox.filter import Calls, compile_filter
+from rlhpc.sandbox.program import calls_of
 from rlhpc.sandbox.run_one import NO_MORE, Place, run_one
 
 _PRELOADED = (
@@ -55,6 +56,9 @@ def main(descriptor: int) -> None:
 def _preload() -> None:
     for name in _PRELOADED.split():
         importlib.import_module(name)
+    for kind in ("python", "binary", "compiler"):  # so that no program waits for its filter
+        with contextlib.suppress(OSError):  # on an unknown machine, which _isolate says
+            compile_filter(calls_of(kind, only_process=0))
     # A program sees a sys.path without this package.
     sys.path.pop(0)
     gc.collect()
