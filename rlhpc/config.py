@@ -19,6 +19,7 @@ from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
 from rlhpc.config_rates import RATES
+from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
@@ -62,6 +63,7 @@ class Config(Section):
     generation: GenerationConfig
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -292,6 +294,7 @@ RULES = (
     window_leaves_slots,
     *STATISTICS,
     *RATES,
+    sandbox_ends_before_its_verifier,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

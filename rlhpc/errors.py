@@ -24,6 +24,7 @@
     ├── GuardRollback          the guard has undone steps; another attempt does others        (recovered)
     ├── GuardStop              figures of steps stayed out of bounds, and guard.action is "stop" (user)
     ├── StarvedError           active sampling found only zero-variance groups            (user)
+    ├── SandboxError           programs cannot be run, or not as isolated as sandbox.require asks  (user or world)
     └── RoleFailed             a process of the run ended when it should not have                 (world)
 
 (user): the message says which key or place to change.  (world): recovered where a role can.  (bug): stops the run.
@@ -139,3 +140,7 @@ class StarvedError(RlhpcError):
 
 class RoleFailed(RlhpcError):
     """A process of the run ended when it should not have."""
+
+
+class SandboxError(RlhpcError):
+    """A program could not be run; says nothing about the program."""

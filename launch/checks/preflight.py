@@ -16,8 +16,9 @@ from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.prompts import DatasetSummary
-from rlhpc.errors import ConfigError
+from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
+from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.registry import validate_task
 from rlhpc.user_code import look_up
 
@@ -32,6 +33,7 @@ class Findings:
     shape: ModelShape | None  # None: a family whose sizes are not known here
     max_positions: int
     datasets: Sequence[DatasetSummary]
+    sandbox: str = ""  # how programs are isolated on this node, where a task runs any
 
     @property
     def model_type(self) -> str:
@@ -49,7 +51,7 @@ def preflight(config: Config, *, roles_run_here: bool = True) -> Findings:
     if roles_run_here:
         _parts_are_installed(config)
     _own_code_is_there(config)
-    return _look_at_prompts(config, model, shape)
+    return _look_at_prompts(config, model, shape, roles_run_here=roles_run_here)
 
 
 def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findings:
@@ -57,12 +59,24 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
     model = _model_config(config)
     if roles_run_here:
         _engine_is_installed(config)
-    return _look_at_prompts(config, model, None)
+    return _look_at_prompts(config, model, None, roles_run_here=roles_run_here)
 
 
-def _look_at_prompts(config: Config, model: dict[str, Any], shape: ModelShape | None) -> Findings:
+def _sandbox_here(config: Config) -> str:
+    """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
+    try:
+        layers = check_sandbox(config.sandbox, [dataset.task for dataset in config.data])
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    return layers.described() if layers else ""
+
+
+def _look_at_prompts(
+    config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
+) -> Findings:
     for dataset in config.data:
         validate_task(dataset.task)
+    sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
     if longest > positions:
@@ -70,7 +84,7 @@ def _look_at_prompts(config: Config, model: dict[str, Any], shape: ModelShape | 
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
         )
-    return Findings(model, shape, positions, validate_datasets(config))
+    return Findings(model, shape, positions, validate_datasets(config), sandbox)
 
 
 def _own_code_is_there(config: Config) -> None:

@@ -36,7 +36,8 @@ def check_run_file(options: argparse.Namespace) -> int:
             f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
             f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
         )
-    print("\n".join([*evaluations, memory, *biases(config)]))
+    sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
+    print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
     return 0
 
 

@@ -11,7 +11,7 @@ the others continue.  A verifier's failure is never a reward of zero.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -48,16 +48,19 @@ class RewardPool:
         preload_tasks: Sequence[str] = (),
         memory_limit_bytes: int = 0,
         start_timeout_s: float = 60.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start nothing yet.
 
         timeout_s: for judging one completion, waiting for a free worker not included.
         preload_tasks: reward functions that a worker imports before it takes its first completion.
         memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
+        environment: variables of the workers, beside those of this process.
         """
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._preload_tasks = tuple(preload_tasks)
         self._memory_limit_bytes, self._start_timeout_s = memory_limit_bytes, start_timeout_s
+        self._environment = dict(environment or {})
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: the pool has ended, pass it on
         self._replacements: set[asyncio.Task[None]] = set()
@@ -137,7 +140,7 @@ class RewardPool:
         return worker
 
     async def _add_worker(self) -> None:
-        worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes)
+        worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes, self._environment)
         self._workers.add(worker)
         try:
             await worker.wait_until_ready(self._start_timeout_s)

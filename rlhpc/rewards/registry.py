@@ -18,6 +18,8 @@ KEY = "data.task"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
+        "code_functions": "rlhpc.rewards.code_functions:judge",
+        "code_stdin": "rlhpc.rewards.code_stdin:judge",
         "exact_match": "rlhpc.rewards.text_match:exact_match",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",

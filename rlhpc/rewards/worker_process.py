@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -39,7 +39,7 @@ class WorkerProcess:
         self._process, self._requests, self._replies = process, process.stdin, process.stdout
 
     @classmethod
-    async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int) -> WorkerProcess:
+    async def spawn(cls, tasks: Sequence[str], memory_limit_bytes: int, settings: Mapping[str, str]) -> WorkerProcess:
         """Start the process; it is not ready yet.  Call from the thread that lives as long as the workers shall.
 
         It leads a process group of its own, so that what a reward function starts dies with it.  It is set to die with
@@ -47,7 +47,11 @@ class WorkerProcess:
         Raises OSError if no process can be started.
         """
         # The parent's import path, so that a reward function found when the configuration was checked is found there.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            **settings,
+        }
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rlhpc.rewards.worker", str(os.getpid()), str(memory_limit_bytes), *tasks),
             stdin=PIPE,

@@ -13,6 +13,7 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
+from rlhpc.rewards.code_place import check_sandbox, environment_of
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
@@ -30,7 +31,10 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     rewards = context.config.rewards
     tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
-    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks)
+    sandbox = context.config.sandbox
+    check_sandbox(sandbox, tasks)
+    environment = environment_of(sandbox)
+    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))

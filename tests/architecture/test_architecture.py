@@ -68,6 +68,7 @@ STAGES = {
     "packing": {"TrainingSample", "PackedMicrobatch", "PackedMinibatch", "PackedBatch"},
     "training": {"PackedMicrobatch", "TensorSpec"},
     "weights": {"HeldChecksum"},
+    "sandbox": set(),
     "transport": set(),
     "metrics": set(),
     "evaluation": set(),
@@ -234,13 +235,17 @@ def test_exceptions_to_the_rules_stay_within_budget(words: str) -> None:
     assert count <= BUDGETS[words]
 
 
+# Where a policy's programs run, after every privilege is gone.
+IN_THE_SANDBOX = {"rlhpc/sandbox/program.py", "rlhpc/sandbox/call_functions.py"}
+
+
 def test_nothing_unpickles_or_runs_what_came_from_outside() -> None:
     forbidden = re.compile(r"recv_pyobj|pickle\.loads|(?<!safetensors\.)torch\.load\(|(?<!\.)\beval\(|(?<!\.)\bexec\(")
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in SOURCES
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if forbidden.search(line)
+        if forbidden.search(line) and str(path.relative_to(ROOT)) not in IN_THE_SANDBOX
     ]
     assert not found
 

@@ -17,6 +17,7 @@ from launch.checks.finding import Finding
 from launch.checks.nodes.probe_jobs import Reports, probe_nodes
 from launch.checks.nodes.verdicts import judge
 from launch.checks.site import login_checks
+from launch.checks.site.sandbox_check import check_sandboxes
 from launch.checks.site.shared_directory import KEY, check_directory
 from launch.checks.site.slurm_check import ask_sbatch, check_plan
 from launch.checks.site.space import check_space, forecast
@@ -89,6 +90,7 @@ def look_from_here(plan: JobPlan, config: Config | None) -> list[Finding]:
         with tempfile.TemporaryDirectory(prefix=".rlhpc-doctor-", dir=shared) as scratch:
             findings += login_checks.check_renames(Path(scratch))
         findings += check_space(shared, forecast(config) if config else None)
+    findings += [*check_sandboxes(config)] if config else []
     findings += [*login_checks.check_caches(plan), *login_checks.check_software(plan.prologue)]
     return [*_ask_slurm(plan), *findings]
 

@@ -17,7 +17,7 @@ from rlhpc.config_file import settled
 from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
-OPEN = ("data", "generation", "rewards")  # sections that the words may change
+OPEN = ("data", "generation", "rewards", "sandbox")  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
@@ -54,6 +54,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
         document["rewards"] = run.rewards.model_dump(mode="json")
+        document["sandbox"] = run.sandbox.model_dump(mode="json")
     return settled(document, words, "evaluation")
 
 

@@ -1,0 +1,92 @@
+"""Task "code_functions": does the function return what it should, for each list of arguments?
+
+Input: a completion whose last fenced block is a Python program; reference: JSON, {"entry_point", "tests": [{"args",
+"kwargs", "output"}]} with values as rlhpc/sandbox/values.py writes them.  Output: a RewardOutcome of 1.0 or 0.0.
+Arguments go into the sandbox, returned values come out as plain data and are compared here, where no program can have
+changed what `==` means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.code_place import failure, last_program, limits_of, place
+from rlhpc.sandbox import call_functions, values
+
+_RELATIVE = 1e-9  # of floating-point numbers: sums in another order
+_HARNESS = b"\n".join(Path(str(module.__file__)).read_bytes() for module in (values, call_functions)).replace(
+    b"from __future__ import annotations\n", b""
+)
+
+
+def judge(completion: str, reference: str) -> RewardOutcome:
+    """Raises ValueError if the reference cannot be read, SandboxError if the sandbox fails."""
+    entry_point, calls, wanted = _tests(reference)
+    program = last_program(completion)
+    if program is None:
+        return RewardOutcome(0.0, is_correct=False, detail="the last fenced block is no Python program")
+    sandbox, settings = place()
+    request = {"program": program, "entry_point": entry_point, "calls": calls}
+    run = sandbox.run(_HARNESS, json.dumps(request).encode(), limits_of(settings, settings.wall_s), wants_results=True)
+    said = run.results.split(b"\n")[:-1]
+    for number, output in enumerate(wanted):
+        why = _difference(said[number], output) if number < len(said) else failure(run) or "it ended before"
+        if why:
+            return RewardOutcome(0.0, is_correct=False, detail=f"test {number + 1} of {len(wanted)}: {why}")
+    return RewardOutcome(1.0, is_correct=True, detail=f"{len(wanted)} tests")
+
+
+def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any]]:
+    try:
+        read = json.loads(reference)
+        calls = [{"args": test.get("args", []), "kwargs": test.get("kwargs", {})} for test in read["tests"]]
+        wanted = [values.decode(test["output"]) for test in read["tests"]]
+        entry_point = read["entry_point"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            'the reference of code_functions is {"entry_point", "tests": [{"args", "kwargs", "output"}, ...]} as JSON: '
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not wanted or not isinstance(entry_point, str):
+        raise ValueError("the reference of code_functions has no tests, or an entry_point that is no text")
+    return entry_point, calls, wanted
+
+
+def _difference(line: bytes, wanted: Any) -> str:
+    """Why what a program said is not what was wanted; "" if it is."""
+    try:
+        said = json.loads(line)
+        if "raised" in said:
+            return str(said["raised"])
+        return "" if _is_same(values.decode(said["value"]), wanted) else "another value"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "no value"
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Equal, and of the same type; only numbers may be int or float, and a tuple answers a list."""
+    if isinstance(wanted, list):
+        return type(value) in (list, tuple) and _are_same(value, wanted)
+    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
+        if type(value) not in (int, float):
+            return False
+        if isinstance(value, int) and isinstance(wanted, int):
+            return value == wanted
+        return (
+            value == wanted or (value != value and wanted != wanted) or math.isclose(value, wanted, rel_tol=_RELATIVE)
+        )
+    if type(value) is not type(wanted):
+        return False
+    if isinstance(wanted, tuple):
+        return _are_same(value, wanted)
+    if isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(_is_same(value[key], wanted[key]) for key in wanted)
+    return bool(value == wanted)
+
+
+def _are_same(value: Any, wanted: Any) -> bool:
+    return len(value) == len(wanted) and all(map(_is_same, value, wanted))

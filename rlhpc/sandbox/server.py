@@ -1,0 +1,178 @@
+"""The warm process that runs programs: isolated once at its start, then forks for each request.
+
+    worker ── S (this loop; never reads a request) ── R (run_one.py) ── P (init of a PID namespace) ── Q (the program)
+
+Started as `python -I -X utf8 -c "…; main(FD)"` over a SOCK_SEQPACKET socket pair, with an empty environment.  It ends
+when the other end closes.  S's memory, which every program inherits, holds nothing but this code and preloaded modules.
+Python 3.9 and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Dict, List, Sequence, Tuple
+
+from rlhpc.sandbox import kernel, root
+from rlhpc.sandbox.filter import Calls, compile_filter
+from rlhpc.sandbox.program import calls_of
+from rlhpc.sandbox.run_one import NO_MORE, Place, run_one
+
+_PRELOADED = (
+    "__future__ abc array base64 bisect calendar cmath collections collections.abc contextlib copy ctypes dataclasses "
+    "datetime decimal enum fractions functools hashlib heapq inspect io itertools json math numbers operator os.path "
+    "queue random re statistics string struct sys textwrap threading time traceback typing unicodedata warnings"
+)
+FIRST_USER = 2_000_000_000  # as real root, every program gets an id from here that nobody else has
+_INNER_ID = 1000  # how a user namespace shows its only user
+_LONGEST_MESSAGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Isolation:
+    layers: Dict[str, str]  # what there is: "" for yes, else why not
+    place: Place
+
+
+def main(descriptor: int) -> None:
+    """Serve until the other end closes; leaves by os._exit."""
+    status = 1
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=descriptor) as channel:
+        settings = json.loads(channel.recv(_LONGEST_MESSAGE))
+        _preload()
+        isolation = _isolate(settings["readable_paths"])
+        channel.send(json.dumps(isolation.layers).encode())
+        status = _serve(channel, isolation.place)
+    os._exit(status)
+
+
+def _preload() -> None:
+    for name in _PRELOADED.split():
+        importlib.import_module(name)
+    for kind in ("python", "binary", "compiler"):  # so that no program waits for its filter
+        with contextlib.suppress(OSError):  # on an unknown machine, which _isolate says
+            compile_filter(calls_of(kind, only_process=0))
+    # A program sees a sys.path without this package.
+    sys.path.pop(0)
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(channel: socket.socket, place: Place) -> int:
+    """One request at a time: a child takes it, so that it never enters this process."""
+    while True:
+        # Blocks without taking; at the end of the stream the child finds nothing.
+        channel.recv_into(bytearray(1), 1, socket.MSG_PEEK)
+        child = os.fork()
+        if child == 0:
+            os._exit(run_one(channel, place))
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == NO_MORE:
+            return 0
+
+
+def _isolate(readable_paths: Sequence[str]) -> _Isolation:
+    """Take every layer that this node gives; a missing one is said, not hidden."""
+    readable = [sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *readable_paths]
+    layers, is_root = _take_namespaces(readable)
+    has_namespaces = not layers["namespaces"]
+    layers["landlock"] = "" if kernel.landlock_version() else "this kernel has no Landlock, or it is not in `lsm=`"
+    layers["seccomp"] = _tried(_install_a_filter)
+    place = Place(
+        has_namespaces=has_namespaces,
+        has_landlock=not layers["landlock"],
+        has_seccomp=not layers["seccomp"],
+        first_user=FIRST_USER if is_root else -1,
+        box_user=_INNER_ID,
+        readable=(*root.SYSTEM, *root.DEVICES, *readable),
+    )
+    return _Isolation(layers, place)
+
+
+def _take_namespaces(readable: List[str]) -> Tuple[Dict[str, str], bool]:
+    """Enter namespaces and the root; as root directly, else through a user namespace of one user.
+
+    Tried in a child first: a process that has failed half-way could not be used for the weaker layers.
+    """
+    failures = []
+    for is_root in (True, False) if os.geteuid() == 0 else (False,):
+        why = _tried(lambda is_root=is_root: _enter(readable, is_root))
+        if not why:
+            _enter(readable, is_root)
+            return {"namespaces": ""}, is_root
+        failures.append(why)
+    return {"namespaces": "; ".join(dict.fromkeys(failures))}, not _tried(_change_user)
+
+
+def _enter(readable: Sequence[str], is_root: bool) -> None:
+    if not is_root:
+        outer_user, outer_group = os.geteuid(), os.getegid()
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", "%d %d 1" % (_INNER_ID, outer_user)),
+            ("gid_map", "%d %d 1" % (_INNER_ID, outer_group)),
+        ):
+            with open("/proc/self/" + name, "w") as target:
+                target.write(text)
+    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+    with contextlib.suppress(OSError):
+        kernel.unshare(kernel.CLONE_NEWCGROUP)
+    kernel.set_host_name("sandbox")
+    root.enter_root(readable)
+    _fork_in_new_pid_namespace()
+
+
+def _fork_in_new_pid_namespace() -> None:
+    """Each program gets one; here, whether it can be had.  The namespace of later children stays what it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+            root.mount_box(1 << 16, 8, 0 if os.geteuid() == 0 else _INNER_ID)
+            grandchild = os.fork()
+            os._exit(0 if grandchild == 0 else os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        except OSError as error:
+            os._exit(error.errno or 1)
+    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if number != 0:
+        raise OSError(number, "PID namespace or tmpfs: %s" % os.strerror(abs(number)))
+
+
+def _change_user() -> None:
+    """Raises OSError where this process may not: no root, or one of a user namespace."""
+    os.setgroups([])
+    os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
+    os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
+
+
+def _install_a_filter() -> None:
+    kernel.forbid_new_privileges()
+    kernel.install_filter(compile_filter(Calls()))
+
+
+def _tried(action) -> str:  # type: ignore[no-untyped-def]
+    """Run it in a child.  Returns why it failed, or nothing."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except OSError as error:
+            os.write(theirs, (error.strerror or str(error)).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as said:
+        why = said.read().decode()
+    ended = os.waitpid(child, 0)[1]
+    return why or ("" if ended == 0 else "a trial process ended with status %d" % ended)
+
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)

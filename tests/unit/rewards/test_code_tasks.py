@@ -1,0 +1,169 @@
+"""Fifty small problems with a right and a wrong program each, and what else decides a verdict."""
+
+import json
+
+import pytest
+
+from rlhpc.config_sandbox import SandboxConfig
+from rlhpc.errors import SandboxError
+from rlhpc.rewards import code_functions, code_stdin
+from rlhpc.rewards.code_place import VARIABLE, environment_of, last_program, place
+from rlhpc.rewards.pool import RewardPool
+from rlhpc.types import Verdict
+from tests.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.starts, pytest.mark.timeout(300)]
+LISTS = [[3, 1, 2], [5], [-1, 4, 4, 0], [10, 9, 8, 7, 7]]
+NUMBERS = [2, 7, 12, 30]
+WORDS = ["level", "Hello World", "a", "banana bread"]
+# An expression in x that is right, one that is wrong; over lists of integers, integers, texts.
+OF_LISTS = [
+    ("sum(x)", "sum(x) + 1"), ("max(x)", "x[0]"), ("min(x)", "max(x)"), ("len(x)", "len(set(x))"),
+    ("sorted(x)", "x"), ("x[::-1]", "sorted(x)"), ("x[0]", "x[-1]"), ("x[-1]", "x[0]"), ("sum(v * v for v in x)", "sum(x) ** 2"),
+    ("sorted(set(x))", "sorted(x)"), ("sum(v % 2 for v in x)", "sum(x) % 2"), ("max(x) - min(x)", "max(x)"),
+    ("[v * 2 for v in x]", "x * 2"), ("x.index(max(x))", "0"), ("x.count(x[-1])", "1"), ("sorted(x)[len(x) // 2]", "x[len(x) // 2]"),
+    ("[sum(x[:i + 1]) for i in range(len(x))]", "x"),
+]  # fmt: skip
+OF_NUMBERS = [
+    ("x * 2", "x ** 2"), ("x * x", "x + x"), ("x % 3", "x // 3"), ("x // 3", "x % 3"), ("bin(x)[2:]", "bin(x)"),
+    ("hex(x)[2:]", "oct(x)[2:]"), ("sum(range(x + 1))", "sum(range(x))"), ("__import__('math').factorial(x)", "x * (x - 1)"),
+    ("all(x % d for d in range(2, x))", "x % 2 == 1"), ("[d for d in range(1, x + 1) if x % d == 0]", "list(range(1, x + 1))"),
+    ("sum(map(int, str(x)))", "len(str(x))"), ("str(x)[::-1]", "str(x)"), ("2 ** x", "x ** 2"), ("x ^ 5", "x | 5"),
+    ("(x + 1) % 7", "x % 7"), ("__import__('math').isqrt(x)", "x // 2"),
+]  # fmt: skip
+OF_WORDS = [
+    ("x[::-1]", "x"), ("x.upper()", "x.title()"), ("len(x)", "len(x.split())"), ("x == x[::-1]", "True"),
+    ("x.split()[-1]", "x.split()[0]"), ("x.count('a')", "x.count('l')"), ("x.swapcase()", "x.lower()"), ("x[0]", "x[-1]"),
+    ("sorted(x.lower())", "sorted(x)"), ("x.replace('a', 'o')", "x.replace('a', 'o', 1)"), ("x[:3]", "x[-3:]"),
+    ("sum(c in 'aeiou' for c in x.lower())", "len(x) // 2"), ("' '.join(w[::-1] for w in x.split())", "x[::-1]"),
+    ("''.join(dict.fromkeys(x))", "''.join(sorted(set(x)))"), ("x.find('l')", "x.rfind('l') + 1"), ("ord(x[0])", "ord(x[-1])"),
+    ("x.title()", "x.upper()"),
+]  # fmt: skip
+PROBLEMS = [
+    *((right, wrong, "list(map(int, input().split()))", [" ".join(map(str, given)) for given in LISTS]) for right, wrong in OF_LISTS),
+    *((right, wrong, "int(input())", list(map(str, NUMBERS))) for right, wrong in OF_NUMBERS),
+    *((right, wrong, "input()", WORDS) for right, wrong in OF_WORDS),
+]  # fmt: skip
+
+
+def fenced(program: str) -> str:
+    return f"So:\n```python\n{program}\n```\nThat is all.\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patient():
+    """A busy machine is no wrong answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in environment_of(SandboxConfig(cpu_s=30.0, wall_s=PATIENCE_S)).items():
+            patch.setenv(name, text)
+        place.cache_clear()
+        yield
+        place()[0].close()
+        place.cache_clear()
+
+
+def test_there_are_fifty_problems():
+    assert len(PROBLEMS) == 50
+
+
+@pytest.mark.parametrize(("right", "wrong", "reads", "inputs"), PROBLEMS)
+def test_the_right_program_is_accepted_and_the_wrong_one_is_not(right, wrong, reads, inputs):
+    as_values = {"list(map(int, input().split()))": LISTS, "int(input())": NUMBERS, "input()": WORDS}[reads]
+    wanted = [eval(right, {"x": value}) for value in as_values]
+    printed = json.dumps({"inputs": [f"{text}\n" for text in inputs], "outputs": [f"{value}\n" for value in wanted]})
+    returned = json.dumps(
+        {"entry_point": "f", "tests": [{"args": [x], "output": y} for x, y in zip(as_values, wanted, strict=True)]}
+    )
+    for expression, reward in ((right, 1.0), (wrong, 0.0)):
+        assert code_stdin.judge(fenced(f"x = {reads}\nprint({expression})"), printed).reward == reward
+        assert code_functions.judge(fenced(f"def f(x):\n    return {expression}"), returned).reward == reward
+
+
+ONE = json.dumps([{"input": "3\n", "output": "6\n\n"}])
+
+
+@pytest.mark.parametrize(
+    ("completion", "detail"),
+    [
+        ("6", "no Python program"),
+        ("```cpp\nint main() {}\n```", "no Python program"),
+        ("```python\nprint(6)", "no Python program"),
+        (fenced("print(6)") + "```\nprint(7)\n```", "no Python program"),
+        (fenced("print(6); raise SystemExit(2)"), "exit status 2"),
+        (fenced("print(7)"), "another output"),
+        (fenced("1 / 0"), "ZeroDivisionError"),
+        (fenced("print(6)\nwhile True: print('x' * 10000)"), "too much output"),
+        (fenced("print(6)\nimport os; os.kill(os.getpid(), 9)"), "signal 9"),
+    ],
+)
+def test_what_is_wrong_says_why(completion, detail):
+    outcome = code_stdin.judge(completion, ONE)
+    assert (outcome.reward, outcome.is_correct) == (0.0, False)
+    assert detail in outcome.detail
+
+
+def test_blanks_at_the_end_of_lines_do_not_count():
+    assert code_stdin.judge(fenced("print('6  ')\nprint()"), ONE).is_correct
+
+
+def test_the_last_block_counts():
+    assert last_program(fenced("a = 1") + fenced("b = 2")) == "b = 2\n"
+
+
+TRICKS = [
+    "class Yes:\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
+    "class Yes(int):\n    def __eq__(self, other): return True\ndef f(x): return Yes(3)",
+    "import json\njson.dumps = lambda value: '{\"value\": 4}'\ndef f(x): return 5",
+    "def f(x): return True",
+    "def f(x):\n    import os\n    os._exit(0)",
+    "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "import os\nos.write(4, b'garbage\\n' + b'[' * 100000 + b'\\n')\ndef f(x): return 1",
+]
+
+
+@pytest.mark.parametrize("program", TRICKS[:2] + TRICKS[3:])
+def test_no_trick_makes_a_wrong_value_right(program):
+    reference = json.dumps({"entry_point": "f", "tests": [{"args": [1], "output": 1}, {"args": [2], "output": 4}]})
+    assert code_functions.judge(fenced(program), reference).reward == 0.0
+
+
+def test_values_beyond_json_are_compared_by_their_type():
+    program = fenced("def f(x): return {(1, 2): {x}, 'n': float('nan'), 'b': b'\\x00', 'i': 10 ** 30}")
+    wanted = {
+        "$dict": [[{"$tuple": [1, 2]}, {"$set": [5]}], ["n", {"$float": "nan"}], ["b", {"$bytes": "00"}], ["i", 10**30]]
+    }
+    reference = {"entry_point": "f", "tests": [{"args": [5], "output": wanted}]}
+    assert code_functions.judge(program, json.dumps(reference)).is_correct
+    wanted["$dict"][0][1] = [5]
+    assert not code_functions.judge(program, json.dumps(reference)).is_correct
+
+
+@pytest.mark.parametrize(
+    "reference", ["", "3", "[]", '{"inputs": ["1"], "outputs": []}', '[{"input": 1, "output": "2"}]']
+)
+def test_a_reference_that_cannot_be_read_is_no_verdict(reference):
+    with pytest.raises(ValueError, match="reference"):
+        code_stdin.judge(fenced("print(1)"), reference)
+    with pytest.raises(ValueError, match="reference"):
+        code_functions.judge(fenced("print(1)"), reference)
+
+
+async def test_in_a_worker_a_sandbox_that_fails_is_a_verifier_error():
+    settings = SandboxConfig(python="/no/such/python")
+    async with RewardPool(1, PATIENCE_S, environment=environment_of(settings)) as pool:
+        judgement = await pool.judge("code_stdin", fenced("print(6)"), ONE)
+    assert judgement.verdict is Verdict.VERIFIER_ERROR
+
+
+async def test_a_worker_runs_programs_by_the_settings_of_its_run():
+    settings = SandboxConfig(cpu_s=1.0, wall_s=PATIENCE_S)
+    async with RewardPool(1, 2 * PATIENCE_S, environment=environment_of(settings)) as pool:
+        assert (await pool.judge("code_stdin", fenced("print(6)"), ONE)).verdict is Verdict.CORRECT
+        judgement = await pool.judge("code_stdin", fenced("while True: pass"), ONE)
+    assert (judgement.verdict, judgement.detail) == (Verdict.WRONG, "test 1 of 1: too much time")
+
+
+def test_settings_come_back_from_the_environment():
+    settings = SandboxConfig(require="basic", readable_paths=("/data",), memory_bytes=1 << 28)
+    assert SandboxConfig.model_validate(json.loads(environment_of(settings)[VARIABLE])) == settings
+    assert issubclass(SandboxError, Exception)

@@ -1,0 +1,192 @@
+"""Run every hostile program and watch from outside.  Prints JSON: what each has achieved, "" for nothing.
+
+`python battery.py STRENGTH [NAME…]`: a process of its own, so that it can be started as another user, or where
+namespaces are forbidden.  The standard library only.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from string import Template
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from rlhpc.errors import SandboxError
+from rlhpc.sandbox import kernel
+from rlhpc.sandbox.client import Sandbox, SandboxSettings
+from rlhpc.sandbox.limits import MIB, Finished, Limits
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hostile
+
+LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_bytes=256 * MIB, box_bytes=8 * MIB, output_bytes=1 * MIB)
+SECRET = "the-secret-outside"
+BASIC_MAY = {"thread_bomb"}  # bounded by memory only
+
+
+class Outside:
+    """What programs must neither see nor change."""
+
+    def __init__(self, stack: contextlib.ExitStack, directory: Path) -> None:
+        self.directory, self.secret = directory / "open", directory / "secret"
+        self.directory.mkdir()
+        self.directory.chmod(0o777)
+        self.secret.write_text(SECRET)
+        self.secret.chmod(0o666)
+        victim = [sys.executable, "-S", "-c", "import time; time.sleep(3000)", SECRET]
+        self.victim = stack.enter_context(subprocess.Popen(victim, env={"VICTIM": SECRET}))
+        stack.callback(self.victim.kill)
+        self.tcp, self.udp = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", 0))
+        self.abstract, self.unix = (socket.socket(socket.AF_UNIX) for _ in range(2))
+        self.abstract.bind(f"\0rlhpc-{os.getpid()}")
+        self.unix.bind(str(directory / "socket"))
+        for listener in (self.tcp, self.udp, self.abstract, self.unix):
+            stack.enter_context(listener)
+            listener.setblocking(False)
+        self.abstract.listen()
+        self.unix.listen()
+        self.names = {
+            "TCP": self.tcp.getsockname()[1], "UDP": self.udp.getsockname()[1], "VICTIM": self.victim.pid,
+            "ABSTRACT": f"rlhpc-{os.getpid()}", "UNIX": directory / "socket", "SECRET": self.secret,
+            "DIRECTORY": self.directory,
+        }  # fmt: skip
+        self.before = self.state()
+
+    def state(self) -> tuple[object, ...]:
+        status = self.secret.stat()
+        process = Path(f"/proc/{self.victim.pid}/stat").read_text().rpartition(")")[2].split()
+        limits = Path(f"/proc/{self.victim.pid}/limits").read_text()
+        return (
+            (status.st_mode, status.st_nlink, status.st_mtime_ns, self.secret.read_text()),
+            [path.name for path in self.directory.iterdir()],
+            ("stopped" if process[0] in "TZXt" else "", process[16], limits, os.sched_getaffinity(self.victim.pid)),
+            (os.getpriority(os.PRIO_PROCESS, 0), socket.gethostname()),
+        )
+
+    def what_happened(self) -> str:
+        """Since the start."""
+        for name, listener in (("tcp", self.tcp), ("abstract", self.abstract), ("unix", self.unix)):
+            with contextlib.suppress(BlockingIOError):
+                listener.accept()
+                return f"a connection came in over {name}"
+        with contextlib.suppress(BlockingIOError):
+            return f"a datagram came in: {self.udp.recv(100)!r}"
+        after = self.state()
+        return "" if after == self.before else f"{self.before} became {after}"
+
+
+def achievement(name: str, run: Finished, outside: Outside, strength: str) -> str:
+    """What a program has reached; "" if nothing."""
+    output = run.stdout + run.stderr
+    for word in (SECRET, "root:x:0", *(["ESCAPED"] if not run.stopped_for else [])):
+        if word in output.decode(errors="replace").replace('print("ESCAPED', "").replace("'echo ESCAPED'", ""):
+            return f"it printed {word}: {output[-300:]!r}"
+    if any(word in run.stderr for word in (b"SyntaxError", b"NameError", b"AttributeError")):
+        return f"the program is no program: {run.stderr[-300:]!r}"
+    if name in hostile.STOPPED and run.stopped_for not in hostile.STOPPED[name]:
+        return f"not stopped: {run}"
+    if name in hostile.STATUS and run.status != hostile.STATUS[name]:
+        return f"its exit status became {run.status}: {output[-300:]!r}"
+    if name in hostile.AT_MOST and not (strength == "basic" and name in BASIC_MAY):
+        last = run.stdout.split()[-1] if run.stdout.split() else b""
+        if last.isdigit() and int(last) > hostile.AT_MOST[name]:
+            return f"it made {last!r}"
+        if strength == "strong" and not last.isdigit() and not run.stopped_for:
+            return f"it said nothing: {run}"
+    if run.peak_bytes > LIMITS.memory_bytes + 64 * MIB or run.wall_s > LIMITS.wall_s + 5 or len(output) > 3 * MIB:
+        return f"it used too much: {run.peak_bytes} bytes, {run.wall_s} s, {len(output)} bytes of output"
+    return outside.what_happened()
+
+
+def alone(name: str, outside: Outside) -> str:
+    """What a program achieves without any sandbox: that this file sees it."""
+    text = hostile.PRELUDE + Template(hostile.PROGRAMS[name]).safe_substitute(outside.names)
+    run = subprocess.run(
+        [sys.executable, "-c", text], input=b"input", capture_output=True, cwd=outside.directory.parent
+    )
+    finished = Finished(run.returncode, "", run.stdout, run.stderr, 0.0, 0.0, 0)
+    seen = achievement(name, finished, outside, "strong")
+    deadline = time.monotonic() + 5  # a signal may take a while
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+        seen = outside.what_happened()
+    outside.before = outside.state()
+    return seen
+
+
+def processes_of(server: int) -> list[int]:
+    """Children of the server, and processes of the ids that it gives to programs."""
+    deadline = time.monotonic() + 5  # the one that has answered is on its way out
+    while (found := _processes_of(server)) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return found
+
+
+def _processes_of(server: int) -> list[int]:
+    found = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid >= 2_000_000_000 and (directory / "cmdline").read_text():
+                found.append(int(directory.name))
+    return found
+
+
+def forbid_namespaces() -> None:
+    """For this process and its children, as a node's administrator would."""
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    for kind in ("user", "mnt", "net", "ipc", "uts", "pid"):
+        Path(f"/proc/sys/user/max_{kind}_namespaces").write_text("0")
+
+
+def main(strength: str, names: list[str]) -> None:
+    if strength in ("refused", "basic"):
+        forbid_namespaces()
+    if strength == "refused":
+        try:
+            Sandbox().start()
+        except SandboxError as error:
+            print(json.dumps({"strength": "refused", "found": {"refused": str(error)}}))
+        return
+    found = {}
+    os.environ["OUTSIDE"] = SECRET
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.chmod(0o755)
+        outside = Outside(stack, directory)
+        if strength == "control":
+            print(json.dumps({"strength": "control", "found": {name: alone(name, outside) for name in names}}))
+            return
+        sandbox = Sandbox(SandboxSettings(require=strength))  # type: ignore[arg-type]
+        layers = sandbox.start()
+        stack.callback(sandbox.close)
+        for name in names or hostile.PROGRAMS:
+            text = hostile.PRELUDE + Template(hostile.PROGRAMS[name]).safe_substitute(outside.names)
+            server = sandbox.server_pid
+            try:
+                run = sandbox.run(text.encode(), b"input", LIMITS)
+                found[name] = achievement(name, run, outside, layers.strength)
+                if found[name]:
+                    outside.before = outside.state()
+                if names:
+                    print(run, file=sys.stderr)
+            except SandboxError as error:
+                found[name] = f"it broke the sandbox: {error}"
+            if sandbox.server_pid == server and (left := processes_of(server)) and not os.environ.get("SHARED"):
+                found[name] = found[name] or f"processes are left: {left}"
+        time.sleep(0.2)
+        found["afterwards"] = outside.what_happened()
+    print(json.dumps({"strength": layers.strength, "found": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,101 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhpc.errors import SandboxError
+from rlhpc.sandbox.client import Layers, Sandbox, SandboxSettings
+from rlhpc.sandbox.limits import Limits
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.starts
+LIMITS = Limits(cpu_s=30.0, wall_s=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox() as started:
+        yield started
+
+
+def test_a_program_reads_its_input_and_prints(sandbox):
+    run = sandbox.run(b"import sys\nprint(sum(map(int, sys.stdin)))", b"1\n2\n", LIMITS)
+    assert (run.status, run.stdout, run.stderr, run.stopped_for) == (0, b"3\n", b"", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "stderr"),
+    [
+        ("import sys; sys.exit(3)", 3, b""),
+        ("import sys; sys.exit('why')", 1, b"why\n"),
+        ("raise SystemExit", 0, b""),
+        ("1 +", 1, b"SyntaxError"),
+        ("def f(): 1 / 0\nf()", 1, b"in f\nZeroDivisionError: division by zero\n"),
+        ("import os; os.abort()", -6, b""),
+    ],
+)
+def test_it_ends_as_python_would_end_it(sandbox, program, status, stderr):
+    run = sandbox.run(program.encode(), b"", LIMITS)
+    assert run.status == status
+    assert stderr in run.stderr
+
+
+def test_threads_are_waited_for_and_what_is_registered_is_called(sandbox):
+    program = (
+        b"import atexit, threading, time\natexit.register(print, 'last')\n"
+        b"threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')"
+    )
+    assert sandbox.run(program, b"", LIMITS).stdout == b"main\nthread\nlast\n"
+
+
+def test_random_numbers_differ_from_run_to_run(sandbox):
+    program = b"import random; print(random.random())"
+    assert len({sandbox.run(program, b"", LIMITS).stdout for _ in range(5)}) == 5
+
+
+def test_a_program_finds_nothing_of_the_one_before(sandbox):
+    program = (
+        b"import os, math; print(os.listdir('.'), hasattr(math, 'mine')); math.mine = 1; open('left', 'w').write('x')"
+    )
+    assert {sandbox.run(program, b"", LIMITS).stdout for _ in range(3)} == {b"[] False\n"}
+
+
+def test_some_hundred_runs_leave_no_descriptor_and_no_process(sandbox):
+    sandbox.run(b"", b"", LIMITS)
+
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path(f"/proc/{sandbox.server_pid}/fd").iterdir()))
+
+    before, server = held(), sandbox.server_pid
+    for number in range(200):
+        assert sandbox.run(b"print(int(input()) + 1)", b"%d" % number, LIMITS).stdout == b"%d\n" % (number + 1)
+    assert held() == before
+    assert sandbox.server_pid == server
+    assert len(Path(f"/proc/{server}/task/{server}/children").read_text().split()) <= 1  # the last, on its way out
+
+
+def test_a_server_that_was_killed_is_said_and_replaced():
+    with Sandbox() as sandbox:
+        os.kill(sandbox.server_pid, 9)
+        with pytest.raises(SandboxError, match="the server is gone"):
+            sandbox.run(b"print(1)", b"", LIMITS)
+        assert sandbox.run(b"print(1)", b"", LIMITS).stdout == b"1\n"
+
+
+def test_an_interpreter_that_does_not_start_is_named(tmp_path):
+    wrong = tmp_path / "python"
+    wrong.write_text("#!/bin/sh\necho no such version >&2\nexit 3\n")
+    wrong.chmod(0o755)
+    with pytest.raises(SandboxError, match="no such version"):
+        Sandbox(SandboxSettings(python=str(wrong))).start()
+
+
+@pytest.mark.parametrize(
+    ("missing", "strength"),
+    [(set(), "strong"), ({"landlock"}, "strong"), ({"namespaces"}, "basic"), ({"namespaces", "landlock"}, "none"),
+     ({"seccomp"}, "none")],
+)  # fmt: skip
+def test_the_strength_follows_from_the_layers(missing, strength):
+    assert (
+        Layers({name: "why" * (name in missing) for name in ("namespaces", "landlock", "seccomp")}).strength == strength
+    )
