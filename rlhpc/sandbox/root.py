@@ -1,7 +1,7 @@
 """A root directory of its own: system directories, read-only, and nothing else of the node.
 
     /usr /bin /lib …        as on the node, read-only
-    the interpreter         likewise, wherever it lies
+    the interpreter         read-only, wherever it lies
     /dev                    null, zero, full, random, urandom
     /box                    empty; each program gets a new file system in memory there (`mount_box`)
     /tmp                    the same directory
