@@ -72,6 +72,7 @@ class Invariants:
         state: Any = controller._state
         self._for_a_group: set[tuple[str, int]] = set()  # deliveries whose group was there when they were heard
         self._buffer, self._ledger, self._journal = state.buffer, state.buffer._ledger, state.journal
+        self._timeline = state.replay.timeline
         self._weight_sync: Any = controller._weight_sync
         self._config = controller._context.config
         self._seen: tuple[int, ...] = ()
@@ -172,8 +173,10 @@ class Invariants:
             rollout = message.scored.rollout
             name = message.outbox, message.number
             self._known.deliveries[name] = rollout.group_id, rollout.sample_index
-            # One that comes before its group is admitted anew, after that was lost with a controller, is not taken.
-            (self._for_a_group.add if self._is_alive(rollout.group_id) else self._for_a_group.discard)(name)
+            # Not taken is what comes before its group is admitted anew, after that was lost with a controller, and what
+            # was sampled by weights that this controller's trainer may not make again.
+            is_taken = self._is_alive(rollout.group_id) and message.timeline == self._timeline
+            (self._for_a_group.add if is_taken else self._for_a_group.discard)(name)
             inbox = self._inboxes.get(peer)
             if inbox is None or inbox.outbox != message.outbox:
                 inbox = self._inboxes[peer] = _Inbox(message.outbox)
