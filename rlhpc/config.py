@@ -98,6 +98,12 @@ class Config(Section):
         """At which sampling of a prompt's completions stops."""
         return self.dataset_of(prompt_id).max_completion_tokens or self.generation.max_completion_tokens
 
+    @property
+    def largest_group(self) -> int:
+        """Most rollouts of one prompt."""
+        most = self.curriculum.max_group_size
+        return self.admission.group_size if most == "off" else most
+
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> Self:
         has_begun = info.context == HAS_BEGUN

@@ -28,6 +28,11 @@ class CurriculumConfig(Section):
     """Chance, when its turn comes, of a prompt whose pass rate is as far from target_pass_rate as can be."""
     newest_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of a prompt's newest group in its pass rate; the groups before it have the rest."""
+    max_group_size: Positive | Literal["off"] = "off"
+    """Most rollouts of one prompt: a hard one, by its pass rate, gets more than admission.group_size; a prompt that was
+    never asked gets admission.group_size."""
+    pass_chance: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """So many that one of them passes with this chance; only with max_group_size."""
     stages: Ascending = ()
     """Bounds of difficulty, ascending: at first only prompts up to the first bound are asked, then those up to the
     second too, …, at last all.  Default: no stages."""
@@ -43,3 +48,8 @@ class CurriculumConfig(Section):
         """Whether some prompt may be left out: which one is next then depends on what was sampled before."""
         rests = self.solved_rest_epochs or self.hopeless_rest_epochs
         return bool(rests or self.stages or self.target_pass_rate != "off")
+
+    @property
+    def goes_by_memory(self) -> bool:
+        """Whether the next prompt, or how often it is sampled, depends on what was sampled before."""
+        return self.leaves_out or self.max_group_size != "off"

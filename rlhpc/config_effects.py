@@ -107,9 +107,12 @@ def curriculum_asks_for_its_keys(config: Config) -> None:
     if curriculum.target_pass_rate == "off":
         beside, other = "curriculum.target_pass_rate='off'", "a curriculum.target_pass_rate"
         _refuse_without_effect(config, "curriculum.min_chance", beside, other)
-        if not (curriculum.solved_rest_epochs or curriculum.hopeless_rest_epochs):
-            beside += " and no rests: pass rates decide nothing"
-            _refuse_without_effect(config, "curriculum.newest_weight", beside, "either")
+        if not (curriculum.solved_rest_epochs or curriculum.hopeless_rest_epochs or curriculum.max_group_size != "off"):
+            beside += ", no rests and no max_group_size: pass rates decide nothing"
+            _refuse_without_effect(config, "curriculum.newest_weight", beside, "one of them")
+    if curriculum.max_group_size == "off":
+        beside, other = "curriculum.max_group_size='off'", "a curriculum.max_group_size"
+        _refuse_without_effect(config, "curriculum.pass_chance", beside, other)
     if not curriculum.stages:
         for key in ("difficulty_field", "stage_pass_rate", "stage_groups"):
             _refuse_without_effect(config, f"curriculum.{key}", "no curriculum.stages", "some curriculum.stages")

@@ -38,6 +38,16 @@ def sets_differ(config: Config) -> None:
         )
 
 
+def hard_prompts_get_more(config: Config) -> None:
+    """The largest group is larger than others."""
+    most, size = config.curriculum.max_group_size, config.admission.group_size
+    if most != "off" and most <= size:
+        raise ValueError(
+            f"curriculum.max_group_size={most} is not above admission.group_size={size}, which every prompt gets; "
+            f"legal: {size + 1} or more, or 'off'"
+        )
+
+
 def sequence_ratios_have_own_bounds(config: Config) -> None:
     """The mean over a sequence varies less than the ratio of a token, by the square root of its length and more."""
     algorithm = config.algorithm
@@ -110,6 +120,7 @@ def minibatches_have_samples(config: Config) -> None:
 STATISTICS = (
     group_has_reward_variance,
     sets_differ,
+    hard_prompts_get_more,
     sequence_ratios_have_own_bounds,
     cushion_leaves_room,
     ratio_starts_at_the_batch,

@@ -141,6 +141,13 @@ class PromptSource(ABC):
         """
 
     @abstractmethod
+    def num_rollouts(self, prompt_id: int) -> int:
+        """Rollouts that are wanted of the prompt that was drawn last, if more than admission.group_size; else 0.
+
+        By what was learnt of the same groups as `draw` goes by.
+        """
+
+    @abstractmethod
     def draw_again(self, prompt_id: int | None) -> Prompt:
         """Return a prompt that was drawn before the run was interrupted, and go on after it.
 

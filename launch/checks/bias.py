@@ -16,10 +16,17 @@ OVERSAMPLING = (
 
 def biases(config: Config) -> list[str]:
     """One line for each setting that biases what is learnt from."""
-    admission = config.admission
-    if not admission.oversample:
-        return []
-    return [
-        f"warning     admission.oversample={as_toml(admission.oversample)} drops up to {admission.most_cut} stragglers "
-        f"a batch: {OVERSAMPLING} (docs/algorithms.md, Over-sampling)"
-    ]
+    admission, most, aggregation = config.admission, config.curriculum.max_group_size, config.algorithm.aggregation
+    found = []
+    if admission.oversample:
+        found.append(
+            f"warning     admission.oversample={as_toml(admission.oversample)} drops up to {admission.most_cut} "
+            f"stragglers a batch: {OVERSAMPLING} (docs/algorithms.md, Over-sampling)"
+        )
+    if most != "off" and aggregation != "prompt":
+        found.append(
+            f"warning     curriculum.max_group_size={most} with algorithm.aggregation={aggregation!r}: a prompt weighs "
+            f"by its rollouts, a hard one up to {most / admission.group_size:g} times as much as others; with 'prompt' "
+            "all weigh the same (docs/algorithms.md, Curriculum)"
+        )
+    return found

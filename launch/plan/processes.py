@@ -48,12 +48,11 @@ def process_names(config: Config) -> list[str]:
 def describe_plan(config: Config, layout: RunLayout, gpus: GpuMap) -> str:
     """Say in a few lines what will run and what bounds it."""
     admission, generation, trainer = config.admission, config.generation, config.trainer
-    samples = admission.groups_per_step * admission.group_size
     counts = [f"{share.num_processes} {share.role}" for share in shares_of(config)]
     lines = [
         f"run         {config.run.name}: {config.run.num_steps} steps in {layout.root}",
         f"processes   {', '.join(counts)}",
-        f"batch       {admission.groups_per_step} groups of {admission.group_size} = {samples} rollouts a step, "
+        f"batch       {admission.groups_per_step} groups of {_describe_sizes(config)} rollouts a step, "
         f"up to {generation.max_prompt_tokens} + {generation.max_completion_tokens} tokens each",
         f"admission   {admission.num_slots} slots, window {admission.window}; staleness never above "
         f"{admission.max_staleness}" + ("" if admission.max_staleness else " (synchronous)"),
@@ -105,6 +104,14 @@ def _describe_deaths(config: Config) -> str:
         return "running rollouts are sampled again from their beginning (run.deterministic)"
     interval_s = min(config.buffer.partial_interval_s, config.admission.longest_report_interval_s)
     return f"cost at most {config.buffer.partial_interval_tokens} tokens, or {interval_s:g} s, of each running rollout"
+
+
+def _describe_sizes(config: Config) -> str:
+    admission, most = config.admission, config.largest_group
+    least = admission.groups_per_step * admission.group_size
+    if most == admission.group_size:
+        return f"{most} = {least}"
+    return f"{admission.group_size} to {most} = {least} to {admission.groups_per_step * most}"
 
 
 def _describe_layout(trainer: TrainerConfig) -> str:

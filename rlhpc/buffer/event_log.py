@@ -48,6 +48,7 @@ class Admitted:
     group: int
     prompt: int
     version: int  # that was live
+    size: int = 0  # rollouts that are wanted of it, if more than admission.group_size
 
 
 @dataclass(frozen=True, slots=True)

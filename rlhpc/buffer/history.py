@@ -114,9 +114,10 @@ def _implied(history: History) -> dict[int, Admitted]:
     """A commit that was cut off may have written a rollout and not its group's admission."""
     implied = dict[int, Admitted]()
     for record in history.rollouts:
-        group_id, prompt_id = record.scored.rollout.group_id, record.scored.rollout.prompt.prompt_id
-        if group_id not in history.admitted:
-            implied[group_id] = Admitted(group_id, prompt_id, record.admitted_version)
+        rollout = record.scored.rollout
+        if (group_id := rollout.group_id) not in history.admitted:
+            size = max(rollout.sample_index + 1, implied[group_id].size if group_id in implied else 0)
+            implied[group_id] = Admitted(group_id, rollout.prompt.prompt_id, record.admitted_version, size)
     return implied
 
 

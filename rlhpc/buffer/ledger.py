@@ -69,18 +69,17 @@ class AdmissionLedger:
         """Upper bound of the staleness of a taken group, in steps."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_step
 
-    def admit(self, prompt: Prompt, policy_version: int, *, again: bool = False) -> int:
+    def admit(self, prompt: Prompt, policy_version: int, *, size: int = 0, again: bool = False) -> int:
         """Take a slot for this prompt and return the new group's id; policy_version is what generators serve now.
 
-        again: it had a slot before the run was interrupted; it gets one, free or not, and waits for `readmit`.
-        Raises LedgerError when no slot is free; then nothing changes.
+        size: rollouts wanted of it, if more than group_size.  again: it had a slot before the run was interrupted; it
+        gets one, free or not, and waits for `readmit`.  Raises LedgerError, changing nothing, when no slot is free.
         """
         if not (self.has_slot or again):
             raise LedgerError(f"no free slot among {self._num_slots_open} for prompt {prompt.prompt_id}")
-        members = [MemberRecord() for _ in range(self.group_size)]
+        members = [MemberRecord() for _ in range(max(size, self.group_size))]
         group = GroupRecord(self.next_group_id, prompt, policy_version, self._clock(), members)
-        self.next_group_id += 1
-        self._untaken[group.group_id] = group
+        self.next_group_id, self._untaken[group.group_id] = group.group_id + 1, group
         self._leases.add(group, waits=again)
         return group.group_id
 
@@ -105,7 +104,7 @@ class AdmissionLedger:
             group_id=group.group_id,
             attempt=self._leases.hold(group, indices, holder),
             prompt=group.prompt,
-            group_size=self.group_size,
+            group_size=len(group.members),
             sample_indices=indices,
             sampling=self._sampling(group.prompt.prompt_id),
             admitted_version=group.admitted_version,
@@ -334,9 +333,10 @@ class AdmissionLedger:
         """The open group that a generator's message names, or None.  Raises LedgerError for an inconsistent message."""
         if prefixes and len(prefixes) != len(sample_indices):
             raise LedgerError(f"{len(sample_indices)} members of group {group_id} with {len(prefixes)} prefixes")
-        if not all(0 <= index < self.group_size for index in sample_indices):
-            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {self.group_size}")
-        return self._untaken.get(group_id)
+        group = self._untaken.get(group_id)
+        if group and not 0 <= min(sample_indices, default=0) <= max(sample_indices, default=0) < len(group.members):
+            raise LedgerError(f"members {tuple(sample_indices)} of group {group_id}, which has {len(group.members)}")
+        return group
 
     @property
     def _num_slots_taken(self) -> int:

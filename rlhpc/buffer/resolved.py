@@ -32,3 +32,4 @@ class ResolvedGroup:
     attempts: int = 1  # 1 + the most leases lost by a member
     trained_version: int = -1  # the version that step trained: staleness is counted against it; -1: none, or not known
     applied: bool | None = None  # False: the step was skipped, the version stayed; None: no step, or not known
+    group_size: int = 0  # rollouts that were wanted of it, if more than admission.group_size

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhpc.buffer.early_cut import in_the_way
 from rlhpc.buffer.event_log import Admitted, Dropped, Event, Taken, Trained
@@ -47,16 +48,17 @@ class RolloutBuffer:
         """Admit into so many slots only (AdmissionLedger.tighten)."""
         self._ledger.tighten(num_slots)
 
-    def admit(self, prompt: Prompt, policy_version: int) -> int:
-        """Admit a prompt under the live version; return its group's id.  Raises LedgerError when no slot is free."""
-        group_id = self._ledger.admit(prompt, policy_version)
-        self._note(Admitted(group_id, prompt.prompt_id, policy_version))
+    def admit(self, prompt: Prompt, policy_version: int, size: int = 0) -> int:
+        """Admit a prompt under the live version; return its group's id (AdmissionLedger.admit)."""
+        group_id = self._ledger.admit(prompt, policy_version, size=size)
+        self._note(Admitted(group_id, prompt.prompt_id, policy_version, self._own_size(group_id)))
         return group_id
 
     def readmit(self, live_version: int) -> None:
         """Let groups that came back after a restart be granted, as far as there are slots (AdmissionLedger.readmit)."""
         for group in self._ledger.readmit(live_version):
-            self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version))
+            size = self._own_size(group.group_id)
+            self._note(Admitted(group.group_id, group.prompt.prompt_id, group.admitted_version, size))
 
     def grant(self, holder: str, credit_samples: int) -> Lease | None:
         """Lease members of one group to a generator; None: nothing for this one (AdmissionLedger.grant)."""
@@ -194,15 +196,8 @@ class RolloutBuffer:
                 raise LedgerError(f"group {group.group_id} was not taken for step {step}, or is consumed already")
         self._note(Trained(step, trained_version, applied, metrics or {}, refused, skipped, began_s))
         for group in groups:
-            self.segments.add(
-                ResolvedGroup(
-                    self._groups.pop(group.group_id),
-                    consumed_step=step,
-                    attempts=self._ledger.group(group.group_id).attempts,
-                    trained_version=trained_version,
-                    applied=applied,
-                )
-            )
+            end = {"consumed_step": step, "trained_version": trained_version, "applied": applied}
+            self.segments.add(self._resolved(self._groups.pop(group.group_id), **end))
 
     def release(self, group_ids: Sequence[int]) -> None:
         """Free the slots of consumed groups, once their weights are live.  Raises LedgerError if one is unused."""
@@ -215,12 +210,13 @@ class RolloutBuffer:
 
         Raises LedgerError for a group that is taken, gone or unknown; then nothing changes.
         """
-        record = self._ledger.group(group_id)
+        group = self._groups.get(group_id) or self._assembled(self._ledger.group(group_id))
+        resolved = self._resolved(group, drop_reason=reason)
         self._ledger.drop(group_id, reason)
         self._note(Dropped(group_id, reason))
-        group = self._groups.pop(group_id, None) or self._assembled(record)
+        self._groups.pop(group_id, None)
         self._members.pop(group_id, None)
-        self.segments.add(ResolvedGroup(group, drop_reason=reason, attempts=record.attempts))
+        self.segments.add(resolved)
         return group
 
     # --------------------------------------------------------------------------------------------------- inspection
@@ -250,8 +246,8 @@ class RolloutBuffer:
         late = [i for i in self._groups if (step := self._ledger.group(i).step) is not None and step < next_step]
         if late:
             raise LedgerError(f"groups {sorted(late)} were taken before step {next_step}, but are not consumed")
-        groups = [self._buffered(group) for _, group in sorted(self._groups.items())]
-        groups += [self._buffered(self._assembled(self._ledger.group(i))) for i in sorted(self._members)]
+        groups = [self._resolved(group) for _, group in sorted(self._groups.items())]
+        groups += [self._resolved(self._assembled(self._ledger.group(i))) for i in sorted(self._members)]
         self.segments.cut()
         position = START if self.journal is None else self.journal.position
         return FrozenBuffer(tuple(groups), self._ledger.state(next_step), next_step, self.segments, position)
@@ -298,7 +294,7 @@ class RolloutBuffer:
                 # them is on disk: it was admitted under those of the younger one, and sampled by none of before.
                 younger = min(each for each in known if each > group_id)
                 admitted = history.implied[group_id] = Admitted(group_id, prompt.prompt_id, known[younger].version)
-            self._ledger.admit(prompt, admitted.version, again=True)
+            self._ledger.admit(prompt, admitted.version, size=admitted.size, again=True)
         changed, dropped = set[int](), dict(history.dropped)
         for record in history.rollouts:
             rollout = record.scored.rollout
@@ -327,8 +323,14 @@ class RolloutBuffer:
         if self.journal is not None:
             self.journal.note(event)
 
-    def _buffered(self, group: RolloutGroup) -> ResolvedGroup:
-        return ResolvedGroup(group, attempts=self._ledger.group(group.group_id).attempts)
+    def _resolved(self, group: RolloutGroup, **end: Any) -> ResolvedGroup:
+        record, size = self._ledger.group(group.group_id), self._own_size(group.group_id)
+        return ResolvedGroup(group, attempts=record.attempts, group_size=size, **end)
+
+    def _own_size(self, group_id: int) -> int:
+        """Rollouts that are wanted of a group, or 0 where that is admission.group_size."""
+        size = len(self._ledger.group(group_id).members)
+        return size if size != self._ledger.group_size else 0
 
     def _add(self, scored: ScoredRollout) -> RolloutGroup | None:
         """Keep a member that the ledger counts as delivered; return its group if it was the last one."""

@@ -1,4 +1,4 @@
-"""Lay groups out as flat columns, and read them back: schema 3 of a rollout segment, without the file around it.
+"""Lay groups out as flat columns, and read them back: schema 4 of a rollout segment, without the file around it.
 
 Input: ResolvedGroup.  Output: named numpy arrays; and the reverse.  docs/rollout_format.md is the description for
 people; it changes with this file.  Ragged columns are values end to end with offsets, since HDF5's own variable-length
@@ -27,12 +27,13 @@ from rlhpc.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredRollo
 
 Columns = dict[str, NDArray[Any]]
 
-SCHEMA = 3
+SCHEMA = 4
 NEW_COLUMNS: dict[str, tuple[int, int]] = {  # name → (schema that introduced it, value for rows of older files)
     "groups/trained_version": (2, -1),
     "groups/applied": (2, -1),
     "rollouts/token_rewards": (3, 0),  # no bytes, all offsets 0
     "rollouts/token_rewards_offsets": (3, 0),
+    "groups/group_size": (4, 0),
 }
 ROLLOUT_TEXTS = ("detail", "reward_parts", "token_rewards")
 TEXT_COLUMNS = ("groups/task", "groups/reference", *(f"rollouts/{name}" for name in ROLLOUT_TEXTS))
@@ -53,6 +54,7 @@ _GROUP_SCALARS: dict[str, np.dtype[Any]] = {
     "drop_reason": np.dtype("S16"),
     "trained_version": np.dtype("<i8"),
     "applied": np.dtype("<i1"),
+    "group_size": np.dtype("<i4"),
 }
 _ROLLOUT_SCALARS: dict[str, np.dtype[Any]] = {
     "group_id": np.dtype("<i8"),
@@ -79,13 +81,15 @@ class _GroupRow:
     reference: bytes
     trained_version: int
     applied: int
+    group_size: int
 
     def crc32(self, schema: int = SCHEMA) -> int:
         numbers = (self.group_id, self.prompt_id, self.admitted_version, self.consumed_step, self.attempts)
         crc = crc32(struct.pack("<7q", *numbers, self.num_rollouts, len(self.prompt_token_ids)))
         crc = crc32(self.prompt_token_ids.data, crc)
         crc = _crc_of_texts(crc, self.drop_reason, self.task, self.reference)
-        return crc if schema < 2 else crc32(struct.pack("<2q", self.trained_version, self.applied), crc)
+        crc = crc if schema < 2 else crc32(struct.pack("<2q", self.trained_version, self.applied), crc)
+        return crc if schema < 4 else crc32(struct.pack("<q", self.group_size), crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,7 @@ def _group_row(resolved: ResolvedGroup) -> _GroupRow:
         reference=encode_text(prompt.reference),
         trained_version=resolved.trained_version,
         applied=-1 if resolved.applied is None else int(resolved.applied),
+        group_size=resolved.group_size,
     )
 
 
@@ -274,6 +279,7 @@ def _to_resolved(row: _GroupRow, members: Sequence[_RolloutRow]) -> ResolvedGrou
         attempts=row.attempts,
         trained_version=row.trained_version,
         applied=None if row.applied < 0 else bool(row.applied),
+        group_size=row.group_size,
     )
 
 

@@ -9,6 +9,7 @@ that they grow from draw to draw, and a restart draws what was drawn whatever is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -52,6 +53,13 @@ class Curriculum(PromptSource):
         if self._config.leaves_out:
             self._go_to(self._next_kept(self._prompts.cursor))
         return self._prompts.draw()
+
+    def num_rollouts(self, prompt_id: int) -> int:
+        """So many that one passes with chance `pass_chance`, at most `max_group_size`; 0 for one never asked."""
+        if self._config.max_group_size == "off":
+            return 0
+        rate = float(self._memory.rates[self._prompts.record_index(prompt_id)])
+        return rollouts_for_a_pass(rate, self._config.pass_chance, self._config.max_group_size)
 
     def draw_again(self, prompt_id: int | None) -> Prompt:
         """Return a prompt that was drawn before, left out by today's memory or not."""
@@ -175,6 +183,17 @@ class Curriculum(PromptSource):
             raw = raw_draws(self._prompts.num_records, self._seed, epoch, _COIN)
             self._coins_in_order, self._coins_of = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, epoch
         return self._coins_in_order
+
+
+def rollouts_for_a_pass(pass_rate: float, chance: float, most: int) -> int:
+    """The least n with 1 − (1 − pass_rate)^n ≥ chance, at most `most`; 0 where the rate is unknown, NaN."""
+    if math.isnan(pass_rate):
+        return 0
+    if pass_rate >= chance:
+        return 1
+    if pass_rate <= 0:
+        return most
+    return min(most, math.ceil(math.log1p(-chance) / math.log1p(-pass_rate)))
 
 
 def open_curriculum(config: Config, place: int = 0) -> Curriculum:

@@ -32,6 +32,11 @@ class Mixture(PromptSource):
         prompt = self._parts[place].draw(live_version)
         return self._taken(place, prompt)
 
+    def num_rollouts(self, prompt_id: int) -> int:
+        """Rollouts that are wanted of the prompt that was drawn last, if more than admission.group_size; else 0."""
+        local, place = divmod(prompt_id, len(self._parts))
+        return self._parts[place].num_rollouts(local)
+
     def draw_again(self, prompt_id: int | None) -> Prompt:
         """Return a prompt that was drawn before the run was interrupted, whosever turn it would be now."""
         local, place = (None, self._next()) if prompt_id is None else divmod(prompt_id, len(self._parts))

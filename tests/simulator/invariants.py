@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.config import Config
 from rlhpc.contracts import Clock
 from rlhpc.errors import LedgerError
 from rlhpc.messages import Delivered, Delivery
@@ -156,8 +157,9 @@ class Invariants:
         members = self._buffer._groups[group_id].members
         for index, member in enumerate(members):
             self._check_made_for(member, group_id, index)
-        if len(members) != self._config.admission.group_size:
-            raise Violation(f"group {group_id} has {len(members)} members")
+        least, wanted = self._config.admission.group_size, len(self._ledger.group(group_id).members)
+        if len(members) != wanted or not least <= wanted <= self._config.largest_group:
+            raise Violation(f"group {group_id} has {len(members)} members of {wanted}")
 
     # ------------------------------------------------------------------------------------------------ what was said
 
@@ -223,7 +225,7 @@ def made(known: Known, scored: ScoredRollout) -> None:
     known.made[scored.detail] = scored.rollout.group_id, scored.rollout.sample_index
 
 
-def check_step(batch: PackedBatch, weights: Weights, group_size: int, groups_per_step: int) -> None:
+def check_step(batch: PackedBatch, weights: Weights, config: Config) -> None:
     """The trainer is about to train this: contiguous steps, whole groups, none twice on this timeline."""
     if (batch.step, batch.policy_version) != (weights.step, weights.version):
         raise Violation(
@@ -231,8 +233,12 @@ def check_step(batch: PackedBatch, weights: Weights, group_size: int, groups_per
             f"{weights.version}"
         )
     prompts = prompts_of(batch)
-    if sorted(prompts.values()) != [group_size] * groups_per_step:
-        raise Violation(f"step {batch.step} has samples {sorted(prompts.values())} of its prompts")
+    sizes, admission = sorted(prompts.values()), config.admission
+    if (
+        len(sizes) != admission.groups_per_step
+        or not admission.group_size <= sizes[0] <= sizes[-1] <= config.largest_group
+    ):
+        raise Violation(f"step {batch.step} has samples {sizes} of its prompts")
     for earlier, before in enumerate(weights.lineage):
         if again := sorted(prompts.keys() & before.keys()):
             raise Violation(f"prompt {again[0]} is trained in step {batch.step}, and was in step {earlier}")

@@ -36,18 +36,23 @@ def settings_of(seed: int, root: Path) -> Config:
         update={
             "run": base.run.model_copy(update={"directory": root, "num_steps": rng.choice((2, 3, 4)), "seed": seed}),
             "admission": admission,
-            **_curriculum(rng, base),
+            **_curriculum(rng, seed, base),
             "checkpoint": base.checkpoint.model_copy(update={"every_steps": rng.choice((1, 2, 2, 3))}),
             "buffer": base.buffer.model_copy(update={"segment_groups": rng.choice((3, 8, 8))}),
         }
     )
 
 
-def _curriculum(rng: random.Random, base: Config) -> dict[str, object]:
-    """For a third of the runs stages: which prompt is next depends on what was sampled before."""
-    if rng.random() > 1 / 3:
-        return {}
-    rules = {"stages": rng.choice(((1.0,), (0.0, 1.0))), "stage_pass_rate": 0.2, "stage_groups": rng.choice((1, 3))}
+def _curriculum(rng: random.Random, seed: int, base: Config) -> dict[str, object]:
+    """For a third of the runs stages: which prompt is next depends on what was sampled before.
+
+    For a quarter, more rollouts of hard prompts.
+    """
+    rules: dict[str, object] = {}
+    if rng.random() <= 1 / 3:
+        rules = {"stages": rng.choice(((1.0,), (0.0, 1.0))), "stage_pass_rate": 0.2, "stage_groups": rng.choice((1, 3))}
+    if seed % 4 == 1:
+        rules |= {"max_group_size": 5, "pass_chance": 0.9}
     return {"curriculum": base.curriculum.model_copy(update=rules)}
 
 

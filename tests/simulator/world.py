@@ -294,9 +294,8 @@ class World:
 
     def trained(self, batch: PackedBatch, weights: Weights) -> None:
         self.tell("step", batch.step, "of version", batch.policy_version)
-        admission = self.config.admission
         try:
-            check_step(batch, weights, admission.group_size, admission.groups_per_step)
+            check_step(batch, weights, self.config)
         except Violation as violation:
             self.violation = self.violation or violation
 

@@ -169,6 +169,7 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
         (["curriculum.hopeless_at=0.1"], "curriculum.hopeless_at=0.1", ["curriculum.hopeless_rest_epochs=1"]),
         (["curriculum.min_chance=0.2"], "curriculum.min_chance=0.2", ["curriculum.target_pass_rate=0.5"]),
         (["curriculum.newest_weight=0.2"], "curriculum.newest_weight=0.2", ["curriculum.hopeless_rest_epochs=1"]),
+        (["curriculum.pass_chance=0.5"], "curriculum.pass_chance=0.5", ["curriculum.max_group_size=64"]),
         (["curriculum.stage_groups=8"], "curriculum.stage_groups=8", ["curriculum.stages=[1.0, 2.5]"]),
         (["generation.gpu_memory_utilization=0.5", "generation.kv_cache_bytes=1_000_000"],
          "generation.gpu_memory_utilization=0.5", ["generation.gpu_memory_utilization=0.9"]),
@@ -212,6 +213,10 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
             "curriculum.hopeless_at=0.5 is not below curriculum.solved_at=0.5",
         ),
         (["curriculum.stages=hard"], "curriculum.stages"),
+        (
+            ["curriculum.max_group_size=1"],
+            r"curriculum.max_group_size=1 is not above admission.group_size=\d+.*legal: ",
+        ),
     ],
 )
 def test_a_curriculum_that_contradicts_itself_is_refused(run_file: Path, words: list[str], text: str) -> None:

@@ -33,6 +33,7 @@ class SavedGroup:
     prompt: int
     admitted_version: int
     delivered: tuple[int, ...]
+    size: int  # members, delivered or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +123,5 @@ def _saved_group(state: dict[str, Any]) -> SavedGroup:
         int(state["prompt"]["prompt_id"]),
         int(state["admitted_version"]),
         tuple(int(index) for index in state["delivered"]),
+        len(state["strikes"]),
     )

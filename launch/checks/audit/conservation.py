@@ -118,7 +118,7 @@ def _look_at_members(evidence: Evidence, of: NDArray[np.int8], dropped: dict[str
     newest, rows = evidence.checkpoints.newest, evidence.journal.rows
     keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
     delivered = np.bincount(keys[keys < len(of) * MEMBERS] // MEMBERS, minlength=len(of)) if len(of) else keys
-    of[(of == IN_FLIGHT) & (delivered >= evidence.group_size)] = BUFFERED
+    of[(of == IN_FLIGHT) & (delivered >= evidence.sizes(len(of)))] = BUFFERED
     failed = np.unique(rows["group"][rows["is_error"] & (rows["group"] < len(of))])
     failed = failed[np.isin(of[failed], (BUFFERED, IN_FLIGHT))]
     of[failed] = DROPPED

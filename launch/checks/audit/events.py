@@ -69,6 +69,7 @@ class EventEvidence:
         self.steps: dict[int, RecordedStep] = {}
         self.last_step = -1  # of those
         self.prompt_of, self.version_of, self.admitted_by = GroupColumn(), GroupColumn(), GroupColumn()
+        self.size_of = GroupColumn()  # rollouts wanted, where they are more than admission.group_size
         self.first_version_of = GroupColumn()  # where a later attempt admitted it once more: that of the one before
         self.step_of, self.dropped_by, self.reason_of = GroupColumn(), GroupColumn(), GroupColumn()
         self.reasons: list[str] = []
@@ -136,7 +137,7 @@ class EventEvidence:
 
     @property
     def _admissions(self) -> tuple[GroupColumn, ...]:
-        return self.prompt_of, self.version_of, self.admitted_by, self.first_version_of
+        return self.prompt_of, self.version_of, self.size_of, self.admitted_by, self.first_version_of
 
     @property
     def newest_attempt(self) -> int:
@@ -210,6 +211,7 @@ class EventEvidence:
         if self.admitted_by[group] >= 0:
             self.first_version_of[group] = self.version_of[group]
         self.prompt_of[group], self.version_of[group] = int(event["prompt"]), int(event["version"])
+        self.size_of[group] = int(event.get("size", 0))
         self.admitted_by[group] = number
 
     def _taken(self, attempt: AttemptEvents, number: int, event: dict[str, Any]) -> None:

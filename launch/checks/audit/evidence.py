@@ -60,8 +60,24 @@ class Evidence:
 
     @property
     def group_size(self) -> int:
-        """Rollouts of a group."""
+        """Rollouts of a group, where nothing else is said."""
         return self.config.admission.group_size
+
+    def sizes(self, num_groups: int) -> NDArray[np.int64]:
+        """Rollouts that are wanted of each group, by id: as events say, the newest checkpoint, and segments.
+
+        Of a group of which nothing is known, the most that there may be.
+        """
+        is_known = self.events.admitted_by.upto(num_groups) >= 0
+        sizes = np.maximum(self.events.size_of.upto(num_groups), self.group_size)
+        sizes[~is_known] = self.config.largest_group
+        newest, rows = self.checkpoints.newest, self.segments.rows
+        for group, saved in (newest.open_groups if newest is not None else {}).items():
+            if group < num_groups:
+                sizes[group] = saved.size
+        known = rows[rows["group"] < num_groups]
+        sizes[known["group"]] = known["size"]
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,17 @@ from launch.checks.audit.steps import Course
 
 
 def members(evidence: Evidence, places: Places) -> Check:
-    """Each trained group has exactly group_size distinct samples."""
+    """Each trained group has exactly the distinct samples that were wanted of it."""
     check = Check("members")
-    rows, size = evidence.segments.rows, evidence.group_size
+    rows = evidence.segments.rows
     for member in evidence.segments.members:
         text = f"group {member.group}: sample {member.sample} {member.text}"
         where = segment_name(member.index)
         check.accuse(Offence(text, group=member.group, sample=member.sample, file=where, row=member.row))
-    for row in rows[(rows["step"] >= 0) & (rows["num_members"] != size)]:
-        text = f"group {row['group']}, trained at step {row['step']}, has {row['num_members']} of {size} rollouts"
+    for row in rows[(rows["step"] >= 0) & (rows["num_members"] != rows["size"])]:
+        text = (
+            f"group {row['group']}, trained at step {row['step']}, has {row['num_members']} of {row['size']} rollouts"
+        )
         where = segment_name(int(row["index"]))
         check.accuse(Offence(text, group=int(row["group"]), step=int(row["step"]), file=where, row=int(row["row"])))
     _look_at_journal(check, evidence)
@@ -40,8 +42,10 @@ def members(evidence: Evidence, places: Places) -> Check:
 
 def _look_at_journal(check: Check, evidence: Evidence) -> None:
     rows = evidence.journal.rows
-    for row in rows[(rows["sample"] < 0) | (rows["sample"] >= evidence.group_size)]:
-        text = f"group {row['group']}: sample {row['sample']} of a group of {evidence.group_size}"
+    sizes = evidence.sizes(int(rows["group"].max(initial=-1)) + 1)[rows["group"]]
+    for place in np.flatnonzero((rows["sample"] < 0) | (rows["sample"] >= sizes)):
+        row = rows[place]
+        text = f"group {row['group']}: sample {row['sample']} of a group of {sizes[place]}"
         check.accuse(_in_journal(evidence, row, text))
     keys = evidence.journal.keys
     arranged = np.argsort(keys, kind="stable")
@@ -71,8 +75,9 @@ def _look_for_unsealed(check: Check, evidence: Evidence, places: Places) -> int:
     is_waiting = (places.of == TRAINED) & ~is_sealed & (step_of >= first) & (step_of <= events.trained_at_first)
     waiting = np.flatnonzero(is_waiting)
     keys = np.unique(np.concatenate([evidence.journal.keys, newest.buffered if newest else np.empty(0, np.int64)]))
-    wanted = waiting[:, None] * MEMBERS + np.arange(evidence.group_size)
-    is_lost = ~np.isin(wanted, keys)
+    sizes = evidence.sizes(len(places.of))[waiting]
+    indices = np.arange(sizes.max(initial=0))
+    is_lost = ~np.isin(waiting[:, None] * MEMBERS + indices, keys) & (indices < sizes[:, None])
     for place in np.flatnonzero(is_lost.any(axis=1)).tolist():
         group, samples = int(waiting[place]), np.flatnonzero(is_lost[place]).tolist()
         text = (

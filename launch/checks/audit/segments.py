@@ -1,6 +1,6 @@
 """The segments of a run as columns over all groups, read one file at a time.
 
-Input: rollouts/segment_*.h5, schemas 1 and 2.  Output: what each group came to and where it stands, what its members
+Input: rollouts/segment_*.h5, all schemas.  Output: what each group came to and where it stands, what its members
 break, and how long completions were.  Tokens of one file are in memory at a time; what stays is 60 bytes a group.
 """
 
@@ -19,7 +19,7 @@ from launch.checks.audit.journal import MEMBERS, keys_of
 from rlhpc.buffer.segment_reader import read_raw_columns
 from rlhpc.errors import SegmentError
 
-GROUP_COLUMNS = ("group_id", "prompt_id", "admitted_version", "consumed_step", "drop_reason", "trained_version", "applied", "rollout_offsets")  # fmt: skip  # noqa: E501
+GROUP_COLUMNS = ("group_id", "prompt_id", "admitted_version", "consumed_step", "drop_reason", "trained_version", "applied", "group_size", "rollout_offsets")  # fmt: skip  # noqa: E501
 MEMBER_COLUMNS = ("sample_index", "reward", "verdict", "token_offsets")
 ROW = np.dtype(
     [
@@ -31,6 +31,7 @@ ROW = np.dtype(
         ("version", "<i8"),  # that was trained; -1: none, or not known
         ("applied", "<i4"),
         ("num_members", "<i4"),
+        ("size", "<i4"),  # members that were wanted
         ("attempt", "<i4"),
         ("index", "<i4"),  # of the segment
         ("row", "<i4"),  # in `groups`
@@ -81,12 +82,12 @@ class SegmentEvidence:
                 self.unreadable.append((path.name, str(error)))
             return
         self.num_files += 1
-        rows = self._group_rows(columns, int(attributes.get("run_attempt", 0)), index)
+        rows = self._group_rows(columns, int(attributes.get("run_attempt", 0)), index, group_size)
         offsets = columns["groups/rollout_offsets"]
         owner = np.repeat(np.arange(len(rows)), np.diff(offsets))  # row of each rollout's group
         samples, token_offsets = columns["rollouts/sample_index"], columns["rollouts/token_offsets"]
         keys = keys_of(rows["group"][owner], samples)
-        self._accuse_samples(rows, owner, samples, group_size)
+        self._accuse_samples(rows, owner, samples)
         self._count_lengths(rows, owner, np.diff(token_offsets))
         if not is_quick:
             self._look_at_versions(rows, owner, samples, columns["rollouts/versions"], token_offsets)
@@ -95,12 +96,13 @@ class SegmentEvidence:
         self.num_rollouts += len(samples)
         self.parts.append(rows)
 
-    def _group_rows(self, columns: dict[str, NDArray[Any]], attempt: int, index: int) -> NDArray[Any]:
+    def _group_rows(self, columns: dict[str, NDArray[Any]], attempt: int, index: int, group_size: int) -> NDArray[Any]:
         rows = np.zeros(len(columns["groups/group_id"]), ROW)
         rows["group"], rows["prompt"] = columns["groups/group_id"], columns["groups/prompt_id"]
         rows["admitted_version"], rows["step"] = columns["groups/admitted_version"], columns["groups/consumed_step"]
         rows["version"], rows["applied"] = columns["groups/trained_version"], columns["groups/applied"]
         rows["num_members"] = np.diff(columns["groups/rollout_offsets"])
+        rows["size"] = np.maximum(columns["groups/group_size"], group_size)
         rows["attempt"], rows["index"], rows["row"] = attempt, index, np.arange(len(rows))
         rows["oldest"] = rows["newest"] = rows["reason"] = -1
         for reason in np.unique(columns["groups/drop_reason"]):
@@ -113,10 +115,11 @@ class SegmentEvidence:
             self.reasons.append(reason)
         return self.reasons.index(reason)
 
-    def _accuse_samples(self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any], group_size: int) -> None:
+    def _accuse_samples(self, rows: NDArray[Any], owner: NDArray[Any], samples: NDArray[Any]) -> None:
         """Members that no lease names, and those that are there twice."""
-        for row in np.flatnonzero((samples < 0) | (samples >= group_size)):
-            self._accuse(f"sample {samples[row]} of a group of {group_size}", rows, owner, samples, int(row))
+        sizes = rows["size"][owner]
+        for row in np.flatnonzero((samples < 0) | (samples >= sizes)):
+            self._accuse(f"sample {samples[row]} of a group of {sizes[row]}", rows, owner, samples, int(row))
         within = owner.astype(np.int64) * MEMBERS + samples
         order = np.argsort(within, kind="stable")
         for row in order[1:][within[order][1:] == within[order][:-1]]:

@@ -52,7 +52,7 @@ class Forecast:
 def forecast(config: Config) -> Forecast:
     """From the run file, and the model's config.json where it can be read."""
     tokens = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
-    rollouts = config.run.num_steps * config.admission.groups_per_step * config.admission.group_size
+    rollouts = config.run.num_steps * config.admission.groups_per_step * config.largest_group
     parameters = _num_parameters(config.model.path / "config.json")
     each = None if parameters is None else parameters * (STATE_BYTES + ELEMENT_BYTES[config.model.dtype])
     checkpoints = None if each is None else each * (config.checkpoint.keep + 1)

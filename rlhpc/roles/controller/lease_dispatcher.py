@@ -75,7 +75,8 @@ class LeaseDispatcher:
         is_new = self._buffer.has_slot
         while self._buffer.has_slot:
             version = self._policy.live_version
-            self._buffer.admit(self._prompts.draw(version), version)
+            prompt = self._prompts.draw(version)
+            self._buffer.admit(prompt, version, self._prompts.num_rollouts(prompt.prompt_id))
         return is_new
 
     async def _grant(self) -> None:

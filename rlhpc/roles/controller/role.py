@@ -124,7 +124,7 @@ class Controller:
         buffer, prompts, shaping = self._state.buffer, self._state.prompts, RewardShaping.of(config)
         self._sink = RolloutSink(buffer, gate, config.admission, shaping, prompts, of_one_version=is_exact)
         self._sink.lost_leases = self._state.lost_leases
-        on_disk = self._journaling.durable if config.curriculum.leaves_out else None
+        on_disk = self._journaling.durable if config.curriculum.goes_by_memory else None
         self._dispatcher = LeaseDispatcher(leases, buffer, prompts, self._weight_sync, self._registry, on_disk)
         self._cancelling = Cancelling(buffer, self._sink, leases, self._weight_sync, config.admission)
         self._guarding = self._make_guarding()

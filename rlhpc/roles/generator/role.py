@@ -231,7 +231,7 @@ class Generator:
         0 while the engine has no complete weights.
         """
         fits = self._engine.capacity_samples
-        return fits + self._context.config.admission.group_size if fits else 0
+        return fits + self._context.config.largest_group if fits else 0
 
     async def leave(self, control: ClientChannel) -> None:
         """Hand back what is unfinished: the run continues without this generator, or a checkpoint keeps it."""

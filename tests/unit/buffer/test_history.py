@@ -88,6 +88,34 @@ def train(buffer: RolloutBuffer, step: int) -> list[int]:
     return [group.group_id for group in groups]
 
 
+def test_a_group_of_a_hard_prompt_comes_back_with_all_its_members(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0, 5)
+    buffer.admit(make_prompt(1), 0)
+    finish(buffer, 1)
+    for index in (0, 3):
+        buffer.deliver("g-0", make_scored(0, index))
+    journal_of(buffer).commit()
+    again = begin(layout, 1, read_history(layout.rollouts, START))
+    assert [len(again.open_record(group_id).members) for group_id in (0, 1)] == [5, 2]
+    assert [again.is_wanted(0, index) for index in range(6)] == [False, True, True, False, True, False]
+    for index in (1, 2, 4):
+        assert not again.is_finished(0)
+        again.deliver("g-0", make_scored(0, index))
+    assert [len(group.members) for group in again.finished()] == [5, 2]
+
+
+def test_a_hard_prompt_s_rollouts_whose_admission_is_lost_come_back(layout: RunLayout) -> None:
+    buffer = begin(layout, 0)
+    buffer.admit(make_prompt(0), 0, 5)
+    buffer.deliver("g-0", make_scored(0, 3))
+    journal_of(buffer)._files.append(journal_of(buffer)._pending)
+    history = read_history(layout.rollouts, START)
+    assert history.implied == {0: Admitted(0, 0, 0, size=4)}
+    again = begin(layout, 1, history)
+    assert [again.is_wanted(0, index) for index in range(5)] == [True, True, True, False, False]
+
+
 def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again(layout: RunLayout) -> None:
     """A commit writes rollouts first; the process is killed, or the disk refuses, before the events."""
     buffer = begin(layout, 0)
@@ -100,7 +128,7 @@ def test_a_rollout_whose_admission_was_not_written_any_more_is_not_sampled_again
 
     history = read_history(layout.rollouts, START)
     assert sorted(history.admitted) == [0]
-    assert history.implied == {2: Admitted(2, 2, 3)}
+    assert history.implied == {2: Admitted(2, 2, 3, size=2)}
     again = begin(layout, 1, history)
     assert again.open_groups() == [0, 1, 2]
     assert (again.is_wanted(2, 0), again.is_wanted(2, 1)) == (True, False)

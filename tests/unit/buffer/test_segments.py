@@ -13,6 +13,7 @@ import pytest
 from rollout_samples import ManualClock, assert_same_group, make_group, make_scored
 
 from rlhpc.buffer.resolved import DropReason, ResolvedGroup
+from rlhpc.buffer.segment_columns import SCHEMA
 from rlhpc.buffer.segment_files import set_aside_lost_segments, write_sealed
 from rlhpc.buffer.segment_reader import (
     read_columns,
@@ -37,7 +38,15 @@ def make_writer(directory: Path, clock: ManualClock | None = None, **changes: ob
 
 
 def sample_groups() -> list[ResolvedGroup]:
-    """With all that schema 3 can say."""
+    """With all that schema 4 can say."""
+    return [
+        *sample_groups_of_schema_3(),
+        ResolvedGroup(make_group(7, 5), consumed_step=8, group_size=5),
+        ResolvedGroup(make_group(8, 1), drop_reason=DropReason.CUT, group_size=4),
+    ]
+
+
+def sample_groups_of_schema_3() -> list[ResolvedGroup]:
     token_rewards = {0: 0.1 + 0.2, 3: -1e-300, 11: 7.0}
     return [*sample_groups_of_schema_2(), ResolvedGroup(make_group(6, 3, length=12, token_rewards=token_rewards))]
 
@@ -77,7 +86,7 @@ def assert_same(actual: list[ResolvedGroup], expected: list[ResolvedGroup]) -> N
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_file_is_read_back_bit_for_bit_compressed_or_not(tmp_path, compress):
     token_rewards = {place: 1 / (place + 1) for place in range(2000)}
-    groups = [*sample_groups(), ResolvedGroup(make_group(7, length=2000, token_rewards=token_rewards))]
+    groups = [*sample_groups(), ResolvedGroup(make_group(9, length=2000, token_rewards=token_rewards))]
     write_sealed(tmp_path / "file.h5", to_hdf5(groups, {}, compress=compress))
     assert_same(read_segment(tmp_path / "file.h5"), groups)
     with h5py.File(tmp_path / "file.h5") as file:
@@ -225,9 +234,9 @@ def test_a_row_changed_in_a_copy_is_named(tmp_path, column, where):
 def test_a_file_of_a_later_schema_is_refused(tmp_path):
     path = tmp_path / "later.h5"
     with h5py.File(path, "w") as file:
-        file.attrs["schema"] = 4
+        file.attrs["schema"] = SCHEMA + 1
     for read in (read_segment, lambda p: read_columns(p, ["rollouts/reward"])):
-        with pytest.raises(SegmentError, match="has schema 4"):
+        with pytest.raises(SegmentError, match=f"has schema {SCHEMA + 1}"):
             read(path)
 
 
@@ -253,8 +262,18 @@ def test_single_columns_are_read_without_the_rest(tmp_path):
     ]
     columns = read_columns(writer.seal(), names)
     assert list(columns) == names
-    assert columns["groups/drop_reason"].tolist() == ["", "", "no_spread", "verifier_error", "poison", "", ""]
-    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1]
+    assert columns["groups/drop_reason"].tolist() == [
+        "",
+        "",
+        "no_spread",
+        "verifier_error",
+        "poison",
+        "",
+        "",
+        "",
+        "cut",
+    ]
+    assert columns["groups/consumed_step"].tolist() == [0, 7, -1, -1, -1, -1, -1, 8, -1]
     assert columns["rollouts/verdict"][:2].tolist() == ["wrong", "correct"]
     assert columns["rollouts/detail"][0] == make_scored(0, 0).detail
     with pytest.raises(SegmentError, match="rollouts/nothing"):
@@ -299,10 +318,13 @@ def test_arrays_of_unequal_length_are_refused_before_anything_is_written(tmp_pat
 
 def test_a_segment_of_any_schema_is_readable_for_ever():
     """Each golden file was written once, from the groups of its schema, and is never written again."""
-    first, second, third = (Path(__file__).parent / f"golden_schema_{schema}.h5" for schema in (1, 2, 3))
+    first, second, third, fourth = (Path(__file__).parent / f"golden_schema_{schema}.h5" for schema in (1, 2, 3, 4))
     assert_same(read_segment(first), sample_groups_of_schema_1())
     assert_same(read_segment(second), sample_groups_of_schema_2())
-    assert_same(read_segment(third), sample_groups())
+    assert_same(read_segment(third), sample_groups_of_schema_3())
+    assert_same(read_segment(fourth), sample_groups())
+    sizes = (read_columns(path, ["groups/group_size"])["groups/group_size"].tolist() for path in (third, fourth))
+    assert [*sizes] == [[0] * 7, [0] * 7 + [5, 4]]
     assert read_columns(second, ["rollouts/token_rewards"])["rollouts/token_rewards"].tolist() == [""] * 11
     assert read_columns(third, ["rollouts/token_rewards"])["rollouts/token_rewards"].tolist()[-1][:5] == '{"0":'
     names = ("groups/trained_version", "groups/applied", "groups/group_id")

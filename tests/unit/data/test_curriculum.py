@@ -11,7 +11,7 @@ import pytest
 from checkpoints import make_tokenizer_files
 
 from rlhpc.config_curriculum import CurriculumConfig
-from rlhpc.data.curriculum import Curriculum
+from rlhpc.data.curriculum import Curriculum, rollouts_for_a_pass
 from rlhpc.data.prompts import SeededPrompts
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -248,3 +248,33 @@ def test_a_dataset_of_a_million_is_drawn_from_without_delay(make) -> None:
 def test_two_seeds_have_two_series_of_chances(make) -> None:
     first, second = (Student(make(target_pass_rate=0.5, seed=seed), {0: 0.0, 1: 1.0}) for seed in (1, 2))
     assert first.ask(100) != second.ask(100)
+
+
+# --------------------------------------------------------------------------------------------- how often one is sampled
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.75, 0.9])
+def test_a_prompt_gets_the_fewest_rollouts_of_which_one_passes_with_the_chance(rate: float, chance: float) -> None:
+    count = rollouts_for_a_pass(rate, chance, most=10_000)
+    assert 1 - (1 - rate) ** count >= chance - 1e-12
+    assert count == 1 or 1 - (1 - rate) ** (count - 1) < chance
+    assert rollouts_for_a_pass(rate, chance, most=3) == min(count, 3)
+
+
+def test_hopeless_prompts_get_the_most_solved_ones_one_and_unknown_ones_say_nothing() -> None:
+    assert [rollouts_for_a_pass(rate, 0.9, most=32) for rate in (0.0, 1.0, float("nan"))] == [32, 1, 0]
+
+
+def test_what_was_learnt_before_the_live_version_says_how_often_a_prompt_is_sampled(make: Any) -> None:
+    curriculum = make(2, shuffle=False, max_group_size=20, pass_chance=0.9, newest_weight=1.0)
+    first = curriculum.draw(0)
+    assert curriculum.num_rollouts(first.prompt_id) == 0
+    curriculum.learn(0, 0, first.prompt_id, 0.2)
+    curriculum.draw(0)
+    again = curriculum.draw(0)  # of the next epoch; what version 0 has learnt does not count yet
+    assert curriculum.num_rollouts(again.prompt_id) == 0
+    curriculum.draw(1)
+    again = curriculum.draw(1)
+    assert (again.reference, curriculum.num_rollouts(again.prompt_id)) == ("0", 11)
+    assert make(2, shuffle=False).num_rollouts(again.prompt_id) == 0  # off

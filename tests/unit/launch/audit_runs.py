@@ -102,6 +102,7 @@ class AuditedRun:
             f"buffer.segment_groups={segment_groups}",
             f"checkpoint.every_steps={every_steps}",
             *((TWO_DATASETS,) if seed % 3 == 2 else ()),
+            *(("curriculum.max_group_size=5",) if seed % 4 == 0 else ()),
         )
         if not self.layout.is_run:
             for directory in (root, self.layout.rollouts, self.layout.checkpoints):
@@ -230,7 +231,11 @@ class AuditedRun:
         self._deliver_again()
         self.buffer.readmit(self.live)
         while self.buffer.has_slot:
-            self.buffer.admit(self.prompts.draw(), self.live)
+            prompt = self.prompts.draw()
+            size = 2 + (7 * prompt.prompt_id + self.live) % 4 if self.config.curriculum.max_group_size != "off" else 0
+            self.buffer.admit(prompt, self.live, size)
+        if self.config.curriculum.goes_by_memory:
+            self._durable()  # as LeaseDispatcher
         while (lease := self.buffer.grant("g-0", 100)) is not None:
             self.held += [(lease.group_id, index) for index in lease.sample_indices]
         self.held = [(group_id, index) for group_id, index in self.held if self.buffer.is_wanted(group_id, index)]

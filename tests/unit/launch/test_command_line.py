@@ -116,6 +116,11 @@ def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.C
     assert f"warning     admission.oversample=0.3 drops up to 2 stragglers a batch: {OVERSAMPLING}" in printed
     page = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
     assert OVERSAMPLING in page
+    assert main(["check", run_file, "curriculum.max_group_size=64"]) == 0
+    assert "a hard one up to " in (printed := capsys.readouterr().out)
+    assert " to 64 = " in printed
+    assert main(["check", run_file, "curriculum.max_group_size=64", "algorithm.aggregation=prompt"]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:

@@ -26,6 +26,7 @@ class CountedPrompts(PromptSource):
 
     def __init__(self) -> None:
         self.num_drawn = 0
+        self.sizes: dict[int, int] = {}
 
     def draw(self, live_version: int) -> Prompt:
         return self.draw_again(None)
@@ -33,6 +34,9 @@ class CountedPrompts(PromptSource):
     def draw_again(self, prompt_id: int | None) -> Prompt:
         self.num_drawn += 1
         return self.peek(self.num_drawn - 1)
+
+    def num_rollouts(self, prompt_id: int) -> int:
+        return self.sizes.get(prompt_id, 0)
 
     def learn(self, group_id: int, admitted_version: int, prompt_id: int, pass_rate: float) -> None:
         raise AssertionError("not needed here")
@@ -109,6 +113,13 @@ async def test_every_slot_is_filled_with_the_next_prompt_under_the_live_version(
     assert {lease.admitted_version for lease in leases} == {3}
     assert {lease.sample_indices for lease in leases} == {(0, 1, 2, 3)}
     assert not exchange.ledger.has_slot
+
+
+async def test_a_hard_prompt_is_leased_with_more_members_than_others(exchange: Exchange) -> None:
+    exchange.capacity["generator-0"], exchange.prompts.sizes = 1000, {1: 7, 2: 3}
+    leases = (await exchange.leases())["generator-0"]
+    assert [(lease.group_size, len(lease.sample_indices)) for lease in leases[:4]] == [(4, 4), (7, 7), (4, 4), (4, 4)]
+    assert not exchange.ledger.has_slot  # as many slots as ever
 
 
 async def test_before_the_first_version_is_live_nothing_is_drawn(exchange: Exchange) -> None:

@@ -52,8 +52,11 @@ def test_the_curve_counts_groups_that_were_judged_whole_whatever_became_of_them(
         ResolvedGroup(group(3, 1, 0.0), drop_reason=DropReason.CANCELLED),
         ResolvedGroup(group(4, 1, 0.0, 0.5), consumed_step=2),
         ResolvedGroup(group(5, 2, 1.0, 0.0), drop_reason=DropReason.CANCELLED),
+        ResolvedGroup(group(6, 3, 1.0, 0.0, 0.5), consumed_step=3, group_size=3),
+        ResolvedGroup(group(7, 3, 1.0, 1.0), drop_reason=DropReason.CANCELLED, group_size=3),
     )
-    assert reward_by_version(layout.rollouts, group_size=2) == {0: (0.75, 4), 1: (0.25, 2), 2: (0.5, 2)}
+    curve = {0: (0.75, 4), 1: (0.25, 2), 2: (0.5, 2), 3: (0.5, 3)}
+    assert reward_by_version(layout.rollouts, group_size=2) == curve
 
 
 def test_a_tenth_is_weighed_by_rollouts_and_at_least_one_version() -> None:

@@ -33,16 +33,21 @@ def reward_by_version(rollouts: Path, group_size: int) -> dict[int, tuple[float,
     for path in segment_paths(rollouts):
         columns = read_columns(
             path,
-            ("groups/group_id", "groups/admitted_version", "rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
+            (
+                *("groups/group_id", "groups/admitted_version", "groups/group_size"),
+                *("rollouts/group_id", "rollouts/reward", "rollouts/verdict"),
+            ),
         )
         is_judged = columns["rollouts/verdict"] != Verdict.VERIFIER_ERROR.value
         owner, reward = columns["rollouts/group_id"][is_judged], columns["rollouts/reward"][is_judged]
-        group_ids, num_judged = np.unique(owner, return_counts=True)
-        whole = set(group_ids[num_judged == group_size].tolist())
-        for group_id, version in zip(columns["groups/group_id"], columns["groups/admitted_version"], strict=True):
-            if int(group_id) in whole:
-                sums[int(version)] += float(reward[owner == group_id].sum())
-                counts[int(version)] += group_size
+        sizes = np.maximum(columns["groups/group_size"], group_size)
+        for group_id, version, size in zip(
+            columns["groups/group_id"], columns["groups/admitted_version"].tolist(), sizes.tolist(), strict=True
+        ):
+            own = reward[owner == group_id]
+            if len(own) == size:
+                sums[version] += float(own.sum())
+                counts[version] += size
     return {version: (sums[version] / counts[version], counts[version]) for version in sorted(sums)}
 
 
