@@ -118,7 +118,14 @@ def test_two_processes_draw_what_one_draws_and_the_same_command_again_draws_noth
     assert set(drawn(lab.root / "two").values()) == {1}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_after_its_end_in_the_middle_the_same_command_draws_what_is_missing(lab: Lab, number: signal.Signals) -> None:
     whole = rlhpc(*words_of(lab, "whole", *SCRIPTED))
     assert whole.returncode == 0, whole.stderr
@@ -221,6 +228,7 @@ def figures_of(layout: RunLayout) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
+@pytest.mark.long
 def test_a_run_is_followed_until_it_is_complete_and_its_best_model_kept(lab: Lab) -> None:
     layout = lab.layout("followed")
     sections = {"run": {"num_steps": 12}, "data": {"task": "tests.ring.ring_rewards:very_slow_parity"}}
@@ -326,6 +334,7 @@ def test_a_run_file_can_say_when_a_run_is_stopped(lab: Lab) -> None:
     assert 0 < run.status()["step"] < 100_000
 
 
+@pytest.mark.long
 def test_a_run_that_gets_no_better_is_stopped(lab: Lab) -> None:
     layout = lab.layout("stopped")
     slow = {"task": "tests.ring.ring_rewards:very_slow_parity"}
