@@ -12,15 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.commands.arguments import (
+    Version,
+    continued,
+    hint_for,
     is_family,
-    number,
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
+    takes_demo,
+    takes_doctor,
     takes_evaluation,
     takes_evaluations,
     takes_export,
     takes_list,
+    takes_local_run,
     takes_overrides,
     takes_recipe,
     takes_resume_point,
@@ -32,7 +37,7 @@ from launch.commands.arguments import (
     takes_waiting,
 )
 from rlhpc.config_file import load_config
-from rlhpc.errors import ConfigError, RlhpcError
+from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
 from rlhpc.run_layout import RunLayout
 
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
     place = next((name for name in ("overrides", "words") if name in options), None)
     if any(word.startswith("-") or place is None or (place == "overrides" and "=" not in word) for word in rest):
-        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+        parser.error(f"unrecognised arguments: {' '.join(rest)}{hint_for(rest)}")
     if place is not None:
         setattr(options, place, [*getattr(options, place), *rest])
     try:
@@ -67,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function: object, text: str) -> argparse.ArgumentParser:
@@ -74,19 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=function)
         return sub
 
-    run = command("run", _run, "Start a run as processes on this machine and watch it.")
-    takes_run_file(run)
-    takes_overrides(run)
-    again = run.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
-    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
-    takes_resume_point(run)
-    run.add_argument(
-        "--max-retries",
-        type=number,
-        metavar="N",
-        help="attempts after failed ones without a new checkpoint; default: 5",
-    )
+    takes_local_run(command("run", _run, "Start a run as processes on this machine and watch it."))
     check = command(
         "check", _check, "Validate a run file, its model and its data; or verify everything that a run has written."
     )
@@ -108,15 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     takes_evaluations(
         command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
     )
-    demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
-    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
-    demo.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
-    )
-    demo.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
-    )
-    takes_overrides(demo)
+    takes_demo(command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."))
+    schema = command("schema", _schema, "Print the JSON schema of run or site files, for editors that complete TOML.")
+    schema.add_argument("kind", choices=("run", "site"), help="of which files")
     takes_recipe(command("recipes", _recipes, "List run files that reproduce published runs; copy one."))
     takes_cluster_commands(
         command("cluster", _cluster, "Start, show or end a private Slurm in one directory, with fake GPUs; no root.")
@@ -148,13 +136,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
     logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
     logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    doctor = command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies.")
-    takes_site_file(doctor)
-    which = "the run to check for, with overrides; default: a minimal one"
-    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
-    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+    takes_doctor(command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies."))
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -198,7 +180,13 @@ def _run(options: argparse.Namespace) -> int:
 
     resume_from, config = resume_point(options), load_config(options.run_file, options.overrides)
     how = {} if options.max_retries is None else {"max_retries": options.max_retries}
-    return run_locally(config, resume=options.resume, fresh=options.fresh, resume_from=resume_from, **how)
+    how |= {"resume": options.resume, "fresh": options.fresh, "is_quiet": options.quiet}
+    status = run_locally(config, resume_from=resume_from, **how)
+    if not options.quiet:
+        from launch.commands.last_words import last_words
+
+        print("\n".join(last_words(RunLayout(config.run_directory), f"`{continued(options)}`")), flush=True)
+    return status
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -288,7 +276,11 @@ def _doctor(options: argparse.Namespace) -> int:
 def _layout(options: argparse.Namespace) -> RunLayout:
     from launch.common.paths import without_dots
 
-    return RunLayout(without_dots(options.run_dir))
+    layout = RunLayout(without_dots(options.run_dir))
+    usual = RunLayout(Path("runs") / options.run_dir)
+    if not layout.is_run and usual.is_run:
+        raise RunDirectoryError(f"{options.run_dir}: not a run directory (did you mean {usual.root}?)")
+    return layout
 
 
 def _tell(line: str) -> None:
@@ -298,7 +290,7 @@ def _tell(line: str) -> None:
 def _export(options: argparse.Namespace) -> int:
     from launch.commands.export import export_run
 
-    print(export_run(_layout(options), options.out, options.step, is_average=options.ema))
+    print(export_run(_layout(options), options.out, options.step, is_average=options.ema, dtype=options.dtype))
     return 0
 
 
@@ -312,6 +304,13 @@ def _compare(options: argparse.Namespace) -> int:
     from launch.commands.evaluate.compare import compare
 
     return compare(options)
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from launch.commands.schema import schema_of
+
+    print(schema_of(options.kind))
+    return 0
 
 
 def _recipes(options: argparse.Namespace) -> int:

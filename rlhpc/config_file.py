@@ -35,7 +35,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file") from None
     except IsADirectoryError:
@@ -161,14 +161,23 @@ _LEGAL = {
     "greater_than_equal": "{ge} or more",
     "less_than": "below {lt}",
     "less_than_equal": "{le} or less",
-    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_pattern_mismatch": "{words}",
 }
+
+
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
+}
+MOST_HINTS = 2
 
 
 def _legal(detail: ErrorDetails) -> str:
     """What would have been legal, in the words of a run file; pydantic's own words for a fault not listed here."""
-    form = _LEGAL.get(detail["type"])
-    return form.format(**detail.get("ctx", {})) if form else detail["msg"].removeprefix("Input should be ")
+    form, context = _LEGAL.get(detail["type"]), detail.get("ctx", {})
+    pattern = str(context.get("pattern", ""))
+    words = _PATTERNS.get(pattern, f"text that matches {pattern}")
+    return form.format(**context, words=words) if form else detail["msg"].removeprefix("Input should be ")
 
 
 def _is_pydantics_own(part: str | int) -> bool:
@@ -209,14 +218,23 @@ def _explain(key: str, detail: ErrorDetails) -> str | None:
 
 def unknown_key(key: str, value: object, legal: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
     """Say that a key does not exist, which do, and which one may be meant: one of a similar name, or one elsewhere."""
-    meant = [*difflib.get_close_matches(key.rpartition(".")[2], legal, n=1), *elsewhere]
-    hint = f" (did you mean {meant[0]}?)" if meant else ""
+    close = difflib.get_close_matches(key.rpartition(".")[2], legal, n=1)
+    meant = [*close, *(place for place in elsewhere if place.rpartition(".")[2] not in close)][:MOST_HINTS]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
     return f"{key}={value!r}: unknown key; legal: {', '.join(legal)}{hint}"
 
 
 def _places_of(name: str) -> list[str]:
-    """Every place at which a key of this name is legal."""
-    return [f"{section}.{name}" for section, model in _SECTIONS.items() if name in model.model_fields]
+    """Every place at which a key of this name is legal, or else of a similar one."""
+    keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
+    similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
+    wanted = name if name in keys.values() else similar[0] if similar else None
+    return sorted((place for place, key in keys.items() if key == wanted), key=_is_rare)
+
+
+def _is_rare(place: str) -> bool:
+    """Whether few mean this one, of several keys of one name."""
+    return place.startswith(("critic.", "evaluation."))
 
 
 def sections() -> dict[str, type[BaseModel]]:

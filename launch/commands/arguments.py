@@ -7,6 +7,8 @@ loads this module.
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +64,8 @@ def takes_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export; default: the newest sound one")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
+    text = "of the weights that are written; default: what the model at model.path has"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
 
 
 def takes_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -221,3 +225,70 @@ def _spelt(options: argparse.Namespace) -> str:
     """The one that was given; "": none."""
     given = {"--from-start": options.from_start, "--step": options.step is not None, "--no-replay": options.no_replay}
     return next((option for option, is_given in given.items() if is_given), "")
+
+
+def hint_for(words: Sequence[str]) -> str:
+    """For whoever writes keys of the run file as options."""
+    option = next((word for word in words if word.startswith("--") and "." in word), "")
+    if not option:
+        return ""
+    key, equals, value = option.removeprefix("--").partition("=")
+    after = words[words.index(option) + 1 :]
+    value = value if equals or not after else after[0]
+    return f"; a key of the run file is set without dashes: {key}={value}"
+
+
+class Version(argparse.Action):
+    """Print the version; reading it takes a while, and nothing else needs it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Called by argparse."""
+        from importlib.metadata import version
+
+        print(f"rlhpc {version('rlhpc')}")
+        parser.exit()
+
+
+def continued(options: argparse.Namespace) -> str:
+    """The command that goes on with a run, as somebody would type it."""
+    words = [word for word in options.overrides if word.startswith(("run.name=", "run.directory="))]
+    return shlex.join(["rlhpc", "run", str(options.run_file), *words, "--resume"])
+
+
+def takes_local_run(run: argparse.ArgumentParser) -> None:
+    """The command that runs here."""
+    takes_run_file(run)
+    takes_overrides(run)
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the run directory and start over")
+    takes_resume_point(run)
+    run.add_argument("--quiet", action="store_true", help="print nothing but what goes wrong")
+    run.add_argument(
+        "--max-retries",
+        type=number,
+        metavar="N",
+        help="attempts after failed ones without a new checkpoint; default: 5",
+    )
+
+
+def takes_doctor(doctor: argparse.ArgumentParser) -> None:
+    """A site, and perhaps a run."""
+    takes_site_file(doctor)
+    which = "the run to check for, with overrides; default: a minimal one"
+    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
+def takes_demo(demo: argparse.ArgumentParser) -> None:
+    """Where it runs, and by which run file."""
+    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    demo.add_argument(
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
+    )
+    demo.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
+    )
+    takes_overrides(demo)

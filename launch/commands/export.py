@@ -11,10 +11,12 @@ from rlhpc.training.checkpoint.directory import Fate, KnownCheckpoints
 from rlhpc.training.checkpoint.export import export_hf
 
 
-def export_run(layout: RunLayout, out: Path, step: int | None, *, is_average: bool = False) -> str:
+def export_run(
+    layout: RunLayout, out: Path, step: int | None, *, is_average: bool = False, dtype: str | None = None
+) -> str:
     """Write `out` from the checkpoint of `step`, or the newest sound one; return lines that say so.
 
-    is_average: the moving average of its weights.
+    is_average: the moving average of its weights.  dtype: of what is written; None: that of model.path.
     Raises CheckpointError if there is none, none is sound, or `out` exists.
     """
     config, _ = read_resolved(layout)
@@ -23,9 +25,13 @@ def export_run(layout: RunLayout, out: Path, step: int | None, *, is_average: bo
     skipped: list[str] = []
     if step is None:
         step = _newest_sound(layout, skipped)
-    export_hf(layout.checkpoint(step) / "trainer", config.model.path, out, is_average=is_average)
+    elif not layout.checkpoint(step).is_dir():
+        known = ", ".join(str(each) for each, _ in KnownCheckpoints(layout.checkpoints).steps())
+        raise CheckpointError(f"--step {step}: {layout.root} has no such checkpoint; legal: {known or 'none is there'}")
+    written = export_hf(layout.checkpoint(step) / "trainer", config.model.path, out, is_average=is_average, dtype=dtype)
     what = "average of weights" if is_average else "weights"
-    return "\n".join([*skipped, f"{out}: {what} after step {step} of {config.run.name}"])
+    rounded = "" if written == "float32" else ", rounded from float32 (--dtype float32 rounds nothing)"
+    return "\n".join([*skipped, f"{out}: {what} after step {step} of {config.run.name}, {written}{rounded}"])
 
 
 def _newest_sound(layout: RunLayout, skipped: list[str]) -> int:

@@ -14,6 +14,7 @@ from launch.commands.evaluate.preview import preview_evaluations
 from launch.commands.watch import Watch
 from launch.plan.gpu_map import map_gpus
 from launch.plan.local import local_plan_document
+from launch.plan.processes import process_names
 from launch.plan.site_file import ClusterConfig
 from launch.run_directory.checkpoint_choice import NEWEST, ResumePoint
 from launch.run_directory.owner import own_run
@@ -35,17 +36,18 @@ def run_locally(
     fresh: bool = False,
     resume_from: ResumePoint = NEWEST,
     max_retries: int = MAX_RETRIES,
+    is_quiet: bool = False,
 ) -> int:
     """Check everything, prepare the run directory, run all roles here, return the exit status.
 
-    max_retries: attempts that may follow failed ones, without a new checkpoint in between.
+    max_retries: attempts that may follow failed ones, without a new checkpoint in between.  is_quiet: no progress.
     """
     here = gpus_here(os.environ)
     gpus = map_gpus(config, here)
     findings = preflight(config)
     preview_evaluations(config)
     layout = RunLayout(config.run_directory)
-    watch = Watch(layout, sys.stderr)
+    watch = Watch(layout, sys.stderr, expected=process_names(config), is_quiet=is_quiet)
     if gpus.devices and findings.shape is not None:
         try:
             judge_devices(config, findings.model, findings.shape, gpus, here.memory_gib)

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from launch.commands.job_status import document_of, is_slurm_run, lines_of, look_at_run
 from launch.commands.status_notes import read_notes
+from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
-from rlhpc.errors import RunDirectoryError
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ConfigError, RunDirectoryError
 from rlhpc.run_layout import RunLayout
+
+NUM_FIGURES = 2  # lines of them at the head of a status
+MOST_NAMES = 4  # of processes, in one line
+_OVER = ("admitted", "released", "dropped")  # counts since the start of the run
 
 
 def read_status(layout: RunLayout) -> dict[str, Any] | None:
@@ -40,21 +47,43 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
         return json.dumps(document, indent=1)
     if view is None:
         pid = launcher_of(layout)
+        expected = _expected(layout) if pid else ()
         if status is None:
             return f"{layout.root}: " + (
                 f"starting (launcher pid {pid})" if pid else "ended before its controller started"
             )
-        lines = _run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine")
-        return "\n".join([*lines, *notes.lines()])
+        lines = _run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine", expected)
+        return "\n".join([*(lines if pid else lines[:NUM_FIGURES]), *notes.lines()])
     life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
     else:
-        head = _run_lines(status, life)[: None if view.is_alive else 2]  # the last states of roles are out of date
+        lines = _run_lines(status, life)
+        head = lines if view.is_alive else lines[:NUM_FIGURES]  # the last states of roles are out of date
     return "\n".join([*head, *notes.lines(), "", *lines_of(view)])
 
 
-def _run_lines(status: dict[str, Any], life: str) -> list[str]:
+def waiting_for(status: dict[str, Any], expected: Sequence[str]) -> str:
+    """The processes that have not said hello yet, for people; "": all have."""
+    missing = _missing(status, expected)
+    more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+    return ", ".join(missing[:MOST_NAMES]) + more
+
+
+def _missing(status: dict[str, Any], expected: Sequence[str]) -> list[str]:
+    there = {role["name"] for role in status["roles"]}
+    return [name for name in expected if name not in there and not name.startswith("controller")]
+
+
+def _expected(layout: RunLayout) -> Sequence[str]:
+    try:
+        return process_names(read_resolved(layout)[0])
+    except ConfigError:
+        return ()
+
+
+def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
+    """The first NUM_FIGURES hold for a run that is over, too."""
     age = time.time() - status["unix_time_s"]
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
@@ -62,10 +91,22 @@ def _run_lines(status: dict[str, Any], life: str) -> list[str]:
         f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
-        "queue   " + "   ".join(f"{name} {count}" for name, count in status["queue"].items()),
+        *_queue_lines(status["queue"]),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
+        *(f"{name:<14}starting" for name in _missing(status, expected)),
+    ]
+
+
+def _queue_lines(queue: dict[str, Any]) -> list[str]:
+    """Groups in flight and before, then those that are over; reasons that never came up are left out."""
+    over = {name: count for name, count in queue.items() if name in _OVER or name.startswith("dropped_")}
+    now = {name: count for name, count in queue.items() if name not in over}
+    shown = {name: count for name, count in over.items() if count or not name.startswith("dropped_")}
+    return [
+        "queue   " + "   ".join(f"{name} {count}" for name, count in now.items()),
+        "so far  " + "   ".join(f"{name} {count}" for name, count in shown.items()),
     ]
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from launch.commands.evaluate.following_job import end_following
+from launch.commands.last_words import what_was_saved
 from launch.run_directory.owner import find_launcher
 from launch.run_files.job_records import read_records
-from launch.run_files.run_state import read_progress, saved_step
 from launch.slurm.commands import SlurmError
 from launch.slurm.control import PATIENCE_S, cancel
 from launch.slurm.queue import JobRow, look_at_jobs
@@ -48,14 +47,14 @@ def stop_run(layout: RunLayout, *, now: bool, tell: Tell) -> int:
         launcher.await_end()
         return _say_outcome(layout, "`rlhpc run … --resume`", tell, now=now)
     if not _living(layout):
-        end_following(layout, tell)
+        _end_following(layout, tell)
         tell(f"{layout.root}: this run is not running")
         return 0
     request = layout.abort_request if now else layout.stop_request
     write_atomically(request, b"")
     try:
         _see_to_the_end(layout, now, tell)
-        end_following(layout, tell)
+        _end_following(layout, tell)
     except SlurmError as error:
         raise SlurmError(
             f"{error}; the request {request.name} is in {layout.root}: running jobs see it and end by themselves, "
@@ -103,25 +102,16 @@ def _living(layout: RunLayout) -> list[JobRow]:
 
 def _say_outcome(layout: RunLayout, command: str, tell: Tell, *, now: bool) -> int:
     """Report what was saved, and how to continue; returns 1 if steps were lost although `now` was not requested."""
-    progress = read_progress(layout)
-    trained, saved = progress.step if progress is not None else 0, saved_step(layout)
     if layout.summary.exists():
         tell(f"{layout.root}: complete")
         return 0
-    if saved >= trained:
-        steps = f"stopped, saved at step {saved}" if saved else "stopped before the first step"
-        tell(f"{layout.root}: {steps}; {command} continues it")
-        return 0
-    checkpoint = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
-    if any(layout.rollouts.glob("journal_*.h5")):  # a resume trains what was recorded after the checkpoint
-        tell(
-            f"{layout.root}: ended at step {trained}; {checkpoint}: {command} trains the {trained - saved} steps after "
-            "it again, from the journal, and samples nothing again"
-        )
-        return 0
-    begins = f"continues from step {saved}" if saved else "starts over"
-    tell(
-        f"{layout.root}: ended at step {trained} without saving; {checkpoint}, so {trained - saved} steps are lost; "
-        f"{command} {begins}"
-    )
-    return 0 if now else 1
+    saved = what_was_saved(layout, command)
+    tell(saved.words)
+    return 1 if saved.are_steps_lost and not now else 0
+
+
+def _end_following(layout: RunLayout, tell: Tell) -> None:
+    if layout.evaluations.exists():
+        from launch.commands.evaluate.following_job import end_following  # loads as much as all the rest
+
+        end_following(layout, tell)

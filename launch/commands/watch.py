@@ -1,42 +1,73 @@
 """Show a run's progress: one updated line on a terminal, a line from time to time elsewhere.
 
-Input: status.json.  Output: printed lines.
+    starting | waits for trainer-0 (loading), generator-0 (not here yet) | 31 s
+    step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | …
+
+Input: status.json.  Output: printed lines.  Groups that are dropped because their rewards cannot be computed, or
+because they kill whoever samples them, are told when that happens, and again whenever their number has doubled.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
 
-from launch.commands.status import read_status
-from rlhpc.metrics.progress import ProgressLine
+from launch.commands.status import read_status, waiting_for
+from rlhpc.contracts import Clock
+from rlhpc.metrics.progress import Progress, ProgressLine, format_duration
 from rlhpc.run_layout import RunLayout
+
+_TOLD = {
+    "dropped_verifier_error": "no verifier could judge them; `rlhpc logs {root} reward` says why",
+    "dropped_poison": "every lease of one of their members was lost; `rlhpc status {root}` lists the prompts",
+}
+BEFORE = ("starting", "replaying", "waiting for generators")  # phases in which nothing new is trained
 
 
 class Watch:
     """Follows one run directory."""
 
-    def __init__(self, layout: RunLayout, stream: TextIO = sys.stderr) -> None:
-        self._layout, self._stream = layout, stream
+    def __init__(
+        self,
+        layout: RunLayout,
+        stream: TextIO = sys.stderr,
+        *,
+        expected: Sequence[str] = (),
+        is_quiet: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """expected: processes that the run needs (process_names).  is_quiet: nothing but what `tell` is told."""
+        self._layout, self._stream, self._is_quiet, self._clock = layout, stream, is_quiet, clock
+        self._expected, self._began_s = tuple(expected), clock()
         self._line: ProgressLine | None = None
-        self._last_step = -1
+        self._last_step = 0
+        self._told = dict.fromkeys(_TOLD, 0)  # groups at the last warning
 
     def look(self) -> None:
         """Show what has changed since the last call."""
         status = read_status(self._layout)
-        if status is None or status["step"] == self._last_step:
+        if status is None or self._is_quiet:
             return
-        self._last_step = status["step"]
+        self._warn(status["queue"])
         if self._line is None:
-            self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"])
-        self._line.update(
-            status["step"],
-            status["reward"],
-            status["trainer_tokens_per_s"],
-            status["generator_tokens_per_s"],
-            status["staleness_max"],
-            status["eta_s"],
-        )
+            self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
+        if status["phase"] in BEFORE:
+            waits_for = waiting_for(status, self._expected)
+            passed = format_duration(self._clock() - self._began_s)
+            self._line.wait(status["phase"], f"waits for {waits_for} | {passed}" if waits_for else passed)
+        elif status["step"] != self._last_step:
+            self._last_step = status["step"]
+            self._line.update(_progress(status))
+
+    def _warn(self, queue: dict[str, Any]) -> None:
+        for reason, words in _TOLD.items():
+            count = int(queue.get(reason, 0))
+            if count >= max(1, 2 * self._told[reason]):
+                self._told[reason] = count
+                groups = "1 group is" if count == 1 else f"{count} groups are"
+                self.tell(f"{groups} dropped: {words.format(root=self._layout.root)}")
 
     def tell(self, text: str) -> None:
         """Print a line of its own."""
@@ -48,3 +79,15 @@ class Watch:
         """End the live line, if there is one."""
         if self._line is not None:
             self._line.finish()
+
+
+def _progress(status: dict[str, Any]) -> Progress:
+    return Progress(
+        status["step"],
+        status["num_steps"],
+        status["reward"],
+        status["trainer_tokens_per_s"],
+        status["generator_tokens_per_s"],
+        status["staleness_max"],
+        status["eta_s"],
+    )

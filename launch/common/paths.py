@@ -7,6 +7,11 @@ from pathlib import Path
 LONGEST_TEMPORARY_PATH = 60  # a unix socket's path has 107 bytes, and vLLM's names have 36
 
 
+def as_typed(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def without_dots(path: Path) -> Path:
     """Absolute path, with ".." resolved as the file system does: `link/..` is the parent of the link's target."""
     return path.resolve() if ".." in path.parts else path.absolute()

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.demo.report import draw_learning_curve, render_table
+from launch.commands.last_words import figures_table
+from launch.common.paths import as_typed
+from launch.demo.learning_curve import draw_learning_curve
 from launch.demo.task import write_dataset
 from launch.demo.warm_start import make_model
 from launch.plan.gpu_map import VisibleGpus
@@ -51,7 +53,7 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
         say("3/3  what came of it")
         _report(layout)
     elif status == 0:
-        say(f"3/3  stopped before its end; `rlhpc check {_short(layout.root)}` says what is kept, a demo begins anew")
+        say(f"3/3  stopped before its end; `rlhpc check {as_typed(layout.root)}` says what is kept, a demo begins anew")
     return status
 
 
@@ -61,14 +63,9 @@ def _report(layout: RunLayout) -> None:
     picture = layout.root / "learning_curve.png"
     curve = summary["reward_by_version"]
     draw_learning_curve(picture, [version for version, _, _ in curve], [mean for _, mean, _ in curve])
-    print(render_table(summary))
-    print(f"curve        {_short(picture)}")
-    print(f"TensorBoard  tensorboard --logdir {_short(layout.tensorboard)}")
-
-
-def _short(path: Path) -> Path:
-    """The path as one would type it here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    print(figures_table(summary))
+    print(f"curve        {as_typed(picture)}")
+    print(f"TensorBoard  tensorboard --logdir {as_typed(layout.tensorboard)}")
 
 
 def _show_step(phase: str, done: int, loss: float) -> None:

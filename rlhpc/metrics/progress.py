@@ -1,13 +1,15 @@
 """The live progress line of a run.
 
-Input: metrics of a step.  Output: text, written to a stream.  On a terminal the line is rewritten in place; in a log
-file a whole line comes now and then, so that a week's log can be read.
+Input: metrics of a step, or what the run waits for before there are any.  Output: text, written to a stream.  On a
+terminal the line is rewritten in place, and what does not fit is left out whole; in a log file a line comes now and
+then, so that a week's log can be read.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -37,31 +39,35 @@ class ProgressLine:
         """is_terminal: whether the stream understands a carriage return (stream.isatty())."""
         self._stream, self._is_terminal, self._num_steps, self._clock = stream, is_terminal, num_steps, clock
         self._last_s: float | None = None  # when the last line was written
+        self._last_phase = ""
+        self._is_open = False  # something stands on the terminal's line
 
-    def update(
-        self,
-        step: int,
-        reward: float,
-        trainer_tokens_per_s: float,
-        generator_tokens_per_s: float,
-        staleness: float,
-        eta_s: float | None,
-    ) -> None:
+    def update(self, progress: Progress) -> None:
         """Show the metrics of a finished step, if it is time to."""
-        progress = Progress(
-            step, self._num_steps, reward, trainer_tokens_per_s, generator_tokens_per_s, staleness, eta_s
-        )
         if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self._write(_CLEAR_LINE + format_progress(progress)[:width])
-        elif self._is_due(step):
-            self._last_s = self._clock()
-            self._write(format_progress(progress) + "\n")
+            self._rewrite(parts_of(progress))
+        elif self._last_phase or self._is_due(progress.step):
+            self._last_s, self._last_phase = self._clock(), ""
+            self._write(" | ".join(parts_of(progress)) + "\n")
+
+    def wait(self, phase: str, waits_for: str) -> None:
+        """Show what the run does before it trains.  In a log, a line for each phase, and now and then another."""
+        parts = [phase, waits_for] if waits_for else [phase]
+        if self._is_terminal:
+            self._rewrite(parts)
+        elif phase != self._last_phase or self._is_due(0):
+            self._last_s, self._last_phase = self._clock(), phase
+            self._write(" | ".join(parts) + "\n")
 
     def finish(self) -> None:
         """Finish the last line, so that later output starts on a new one."""
-        if self._is_terminal:
+        if self._is_open:
+            self._is_open = False
             self._write("\n")
+
+    def _rewrite(self, parts: Sequence[str]) -> None:
+        self._is_open = True
+        self._write(_CLEAR_LINE + fitting(parts, shutil.get_terminal_size().columns - 1))
 
     def _is_due(self, step: int) -> bool:
         return self._last_s is None or step >= self._num_steps or self._clock() - self._last_s >= _QUIET_S
@@ -74,18 +80,30 @@ class ProgressLine:
             return
 
 
-def format_progress(progress: Progress) -> str:
-    """Return the line, without an end of line.
+def parts_of(progress: Progress) -> list[str]:
+    """What the line says, the most important first.
 
-    Example: step 120/2000 | reward 0.412 | train 13.2k tok/s | generate 48.1k tok/s | staleness 1.2 | 3 h 05 min left
+    Example: step 120/2000 | 3 h 05 min left | reward 0.412 | staleness 1.2 | generate 48.1k tok/s | train 13.2k tok/s
     """
-    left = "" if progress.eta_s is None else f" | {format_duration(progress.eta_s)} left"
-    return (
-        f"step {progress.step}/{progress.num_steps} | reward {progress.reward:.3f}"
-        f" | train {format_count(progress.trainer_tokens_per_s)} tok/s"
-        f" | generate {format_count(progress.generator_tokens_per_s)} tok/s"
-        f" | staleness {progress.staleness:.1f}{left}"
-    )
+    left = [] if progress.eta_s is None else [f"{format_duration(progress.eta_s)} left"]
+    return [
+        f"step {progress.step}/{progress.num_steps}",
+        *left,
+        f"reward {progress.reward:.3f}",
+        f"staleness {progress.staleness:.1f}",
+        f"generate {format_count(progress.generator_tokens_per_s)} tok/s",
+        f"train {format_count(progress.trainer_tokens_per_s)} tok/s",
+    ]
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """As many parts as there is room for, whole; the first one is cut off where even that is too long."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(" | ") + len(part) > width:
+            break
+        line += f" | {part}"
+    return line[:width]
 
 
 def format_count(count: float) -> str:

@@ -205,6 +205,35 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
 
 
 @pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("learning_rate=1e-5", "trainer.learning_rate or critic.learning_rate"),
+        ("trainer.temperature=0.5", "generation.temperature or evaluation.temperature"),
+        ("trainer.lerning_rate=1e-5", "learning_rate"),
+        ("run.temprature=0.5", "generation.temperature or evaluation.temperature"),
+    ],
+)
+def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path, word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\(did you mean {re.escape(meant)}\?\)$"):
+        load_config(run_file, [word])
+
+
+def test_of_a_key_that_is_set_twice_the_last_value_holds(run_file: Path) -> None:
+    assert load_config(run_file, ["run.seed=1", "run.num_steps=3", "run.seed=2"]).run.seed == 2
+
+
+def test_a_name_is_told_in_words_what_it_may_be(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name=.a/b.: legal: letters, digits, .*, a letter or digit first"):
+        load_config(run_file, ["run.name=a/b"])
+
+
+def test_a_mark_at_the_head_of_a_file_is_no_fault(run_file: Path) -> None:
+    before = load_config(run_file)
+    run_file.write_bytes(b"\xef\xbb\xbf" + run_file.read_bytes())
+    assert load_config(run_file) == before
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (["curriculum.stages=[1.0, 1.0]"], r"curriculum.stages=\[1.0, 1.0\] do not ascend"),
@@ -295,7 +324,7 @@ def test_several_datasets_have_names_weights_and_limits(mixed_file: Path, tmp_pa
         ("data.1.weight=0", "data.1.weight=0: legal: above 0"),
         ("data.1.share=2", "data.1.share=2: unknown key; legal: path, task"),
         ("data.0.max_prompt_tokens=9", "data.0.max_prompt_tokens=9 is above generation.max_prompt_tokens=8"),
-        ("data.1.name=two words", "data.1.name='two words': legal: text that matches"),
+        ("data.1.name=two words", "data.1.name='two words': legal: letters, digits, '.', '_' and '-'"),
     ],
 )
 def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, word: str, said: str) -> None:
@@ -414,7 +443,7 @@ def test_every_key_explains_itself() -> None:
         ("generation.temperature=3", "generation.temperature=3: legal: 2.0 or less"),
         ("algorithm.importance_cap=none", "algorithm.importance_cap='none': legal: a number, or 'off'"),
         ("algorithm.importance_cap=-1", "algorithm.importance_cap=-1: legal: above 0.0, or 'off'"),
-        ("run.name=my run", "run.name='my run': legal: text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        ("run.name=my run", "run.name='my run': legal: letters, digits, '.', '_' and '-', a letter or digit first"),
         ("transport.curve=yes", "transport.curve='yes': legal: true or false"),
         ("weights=3", "weights=3: legal: a table"),
         ("data.task=3", "data.task=3: legal: a string"),

@@ -28,11 +28,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export_hf(
-    checkpoint_dir: Path, model_dir: Path, out_dir: Path, *, is_average: bool = False, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write an HF checkpoint into out_dir, which must not exist, in the dtype that model_dir's config.json names.
+    checkpoint_dir: Path,
+    model_dir: Path,
+    out_dir: Path,
+    *,
+    is_average: bool = False,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write an HF checkpoint into out_dir, which must not exist; return the dtype of what was written.
 
     checkpoint_dir: the trainer's part, or the step directory around it.  is_average: the moving average of its weights.
+    dtype: a key of DTYPES; None: what model_dir's config.json names.
     Raises CheckpointError if the checkpoint is incomplete or damaged, or has no average, ConfigError if model_dir or
     out_dir cannot be used; a file that cannot be written leaves an out_dir without config.json, which nothing loads.
     """
@@ -42,7 +49,8 @@ def export_hf(
     kind = AVERAGE if is_average else "weights"
     if kind not in checkpoint.kinds:
         raise CheckpointError(f"{checkpoint_dir}: has no average of weights: trainer.ema_decay was off")
-    dtype = _dtype_of(model_dir / "config.json")
+    named = _dtype_of(model_dir / "config.json")
+    dtype = dtype or named
     try:
         out_dir.mkdir(parents=True)
     except FileExistsError as error:
@@ -50,9 +58,10 @@ def export_hf(
     try:
         specs = [TensorSpec(spec.name, dtype, spec.shape) for spec in checkpoint.specs]
         write_hf_weights(out_dir, specs, _cast(checkpoint, kind, DTYPES[dtype]), shard_bytes=shard_bytes)
-        _copy_the_rest(model_dir, out_dir)
+        _copy_the_rest(model_dir, out_dir, None if dtype == named else dtype)
     except OSError as error:
         raise CheckpointError(f"{out_dir}: cannot be written: {error}") from error
+    return dtype
 
 
 def _dtype_of(config_file: Path) -> str:
@@ -89,8 +98,13 @@ def _cast(checkpoint: TrainerCheckpoint, kind: str, dtype: torch.dtype) -> Itera
         yield tensor.to(dtype)
 
 
-def _copy_the_rest(model_dir: Path, out_dir: Path) -> None:
-    """Copy all files but weights, config.json last."""
+def _copy_the_rest(model_dir: Path, out_dir: Path, dtype: str | None) -> None:
+    """Copy all files but weights, config.json last; dtype: that it is to name, if another."""
     files = [path for path in model_dir.iterdir() if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES)]
     for path in sorted(files, key=lambda path: path.name == "config.json"):
-        shutil.copyfile(path, out_dir / path.name)
+        if dtype is not None and path.name == "config.json":
+            config = json.loads(path.read_bytes())
+            config.pop("torch_dtype", None)
+            (out_dir / path.name).write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
+        else:
+            shutil.copyfile(path, out_dir / path.name)

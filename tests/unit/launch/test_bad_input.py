@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **settings: object) -> NoReturn:
         raise AssertionError(f"a process was started: {arguments}")
 
+    platform.processor()  # starts one the first time: h5py asks for it when it is imported
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,6 +124,42 @@ def test_check_warns_of_a_bias_with_what_was_measured(lab: Lab, capsys: pytest.C
     assert "warning" not in capsys.readouterr().out
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"rlhpc {version('rlhpc')}\n"
+
+
+def test_whoever_writes_a_key_as_an_option_is_told_how_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--run.num_steps", "5"], ["--run.num_steps=5"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["check", "configs/demo.toml", *words])
+        assert "a key of the run file is set without dashes: run.num_steps=5" in capsys.readouterr().err
+
+
+def test_a_run_that_lies_in_runs_is_what_may_be_meant(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    prepare_run_dir(config, RunLayout(tmp_path / "runs/first"), resume=False, fresh=False)
+    assert main(["status", "first"]) == EXIT_CONFIG
+    assert "first: not a run directory (did you mean runs/first?)" in capsys.readouterr().err
+    assert main(["export", "runs/first", "out", "--step", "7"]) == EXIT_CONFIG
+    assert "--step 7: " in (said := capsys.readouterr().err)
+    assert "has no such checkpoint; legal: none is there" in said
+
+
+@pytest.mark.parametrize(("kind", "table"), [("run", "generation"), ("site", "cluster")])
+def test_a_schema_describes_every_table(capsys: pytest.CaptureFixture[str], kind: str, table: str) -> None:
+    assert main(["schema", kind]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["title"] == f"rlhpc {kind} file"
+    assert table in schema["properties"]
+    described = [key for each in schema["$defs"].values() for key in each.get("properties", {}).values()]
+    assert all("description" in key or "$ref" in key or "anyOf" in key for key in described)
+
+
 def test_check_and_help_load_neither_torch_nor_vllm(lab: Lab) -> None:
     code = (
         "import sys; from launch.cli import main; main(sys.argv[1:]);"
@@ -167,10 +204,10 @@ def test_overrides_may_stand_after_an_option(lab: Lab, monkeypatch: pytest.Monke
     assert main(["run", str(lab.run_file("bench")), "--resume", "--step", "4", "run.num_steps=7"]) == 0
     assert main(["run", str(lab.run_file("bench")), "run.num_steps=6", "--resume", "--from-start"]) == 0
     assert seen == [
-        (9, {"resume": False, "fresh": True, "resume_from": ResumePoint()}),
-        (8, {"resume": True, "fresh": False, "resume_from": ResumePoint()}),
-        (7, {"resume": True, "fresh": False, "resume_from": ResumePoint(step=4)}),
-        (6, {"resume": True, "fresh": False, "resume_from": ResumePoint(from_start=True)}),
+        (9, {"resume": False, "fresh": True, "resume_from": ResumePoint(), "is_quiet": False}),
+        (8, {"resume": True, "fresh": False, "resume_from": ResumePoint(), "is_quiet": False}),
+        (7, {"resume": True, "fresh": False, "resume_from": ResumePoint(step=4), "is_quiet": False}),
+        (6, {"resume": True, "fresh": False, "resume_from": ResumePoint(from_start=True), "is_quiet": False}),
     ]
 
 

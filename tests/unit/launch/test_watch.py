@@ -1,0 +1,104 @@
+"""What a user of `rlhpc run` sees while it starts and trains, and what is said at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands.last_words import last_words
+from launch.commands.watch import Watch
+from rlhpc.config_file import write_resolved
+from rlhpc.run_layout import RunLayout
+from tests.unit.launch.site_kit import config_of
+
+EXPECTED = ["controller-0", "reward-0", "trainer-0", "generator-0"]
+
+
+class Screen:
+    """A run directory, and what is printed of it."""
+
+    def __init__(self, root: Path, **how: Any) -> None:
+        self.now = 0.0
+        self.layout, self.stream = RunLayout(root), io.StringIO()
+        self.watch = Watch(self.layout, self.stream, expected=EXPECTED, clock=lambda: self.now, **how)
+
+    def show(self, phase: str, step: int, *roles: str, **queue: int) -> None:
+        document = {
+            "phase": phase, "step": step, "num_steps": 9, "reward": 0.5, "trainer_tokens_per_s": 100.0,
+            "generator_tokens_per_s": 200.0, "staleness_max": 1, "eta_s": 60.0, "queue": queue,
+            "roles": [{"name": name} for name in roles],
+        }  # fmt: skip
+        self.layout.status.write_text(json.dumps(document))
+        self.watch.look()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+
+def test_a_start_shows_its_phase_and_who_is_not_there_yet(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.show("starting", 0, "reward-0")
+    screen.now = 45.0
+    screen.show("waiting for generators", 0, "reward-0", "trainer-0")
+    screen.show("waiting for generators", 0, *EXPECTED)
+    screen.show("training", 0, *EXPECTED)
+    screen.show("training", 1, *EXPECTED)
+    assert screen.lines == [
+        "starting | waits for trainer-0, generator-0 | 0 s",
+        "waiting for generators | waits for generator-0 | 45 s",
+        "step 1/9 | 1 min left | reward 0.500 | staleness 1.0 | generate 200 tok/s | train 100 tok/s",
+    ]
+
+
+def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_doubled(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    for count in (0, 1, 2, 3, 5, 9):
+        screen.show("training", 0, dropped_verifier_error=count)
+    told = [line for line in screen.lines if line.startswith("rlhpc: ")]
+    why = f"dropped: no verifier could judge them; `rlhpc logs {tmp_path} reward` says why"
+    assert told == [f"rlhpc: 1 group is {why}", *(f"rlhpc: {n} groups are {why}" for n in (2, 5))]
+
+
+def test_quiet_says_nothing_but_what_it_is_told(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, is_quiet=True)
+    screen.show("training", 3, dropped_verifier_error=7)
+    screen.watch.tell("the trainer has failed")
+    assert screen.lines == ["rlhpc: the trainer has failed"]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    write_resolved(config_of(), layout, "")
+    return layout
+
+
+def test_a_complete_run_ends_with_its_figures_and_the_next_commands(layout: RunLayout) -> None:
+    summary = {"steps": 9, "reward_first_tenth": 0.25, "reward_last_tenth": 0.75, "training_s": 3.0}
+    layout.summary.write_text(json.dumps(summary))
+    words = "\n".join(last_words(layout, "`rlhpc run a.toml --resume`"))
+    assert "reward, last tenth of steps    0.750" in words
+    assert f"{layout.root}: complete" in words
+    assert f"rlhpc export {layout.root} MODEL" in words
+    assert "every reward was 0" not in words
+    layout.summary.write_text(json.dumps(summary | {"reward_first_tenth": 0.0, "reward_last_tenth": 0.0}))
+    assert "every reward was 0" in "\n".join(last_words(layout, ""))
+
+
+def test_a_run_that_was_interrupted_ends_with_what_was_saved_and_how_to_go_on(layout: RunLayout) -> None:
+    status = {"phase": "stopped", "step": 7, "unix_time_s": 0.0, "roles": []}
+    layout.status.write_text(json.dumps(status))
+    layout.checkpoint(7).mkdir(parents=True)
+    (layout.checkpoint(7) / "COMPLETE").touch()
+    assert last_words(layout, "`rlhpc run a.toml --resume`") == [
+        f"{layout.root}: stopped, saved at step 7; `rlhpc run a.toml --resume` continues it"
+    ]
+
+
+def test_before_there_is_a_run_nothing_is_said(tmp_path: Path) -> None:
+    assert last_words(RunLayout(tmp_path), "") == []
