@@ -17,6 +17,8 @@ from launch.commands.arguments import (
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
+    takes_demo,
+    takes_doctor,
     takes_evaluation,
     takes_evaluations,
     takes_export,
@@ -24,6 +26,7 @@ from launch.commands.arguments import (
     takes_overrides,
     takes_recipe,
     takes_resume_point,
+    takes_rollouts,
     takes_run_directory,
     takes_run_file,
     takes_scale,
@@ -109,14 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
     )
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
-    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
-    demo.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
-    )
-    demo.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
-    )
-    takes_overrides(demo)
+    takes_demo(demo)
     takes_recipe(command("recipes", _recipes, "List run files that reproduce published runs; copy one."))
     takes_cluster_commands(
         command("cluster", _cluster, "Start, show or end a private Slurm in one directory, with fake GPUs; no root.")
@@ -148,13 +144,9 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
     logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
     logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    takes_rollouts(command("rollouts", _rollouts, "Read what a run has sampled: prompts, completions, rewards."))
     doctor = command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies.")
-    takes_site_file(doctor)
-    which = "the run to check for, with overrides; default: a minimal one"
-    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
-    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+    takes_doctor(doctor)
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -270,6 +262,12 @@ def _logs(options: argparse.Namespace) -> int:
     if more:
         raise ConfigError(f"{more[0]!r}: at most one role; `rlhpc logs RUN_DIR` shows all")
     return show_logs(_layout(options), role, options.follow)
+
+
+def _rollouts(options: argparse.Namespace) -> int:
+    from launch.commands.rollouts import show_rollouts
+
+    return show_rollouts(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

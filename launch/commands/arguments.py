@@ -163,6 +163,45 @@ def takes_run_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, e.g. runs/NAME")
 
 
+def takes_rollouts(parser: argparse.ArgumentParser) -> None:
+    """A run, and which of its rollouts."""
+    takes_run_directory(parser)
+    parser.add_argument("--step", metavar="N|A-B", help="trained in this step, or in these")
+    parser.add_argument("--task", metavar="T", help="of this reward function")
+    parser.add_argument("--verdict", metavar="V", help="correct, wrong or verifier_error")
+    parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
+    text = "this regular expression is in prompt, completion, reference or the verifier's line"
+    parser.add_argument("--grep", metavar="REGEX", help=text)
+    parser.add_argument("--sample", type=number, metavar="N", help="so many of these at random, always the same ones")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="has the tokenizer; default: model.path")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="a JSON line each, for programs")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
+
+
+def takes_demo(parser: argparse.ArgumentParser) -> None:
+    """Another run file, or a private Slurm."""
+    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    parser.add_argument(
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
+    )
+    parser.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
+    )
+    takes_overrides(parser)
+
+
+def takes_doctor(parser: argparse.ArgumentParser) -> None:
+    """A site, and how thoroughly it is looked at."""
+    takes_site_file(parser)
+    which = "the run to check for, with overrides; default: a minimal one"
+    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
 def takes_list(parser: argparse.ArgumentParser) -> None:
     """Where to look for runs, and which to show."""
     text = "default: runs/ if it exists, else the current directory"
