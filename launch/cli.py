@@ -23,8 +23,11 @@ from launch.commands.arguments import (
     takes_evaluations,
     takes_export,
     takes_list,
+    takes_logs,
     takes_overrides,
     takes_recipe,
+    takes_report,
+    takes_resume,
     takes_resume_point,
     takes_rollouts,
     takes_run_directory,
@@ -32,7 +35,6 @@ from launch.commands.arguments import (
     takes_scale,
     takes_site_file,
     takes_submission,
-    takes_waiting,
 )
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError
@@ -124,11 +126,7 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     """The commands that submit a run, and those that take a run directory."""
     takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
     resume = command("resume", _resume, "Submit the jobs of a run again, to continue from its last checkpoint.")
-    takes_run_directory(resume)
-    again = "another site file, other settings; default: those of the last submit"
-    resume.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
-    takes_resume_point(resume)
-    takes_waiting(resume)
+    takes_resume(resume)
     status = command("status", _status, "Show a run: its jobs and roles, their work in progress, what they wait for.")
     takes_run_directory(status)
     status.add_argument("--json", action="store_true", help="JSON output for programs")
@@ -140,10 +138,8 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
     )
     takes_scale(command("scale", _scale, "Add generators to a submitted run, or remove added ones."))
     logs = command("logs", _logs, "Show the logs of a run's processes.")
-    takes_run_directory(logs)
-    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
-    logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
-    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    takes_logs(logs)
+    takes_report(command("report", _report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."))
     takes_rollouts(command("rollouts", _rollouts, "Read what a run has sampled: prompts, completions, rewards."))
     doctor = command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies.")
     takes_doctor(doctor)
@@ -268,6 +264,12 @@ def _rollouts(options: argparse.Namespace) -> int:
     from launch.commands.rollouts import show_rollouts
 
     return show_rollouts(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from launch.commands.report import report_run
+
+    return report_run(_layout(options), options.html)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -45,6 +45,15 @@ def takes_waiting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", metavar="JOB", help="start after this job has succeeded; also afterany:JOB, …")
 
 
+def takes_resume(parser: argparse.ArgumentParser) -> None:
+    """A run that was submitted, and what is to be other than before."""
+    takes_run_directory(parser)
+    again = "another site file, other settings; default: those of the last submit"
+    parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
+    takes_resume_point(parser)
+    takes_waiting(parser)
+
+
 def takes_scale(parser: argparse.ArgumentParser) -> None:
     """A run, and how many generators to add or remove."""
     takes_run_directory(parser)
@@ -161,6 +170,20 @@ def takes_overrides(parser: argparse.ArgumentParser) -> None:
 def takes_run_directory(parser: argparse.ArgumentParser) -> None:
     """A run that has been started or submitted."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, e.g. runs/NAME")
+
+
+def takes_logs(parser: argparse.ArgumentParser) -> None:
+    """A run, and whose logs."""
+    takes_run_directory(parser)
+    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
+    parser.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+
+
+def takes_report(parser: argparse.ArgumentParser) -> None:
+    """A run, and where its page goes."""
+    takes_run_directory(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
 
 
 def takes_rollouts(parser: argparse.ArgumentParser) -> None:

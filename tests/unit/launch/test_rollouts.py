@@ -39,7 +39,7 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     run.seal(
         [
             run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=0),
-            run.group("2 + 5 =", [("sieben é", 0.25), ("7", 0.75)], step=0),
+            run.group("2 + 5 =", [("zehn é", 0.25), ("7", 0.75)], step=0),
             run.group("1 + 1 =", [("2", 1.0), ("2", 1.0)]),
             run.group("9 - 2 =", [("7", 1.0), ("\x1b[2J</script>", 0.0)], step=1, task="subtracting"),
             run.group("8 - 1 =", [("7", 1.0), ("6", 0.0)], step=1, task="subtracting"),
@@ -119,7 +119,7 @@ def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_pat
         (Selection(verdict="verifier_error"), [(5, 0)]),
         (Selection(min_reward=0.25, max_reward=0.75), [(1, 0), (1, 1)]),
         (Selection(max_reward=0.1), [(0, 1), (3, 1), (4, 1)]),  # a failed verifier's number is no reward
-        (Selection(pattern=re.compile("sie.en é")), [(1, 0)]),
+        (Selection(pattern=re.compile("ze.n é")), [(1, 0)]),
         (Selection(pattern=re.compile(r"^9 - 2")), [(3, 0), (3, 1)]),
     ],
 )
