@@ -59,7 +59,7 @@ class ToldRun(TextRun):
         path = self.layout.job_events("4711")
         EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is started again")
         self._move_to(path, BEGAN_S + 41)
-        GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 80))
+        GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 98))
         self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))
 
     def write_scalars(self, scalars: Mapping[str, float], num_steps: int = 20) -> None:
