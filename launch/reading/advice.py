@@ -59,7 +59,7 @@ def _balance(figures: RunFigures, mean: Reader) -> list[str]:
     if trainer > IDLE and mean("generator/live") < planned - 0.2:
         return [
             f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were there on average; "
-            "what happened to the others is said here."
+            "the list of what happened says where the others were."
         ]
     if trainer > IDLE and generators < _OTHER:
         wanted = math.ceil(number / max(0.05, 1 - trainer))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 COLOURS = ("#1f6fb4", "#e07b1a", "#2a8f62", "#8457b8", "#c4304b", "#7a8088")
 WIDTH, HEIGHT = 440, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 38, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 38, 34
 MOST_POINTS = 300
 Numbers = NDArray[np.float64]
 
@@ -30,6 +30,8 @@ def line_chart(
     x_label: str = "step",
 ) -> str:
     """Curves over the same steps."""
+    if not lines or not len(steps):
+        return _svg([_title(title), _note("nothing yet")])
     thin_steps, thin, is_thinned = _thinned(steps.astype(float), lines)
     finite = [values[np.isfinite(values)] for values in thin.values()]
     low, high = _span(np.concatenate([*finite, [0.0]] if from_zero else finite) if finite else np.zeros(0))
@@ -68,7 +70,7 @@ def histogram(title: str, values: NDArray[np.int64], *, x_label: str, most_bars:
     return _svg(parts)
 
 
-def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Numbers], *, unit: str) -> str:
+def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Numbers]) -> str:
     """Layers on top of each other, what is not finite as nothing."""
     thin_steps, thin, is_thinned = _thinned(steps.astype(float), layers)
     if not len(thin_steps):
@@ -84,8 +86,8 @@ def stacked_chart(title: str, steps: NDArray[np.int64], layers: Mapping[str, Num
         points = " ".join(f"{x(a):.1f},{y(min(b, ticks[-1])):.1f}" for a, b in edge)
         parts.append(f'<polygon points="{points}" fill="{colour}" fill-opacity="0.85"/>')
         below = above
-    label = f"step{_mean_of(is_thinned)}; {unit}"
-    frame = _frame(title, ticks, y, nice_ticks(thin_steps[0], thin_steps[-1], 6, whole=True), x, label)
+    x_ticks = nice_ticks(thin_steps[0], thin_steps[-1], 6, whole=True)
+    frame = _frame(title, ticks, y, x_ticks, x, f"step{_mean_of(is_thinned)}")
     return _svg([frame, *parts, _legend(list(thin))])
 
 

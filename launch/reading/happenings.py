@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.run_files.outcome import Cause
 from rlhpc.buffer.line_file import LineFile
 from rlhpc.metrics.curves import Curve
 from rlhpc.roles.controller.guard_file import GuardEntry
@@ -31,6 +32,7 @@ _COUNTERS = {
     "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
     "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
 }
+_GOOD_ENDS = {cause.name.lower() for cause in (Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD)}
 _FAULTS = {
     *(kind for kind, _ in _COUNTERS.values()),
     "restart",
@@ -58,6 +60,8 @@ class Happening:
     @property
     def is_fault(self) -> bool:
         """Something went wrong, or was undone."""
+        if self.kind == "verdict":
+            return self.text.partition(":")[0] not in _GOOD_ENDS
         return self.kind in _FAULTS
 
     @property

@@ -96,21 +96,21 @@ def _happenings(report: RunReport) -> str:
         for number, each in report.marks
     ]
     left = len(report.story.happenings) - len(rows)
-    more = f'<p class="note">{left} that go without saying are left out.</p>' if left else ""
+    more = f'<p class="note">Left out: {left} that go without saying.</p>' if left else ""
     return _table(("", "time", "attempt", "who", "what", ""), rows) + more
 
 
 def _step_charts(figures: RunFigures) -> Iterable[str]:
     steps, values = merged(figures.curves, ["time/step_s", *STEP_PARTS.values()])
     if "time/step_s" not in values:
-        yield stacked_chart("Seconds of a step", steps, {}, unit="s")
+        yield stacked_chart("Seconds of a step", steps, {})
         return
     whole = values["time/step_s"]
     parts = {name: np.nan_to_num(values.get(key, np.zeros(len(steps)))) for name, key in STEP_PARTS.items()}
     parts["training"] = np.minimum(parts["training"], whole)
     parts["trainer waits for its batch"] = np.minimum(parts["trainer waits for its batch"], whole - parts["training"])
     parts["other"] = np.maximum(0, np.nan_to_num(whole) - sum(parts.values()))
-    yield stacked_chart("Trainer: seconds of a step", steps, parts, unit="s")
+    yield stacked_chart("Trainer: seconds of a step", steps, parts)
     names = {
         "waits for groups": "time/wait_for_groups_s",
         "packs": "time/pack_s",

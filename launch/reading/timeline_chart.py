@@ -19,6 +19,8 @@ from rlhpc.roles.controller.metrics.timeline import SILENT, WORKS
 WIDTH = 1080
 _LEFT, _RIGHT, _ROW, _GAP, _TOP = 150, 10, 17, 5, 46
 MOST_COLUMNS = 450  # intervals of a row that are drawn apart
+MOST_BARS = 9_000  # of all rows: the page stays small
+_GAP_S = 1.0  # between two intervals: the process was not there
 MOST_ROWS_OF_A_ROLE = 16
 WORK_COLOUR, OTHER_COLOUR = "#2a8f62", "#7a8088"
 WAIT_COLOURS = {"leases": "#e8a33d", "batch": "#4a86c8", "completions": "#cdd5dd", SILENT: "#c4304b"}
@@ -38,7 +40,7 @@ def timeline_chart(story: Story, marks: Sequence[Marked]) -> str:
         top = _TOP + place * (_ROW + _GAP)
         parts.append(f'<text x="{_LEFT - 6}" y="{top + 12}" class="tick" text-anchor="end">{escape(label)}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{WIDTH - _RIGHT - _LEFT}" height="{_ROW}" class="absent"/>')
-        parts += [_bar(spell, x, top) for spell in thinned(spells)]
+        parts += [_bar(spell, x, top) for spell in thinned(spells, min(MOST_COLUMNS, MOST_BARS // len(rows)))]
     parts += _marks(marks, x, height)
     head = f'viewBox="0 0 {WIDTH} {height}" class="timeline" role="img" shape-rendering="crispEdges"'
     return f"<svg {head}>{''.join(parts)}</svg>"
@@ -61,12 +63,16 @@ def rows_of(story: Story) -> dict[str, list[Spell]]:
     return rows
 
 
-def thinned(spells: Sequence[Spell]) -> list[Spell]:
-    """Neighbours together, where there are more of them than columns."""
-    every = -(-len(spells) // MOST_COLUMNS)
-    return (
-        [_together(spells[first : first + every]) for first in range(0, len(spells), every)] if every > 1 else [*spells]
-    )
+def thinned(spells: Sequence[Spell], most: int = MOST_COLUMNS) -> list[Spell]:
+    """Neighbours together, where there are more of them than columns; never over a time in which it was not there."""
+    every = -(-len(spells) // most)
+    found, held = list[Spell](), list[Spell]()
+    for spell in spells:
+        if held and (len(held) == every or spell.begin_s - held[-1].end_s > _GAP_S):
+            found.append(_together(held))
+            held = []
+        held.append(spell)
+    return [*found, *([_together(held)] if held else [])]
 
 
 def legend(story: Story) -> list[tuple[str, str]]:
@@ -118,7 +124,7 @@ def _mean(of_processes: Sequence[Sequence[Spell]]) -> list[Spell]:
 
 
 def _bar(spell: Spell, x: Scale, top: float) -> str:
-    left, right = x(spell.begin_s), x(spell.end_s)
+    left, right = x(spell.begin_s), x(spell.end_s)  # bars overlap a little: rounding would leave seams
     said = ", ".join(f"{meaning_of(what)} {share:.0%}" for what, share in spell.shares.items())
     parts = [
         f"<g><title>{escape(spell.process)}, {clock(spell.begin_s)} to {clock(spell.end_s)}: {escape(said)}</title>"
@@ -128,7 +134,7 @@ def _bar(spell: Spell, x: Scale, top: float) -> str:
         height = _ROW * min(1.0, spell.shares[what])
         bottom -= height
         parts.append(
-            f'<rect x="{left:.1f}" y="{bottom:.1f}" width="{max(0.4, right - left):.1f}" height="{height:.1f}" '
+            f'<rect x="{left:.1f}" y="{bottom:.1f}" width="{right - left + 0.6:.1f}" height="{height:.1f}" '
             f'fill="{colour_of(what)}"/>'
         )
     return "".join([*parts, "</g>"])

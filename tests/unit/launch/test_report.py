@@ -99,6 +99,18 @@ def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) ->
     assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint", "guard"]
 
 
+def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    log = EventLog(run.layout.job_events("4712"), 0)
+    log.say("verdict", "signal: Slurm ended this job (scancel, preemption, node failure)")
+    EventLog(run.layout.job_events("4713"), 0).say("verdict", "time: this job is close to its time limit")
+    with run.layout.attempts.open("a") as file:
+        file.write(json.dumps({"index": 1, "resume_step": 10, "unix_time_s": BEGAN_S + 2e9}) + "\n")
+    story = read_story(run.layout)
+    assert [each.who for each in story.faults if each.kind == "verdict"] == ["job 4712"]
+    assert story.happenings[-1].text == "attempt 1 begins from the checkpoint of step 10"
+
+
 def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there(told: ToldRun) -> None:
     story = read_story(told.layout)
     rows = rows_of(story)
@@ -125,6 +137,14 @@ def test_a_long_timeline_is_drawn_by_means_that_keep_every_second() -> None:
     assert len(thin) <= MOST_COLUMNS
     worked = [sum(s.shares.get("works", 0) * (s.end_s - s.begin_s) for s in each) for each in (spells, thin)]
     assert worked[0] == pytest.approx(worked[1])
+
+
+def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_timeline() -> None:
+    there = [i for i in range(3000) if not 900 <= i < 1400]
+    spells = [Spell("generator-0", 5.0 * i, 5.0 * i + 5, {"works": 1.0}, "training") for i in there]
+    bars = thinned(spells, 100)
+    assert len(bars) <= 102
+    assert not [bar for bar in bars if bar.begin_s < 5.0 * 1399 and bar.end_s > 5.0 * 901]
 
 
 def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun) -> None:
@@ -248,7 +268,7 @@ def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
     assert chart.count("<polyline") == 2
     assert "means of stretches" in chart
     assert "nan" not in chart + histogram("No numbers", np.zeros(0, np.int64), x_label="x") + stacked_chart(
-        "None", np.zeros(0, np.int64), {}, unit="s"
+        "None", np.zeros(0, np.int64), {}
     )
 
 
