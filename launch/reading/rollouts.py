@@ -135,7 +135,7 @@ class RunRollouts:
     def _with_advantages(self, selection: Selection) -> Iterator[tuple[FoundGroup, Sequence[Float32] | None]]:
         """Groups of the selected steps with the advantages of their members; a step's groups are handed on together."""
         held, step = list[FoundGroup](), -1
-        for found in found_groups(self.layout.rollouts, self._tell):
+        for found in found_groups(self.layout.rollouts, self._tell, selection.steps):
             if not selection.wants_step(found.resolved.consumed_step):
                 continue
             is_next = found.standing in _IN_A_BATCH and found.resolved.consumed_step != step

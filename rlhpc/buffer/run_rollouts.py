@@ -16,7 +16,7 @@ from rlhpc.buffer.history import START, History, read_history
 from rlhpc.buffer.journal_rows import JournalRecord
 from rlhpc.buffer.resolved import ResolvedGroup
 from rlhpc.buffer.segment_files import segment_paths
-from rlhpc.buffer.segment_reader import read_segment
+from rlhpc.buffer.segment_reader import read_columns, read_segment
 from rlhpc.errors import JournalError, SegmentError
 from rlhpc.types import RolloutGroup
 
@@ -41,15 +41,19 @@ class FoundGroup:
     standing: Standing
 
 
-def found_groups(directory: Path, tell: Tell) -> Iterator[FoundGroup]:
+def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
     """Every group of which a rollout is on disk, as they were resolved, then the others by number.
 
+    steps: segments without a group of these steps, first and last, are passed over, unread but for two columns.
     Arrays are views of one block per column: copy what outlives the rest.
     """
     pending = _pending(directory, tell)
     sealed = set[int]()
     for path in _segments(directory, tell):
         try:
+            if steps is not None and (others := _if_of_other_steps(path, *steps)) is not None:
+                sealed |= others
+                continue
             groups = read_segment(path)
         except SegmentError as error:
             tell(f"{error}; its groups are not shown")
@@ -69,6 +73,14 @@ def standing_of(resolved: ResolvedGroup) -> Standing:
     if resolved.consumed_step < 0:
         return Standing.WAITING
     return Standing.SKIPPED if resolved.applied is False else Standing.TRAINED
+
+
+def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
+    """The groups of a segment that has none of these steps; None: it has some.  Raises SegmentError."""
+    columns = read_columns(path, ["groups/group_id", "groups/consumed_step"])
+    step = columns["groups/consumed_step"]
+    is_wanted = bool(((step >= first) & (step <= last)).any())
+    return None if is_wanted else {*columns["groups/group_id"].tolist()}
 
 
 def _segments(directory: Path, tell: Tell) -> list[Path]:

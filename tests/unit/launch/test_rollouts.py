@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 
 from launch.cli import main
+from launch.common.pager import print_paged
 from launch.reading.rollouts import EVERYTHING, RunRollouts, SeenRollout, Selection, sample_of
 from launch.reading.transcript import as_document, transcripts
 from rlhpc.algorithms.samples import SampleMaker
@@ -21,6 +26,7 @@ from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.errors import ConfigError
 from rlhpc.exit_status import EXIT_CONFIG
 from rlhpc.run_layout import RunLayout
+from tests.unit.doc_pages import ROOT
 from tests.unit.launch.audit_runs import AuditedRun, Killed
 from tests.unit.launch.seen_runs import TextRun
 
@@ -207,6 +213,47 @@ def test_what_makes_no_sense_is_refused(
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run directory"):
         RunRollouts(RunLayout(tmp_path), tell=_pass_over)
+
+
+def test_segments_of_other_steps_are_not_read_and_their_groups_not_shown_from_the_journal(tmp_path: Path) -> None:
+    run = AuditedRun(tmp_path / "run", 1)
+    run.start()
+    run.run()
+    every = _seen(run)
+    assert len(list(run.layout.rollouts.glob("segment_*"))) > 3
+    for step in range(8):
+        expected = [(seen.group_id, seen.sample_index) for seen in every if seen.step == step]
+        shown = [(seen.group_id, seen.sample_index) for seen in _seen(run, Selection(steps=(step, step)))]
+        assert shown == expected
+
+
+@pytest.mark.starts
+def test_a_terminal_gets_the_users_pager_and_a_pipe_plain_lines(text_run: TextRun, tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/paged\n")
+    pager.chmod(0o700)
+    words = [sys.executable, "-m", "launch.cli", "rollouts", str(text_run.layout.root), "--step", "1"]
+    environment = {**os.environ, "PAGER": str(pager), "PYTHONPATH": str(ROOT)}
+    plain = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    assert not (tmp_path / "paged").exists()
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run(words, env=environment, stdout=theirs, check=True)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (tmp_path / "paged").read_text() == plain
+    assert "9 - 2 =" in plain
+
+
+@pytest.mark.starts
+def test_a_pager_that_is_left_early_or_is_not_there_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_paged((str(number) for number in range(100_000)), {"PAGER": "true", "PATH": os.environ["PATH"]})
+    print_paged(iter(["a line"]), {"PAGER": str(tmp_path / "no-such-pager")})
+    assert capsys.readouterr().out == "a line\n"
 
 
 def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path: Path) -> None:
