@@ -25,6 +25,7 @@ from rlhpc.run_layout import RunLayout
 
 # Events of supervisors and controllers that are no fault and follow from one that is shown.
 _AS_PLANNED = {"life", "part_left", "part_end", "start", "sbatch", "end", "submit"}
+_LONGEST, _HEAD = 240, 170  # characters of a text that is shown, and of its beginning
 # Counters whose growth is a happening: what of it, in the singular.
 _COUNTERS = {
     "checkpoint/failed_total": ("checkpoint", "checkpoint could not be written"),
@@ -56,6 +57,12 @@ class Happening:
     kind: str  # one word
     text: str
     attempt: int = -1
+
+    @property
+    def brief(self) -> str:
+        """The text without the middle of a long one: last words of a process may be a page, and what follows counts."""
+        text = " ".join(self.text.split())
+        return text if len(text) <= _LONGEST else f"{text[:_HEAD]} … {text[_HEAD - _LONGEST :]}"
 
     @property
     def is_fault(self) -> bool:

@@ -61,7 +61,7 @@ def as_text(report: RunReport, num_shown: int = 25) -> list[str]:
     lines += ["", "What happened"] if marks else []
     if len(marks) > num_shown:
         lines.append(f"  ({len(marks) - num_shown} earlier ones: --html FILE shows them)")
-    lines += [f"  {clock(each.unix_time_s, with_day=True)}  {each.who}: {each.text}" for _, each in marks[-num_shown:]]
+    lines += [f"  {clock(each.unix_time_s, with_day=True)}  {each.who}: {each.brief}" for _, each in marks[-num_shown:]]
     if report.hours.by_use:
         lines += ["", f"{report.hours.unit}"]
         lines += [

@@ -92,7 +92,7 @@ def _happenings(report: RunReport) -> str:
         f'<tr class="{"fault" if each.is_fault else ""}"><td>{number}</td>'
         f"<td>{clock(each.unix_time_s, with_day=True)}</td>"
         f"<td>{'' if each.attempt < 0 else each.attempt}</td><td>{escape(each.who)}</td><td>{escape(each.kind)}</td>"
-        f'<td class="text">{escape(each.text)}</td></tr>'
+        f'<td class="text">{escape(each.brief)}</td></tr>'
         for number, each in report.marks
     ]
     left = len(report.story.happenings) - len(rows)

@@ -180,7 +180,7 @@ def _marks(marks: Sequence[Marked], x: Scale, height: float) -> list[str]:
         cls = "fault" if each.is_fault else "event"
         parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="18" y2="{height - 28}" class="{cls}"/>')
         if place - last >= 13:  # else its number would cover the one before
-            said = f"{clock(each.unix_time_s)} {each.who}: {each.text}"
+            said = f"{clock(each.unix_time_s)} {each.who}: {each.brief}"
             parts.append(
                 f'<text x="{place:.1f}" y="13" class="mark {cls}" text-anchor="middle">{number}'
                 f"<title>{escape(said)}</title></text>"

@@ -99,6 +99,15 @@ def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) ->
     assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint", "guard"]
 
 
+def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:
+    text = f"trainer-0 ended with signal SIGKILL: Optimizer({'lr=0.0, ' * 500}); another attempt in 2 s"
+    brief = Happening(0.0, "run", "retry", text).brief
+    assert len(brief) <= 250
+    assert brief.startswith("trainer-0 ended with signal SIGKILL: Optimizer(lr=0.0")
+    assert brief.endswith("; another attempt in 2 s")
+    assert Happening(0.0, "run", "retry", "short\nlines").brief == "short lines"
+
+
 def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: Path) -> None:
     run = ToldRun(tmp_path / "told")
     log = EventLog(run.layout.job_events("4712"), 0)
