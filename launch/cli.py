@@ -8,34 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.commands.arguments import (
-    Version,
-    continued,
-    hint_for,
-    is_family,
-    refuse_resume_point,
-    resume_point,
-    takes_cluster_commands,
-    takes_demo,
-    takes_doctor,
-    takes_evaluation,
-    takes_evaluations,
-    takes_export,
-    takes_list,
-    takes_local_run,
-    takes_overrides,
-    takes_recipe,
-    takes_resume_point,
-    takes_run_directory,
-    takes_run_file,
-    takes_scale,
-    takes_site_file,
-    takes_submission,
-    takes_waiting,
-)
+from launch.commands.arguments import continued, hint_for, is_family, refuse_resume_point, resume_point
+from launch.commands.parser import command_parser
 from rlhpc.config_file import load_config
 from rlhpc.errors import ConfigError, RlhpcError, RunDirectoryError
 from rlhpc.exit_status import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -44,7 +21,7 @@ from rlhpc.run_layout import RunLayout
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error is a line on stderr with exit status 2, Ctrl-C gives 130."""
-    parser = _parser()
+    parser = command_parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positionals after an option: `run RUN.toml --fresh run.seed=1`
     place = next((name for name in ("overrides", "words") if name in options), None)
@@ -53,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if place is not None:
         setattr(options, place, [*getattr(options, place), *rest])
     try:
-        status: int = options.command(options)
+        status = _ACTIONS[options.command](options)
     except RlhpcError as error:
         sys.stderr.write(f"rlhpc: {error}\n")
         return EXIT_CONFIG
@@ -68,75 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"rlhpc: {interrupt}\n")
         return EXIT_INTERRUPTED
     return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlhpc", description="Asynchronous RL post-training of language models.")
-    parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, function: object, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=function)
-        return sub
-
-    takes_local_run(command("run", _run, "Start a run as processes on this machine and watch it."))
-    check = command(
-        "check", _check, "Validate a run file, its model and its data; or verify everything that a run has written."
-    )
-    check.add_argument("run_file", type=Path, metavar="RUN.toml|RUN_DIR", help="run file, or directory of a run")
-    takes_overrides(check)
-    check.add_argument("--json", action="store_true", help="JSON output for programs (RUN_DIR only)")
-    check.add_argument("--site", type=Path, metavar="SITE.toml", help="site file: refuse what does not fit its GPUs")
-    audit = command("audit", _audit, "Prove from a run's files that every prompt is in exactly one place.")
-    takes_run_directory(audit)
-    audit.add_argument("--quick", action="store_true", help="read neither tokens nor checksums: seconds on long runs")
-    audit.add_argument("--json", action="store_true", help="JSON output for programs")
-    plan = command("plan", _plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing.")
-    takes_run_file(plan)
-    takes_site_file(plan)
-    takes_overrides(plan)
-    _add_run_commands(command)
-    takes_export(command("export", _export, "Write the trained model as an HF checkpoint."))
-    takes_evaluation(command("evaluate", _evaluate, "Sample a dataset with a model; print pass@k, with intervals."))
-    takes_evaluations(
-        command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
-    )
-    takes_demo(command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."))
-    schema = command("schema", _schema, "Print the JSON schema of run or site files, for editors that complete TOML.")
-    schema.add_argument("kind", choices=("run", "site"), help="of which files")
-    takes_recipe(command("recipes", _recipes, "List run files that reproduce published runs; copy one."))
-    takes_cluster_commands(
-        command("cluster", _cluster, "Start, show or end a private Slurm in one directory, with fake GPUs; no root.")
-    )
-    return parser
-
-
-def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
-    """The commands that submit a run, and those that take a run directory."""
-    takes_submission(command("submit", _submit, "Check a run, and submit its Slurm jobs."))
-    resume = command("resume", _resume, "Submit the jobs of a run again, to continue from its last checkpoint.")
-    takes_run_directory(resume)
-    again = "another site file, other settings; default: those of the last submit"
-    resume.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
-    takes_resume_point(resume)
-    takes_waiting(resume)
-    status = command("status", _status, "Show a run: its jobs and roles, their work in progress, what they wait for.")
-    takes_run_directory(status)
-    status.add_argument("--json", action="store_true", help="JSON output for programs")
-    takes_list(command("list", _list, "Show your runs below a directory and in the queue, one line each."))
-    stop = command("stop", _stop, "Finish the step, save, and end every process and job of a run.")
-    takes_run_directory(stop)
-    stop.add_argument(
-        "--now", action="store_true", help="do not finish the step; work since the last checkpoint is lost"
-    )
-    takes_scale(command("scale", _scale, "Add generators to a submitted run, or remove added ones."))
-    logs = command("logs", _logs, "Show the logs of a run's processes.")
-    takes_run_directory(logs)
-    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
-    logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
-    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    takes_doctor(command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies."))
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -260,6 +168,18 @@ def _logs(options: argparse.Namespace) -> int:
     return show_logs(_layout(options), role, options.follow)
 
 
+def _rollouts(options: argparse.Namespace) -> int:
+    from launch.commands.rollouts import show_rollouts
+
+    return show_rollouts(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from launch.commands.report import report_run
+
+    return report_run(_layout(options), options.html)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from launch.commands.doctor.command import doctor
 
@@ -341,6 +261,31 @@ def _demo(options: argparse.Namespace) -> int:
 
     overrides = [*slurm.OVERRIDES, *options.overrides]
     return run_demo(lambda config: slurm.run_on_slurm(config, options.time, say), run_file, overrides)
+
+
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "check": _check,
+    "audit": _audit,
+    "plan": _plan,
+    "submit": _submit,
+    "resume": _resume,
+    "status": _status,
+    "list": _list,
+    "stop": _stop,
+    "scale": _scale,
+    "logs": _logs,
+    "report": _report,
+    "rollouts": _rollouts,
+    "doctor": _doctor,
+    "export": _export,
+    "evaluate": _evaluate,
+    "compare": _compare,
+    "demo": _demo,
+    "schema": _schema,
+    "recipes": _recipes,
+    "cluster": _cluster,
+}
 
 
 if __name__ == "__main__":

@@ -94,6 +94,11 @@ class RunLayout:
         return self.root / "status.json"
 
     @property
+    def timeline(self) -> Path:
+        """Who worked and who waited, interval by interval, arrivals and losses: JSON lines, appended by controllers."""
+        return self.root / "timeline.jsonl"
+
+    @property
     def evaluations(self) -> Path:
         """What `rlhpc evaluate` has found out about the run's models."""
         return self.root / "evaluations"

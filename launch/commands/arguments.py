@@ -47,6 +47,15 @@ def takes_waiting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", metavar="JOB", help="start after this job has succeeded; also afterany:JOB, …")
 
 
+def takes_resume(parser: argparse.ArgumentParser) -> None:
+    """A run that was submitted, and what is to be other than before."""
+    takes_run_directory(parser)
+    again = "another site file, other settings; default: those of the last submit"
+    parser.add_argument("words", nargs="*", default=[], metavar="SITE.toml|key=value", help=again)
+    takes_resume_point(parser)
+    takes_waiting(parser)
+
+
 def takes_scale(parser: argparse.ArgumentParser) -> None:
     """A run, and how many generators to add or remove."""
     takes_run_directory(parser)
@@ -167,6 +176,59 @@ def takes_run_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, e.g. runs/NAME")
 
 
+def takes_logs(parser: argparse.ArgumentParser) -> None:
+    """A run, and whose logs."""
+    takes_run_directory(parser)
+    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
+    parser.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+
+
+def takes_report(parser: argparse.ArgumentParser) -> None:
+    """A run, and where its page goes."""
+    takes_run_directory(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
+
+
+def takes_rollouts(parser: argparse.ArgumentParser) -> None:
+    """A run, and which of its rollouts."""
+    takes_run_directory(parser)
+    parser.add_argument("--step", metavar="N|A-B", help="trained in this step, or in these")
+    parser.add_argument("--task", metavar="T", help="of this reward function")
+    parser.add_argument("--verdict", metavar="V", help="correct, wrong or verifier_error")
+    parser.add_argument("--min-reward", type=float, metavar="R", help="with this reward or more")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="with this reward or less")
+    text = "this regular expression is in prompt, completion, reference or the verifier's line"
+    parser.add_argument("--grep", metavar="REGEX", help=text)
+    parser.add_argument("--sample", type=number, metavar="N", help="so many of these at random, always the same ones")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="has the tokenizer; default: model.path")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="a JSON line each, for programs")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
+
+
+def takes_demo(parser: argparse.ArgumentParser) -> None:
+    """Another run file, or a private Slurm."""
+    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    parser.add_argument(
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
+    )
+    parser.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
+    )
+    takes_overrides(parser)
+
+
+def takes_doctor(parser: argparse.ArgumentParser) -> None:
+    """A site, and how thoroughly it is looked at."""
+    takes_site_file(parser)
+    which = "the run to check for, with overrides; default: a minimal one"
+    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
 def takes_list(parser: argparse.ArgumentParser) -> None:
     """Where to look for runs, and which to show."""
     text = "default: runs/ if it exists, else the current directory"
@@ -270,25 +332,3 @@ def takes_local_run(run: argparse.ArgumentParser) -> None:
         metavar="N",
         help="attempts after failed ones without a new checkpoint; default: 5",
     )
-
-
-def takes_doctor(doctor: argparse.ArgumentParser) -> None:
-    """A site, and perhaps a run."""
-    takes_site_file(doctor)
-    which = "the run to check for, with overrides; default: a minimal one"
-    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
-    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
-
-
-def takes_demo(demo: argparse.ArgumentParser) -> None:
-    """Where it runs, and by which run file."""
-    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
-    demo.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
-    )
-    demo.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
-    )
-    takes_overrides(demo)

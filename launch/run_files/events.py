@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,15 +48,20 @@ class EventLog(Log):
             sys.stdout.write(f"{clock} rlhpc supervisor: {text}\n")
             sys.stdout.flush()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, (json.dumps(line) + "\n").encode())
-            finally:
-                os.close(descriptor)
+            append_line(self._path, line)
         except OSError as error:  # a full disk must not end the run because its log cannot be written
             with suppress(OSError):
                 sys.stdout.write(f"{clock} rlhpc supervisor: {self._path} not written: {error}\n")
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one JSON line, whole or not at all.  Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

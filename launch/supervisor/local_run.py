@@ -15,13 +15,14 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from launch.common.paths import LONGEST_TEMPORARY_PATH
-from launch.run_files.events import Log
+from launch.run_files.events import Log, append_line
 from launch.run_files.outcome import Cause
 from launch.run_files.plan_file import read_plan
 from launch.run_files.run_state import Attempt
@@ -81,15 +82,18 @@ class LocalSignals(Signals):
 
 
 class TerminalLog(Log):
-    """Tells the user what the supervisor does."""
+    """Tells the user what the supervisor does, and notes it for those who look at the run later."""
 
-    def __init__(self, tell: Callable[[str], None], first: int) -> None:
-        """`tell` takes a line.  first: the attempt that the user has asked for."""
+    def __init__(self, tell: Callable[[str], None], first: int, path: Path) -> None:
+        """`tell` takes a line.  first: the attempt that the user has asked for.  path: of the events."""
         self.attempt = -1
-        self._tell, self._first = tell, first
+        self._tell, self._first, self._path = tell, first, path
 
     def say(self, event: str, text: str) -> None:
-        """Tell one event, unless it goes without saying or the next one repeats it."""
+        """Tell one event, unless it goes without saying or the next one repeats it.  All are noted."""
+        line = {"unix_time_s": time.time(), "restart": 0, "attempt": self.attempt, "event": event, "text": text}
+        with suppress(OSError):  # the disk is full: whoever watches is told
+            append_line(self._path, line)
         if event not in _QUIET and (event != "attempt" or self.attempt != self._first):
             self._tell(text)
 
@@ -113,7 +117,14 @@ def supervise_locally(
     temporary = private_temporary_directory()
     tether = Tether(descriptors, {"TMPDIR": str(temporary)})
     supervisor = ControllerJobSupervisor(
-        plan, job, NoTimeLimit(), TerminalLog(tell, attempt.index), signals, first=attempt, tether=tether, begins=begins
+        plan,
+        job,
+        NoTimeLimit(),
+        TerminalLog(tell, attempt.index, layout.job_events("local")),
+        signals,
+        first=attempt,
+        tether=tether,
+        begins=begins,
     )
     try:
         with signals.listening():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,16 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=not keep_special_tokens)
         return text
 
+    def pieces(self, token_ids: Int32) -> list[str]:
+        """Text of each token, special ones included, that together are the text of all; a character stands with the
+        last of its tokens, the others are "".
+        """
+        text = self.decode(token_ids, keep_special_tokens=True)
+        ends = [0, *self._character_ends(token_ids, keep_special_tokens=True).tolist()]
+        if len(ends) > 1:
+            ends[-1] = len(text)  # bytes at the end that are no character
+        return [text[first:last] for first, last in pairwise(ends)]
+
     def decode_completion(self, token_ids: Int32, *, has_ended: bool) -> str:
         """Text of a completion; has_ended: without the last token, which ended it."""
         return self.decode(token_ids[:-1] if has_ended else token_ids)
@@ -85,7 +96,7 @@ class PromptTokenizer:
             found[token] = found.get(token, 0.0) + value
         return found
 
-    def _character_ends(self, token_ids: Int32) -> NDArray[np.int64]:
+    def _character_ends(self, token_ids: Int32, *, keep_special_tokens: bool = False) -> NDArray[np.int64]:
         """Characters of the text that are whole with each token, [L]; a few tokens at a time, since decoding is linear.
 
         A character of several tokens is there with its last one: until then, the decoder shows U+FFFD.  It shows that
@@ -94,12 +105,12 @@ class PromptTokenizer:
         begin = read = num_characters = 0  # tokens from `begin` on are decoded together, those up to `read` are counted
         known, ends = "", np.zeros(len(token_ids), np.int64)
         for place in range(len(token_ids)):
-            text = self.decode(token_ids[begin : place + 1])
+            text = self.decode(token_ids[begin : place + 1], keep_special_tokens=keep_special_tokens)
             is_whole = not text.endswith("\ufffd") or place - read >= _MOST_BYTES
             if len(text) > len(known) and is_whole:
                 num_characters += len(text) - len(known)
                 begin, read = read, place + 1
-                known = self.decode(token_ids[begin:read])
+                known = self.decode(token_ids[begin:read], keep_special_tokens=keep_special_tokens)
             ends[place] = num_characters
         return ends
 

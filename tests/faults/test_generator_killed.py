@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.reading.happenings import read_story
+from launch.reading.timeline_chart import rows_of
+from rlhpc.run_layout import RunLayout
 from tests.ring.ring_rewards import GATE, open_gate
 from tests.ring.rollouts_on_disk import assert_full_batches_trained_once, consumed
 from tests.ring.run_kit import Lab, Run, last_scalar, make_lab, rlhpc
@@ -59,8 +62,25 @@ def test_a_run_survives_sigkill_of_one_of_two_generators(
     assert_full_batches_trained_once(layout.rollouts, run.status()["step"], 4, 4)
     assert last_scalar(layout, "group/regranted_total") > 0
     assert max(r.trained_version - r.admitted_version for r in consumed(layout.rollouts)) <= 1
+    assert_the_report_tells_of_it(layout, victim)
     (other,) = {"generator-0", "generator-1"} - {victim["name"]}
     assert pids[other] == next(r["pid"] for r in _generators(status, 2) if r["name"] == other)  # undisturbed
+
+
+def assert_the_report_tells_of_it(layout: RunLayout, victim: dict) -> None:
+    """Without a log file: who died, of what, when it was missed, and that it came back."""
+    story = read_story(layout)
+    told = {
+        each.kind: each.text
+        for each in story.happenings
+        if victim["name"] in (each.who, each.text[: len(victim["name"])])
+    }
+    assert "signal SIGKILL" in told["restart"]
+    assert "is lost: no sign of life" in " ".join(each.text for each in story.faults if each.who == victim["name"])
+    joined = [each.text for each in story.happenings if (each.who, each.kind) == (victim["name"], "joined")]
+    assert len(joined) == 2
+    assert f"pid {victim['pid']} " in joined[0]
+    assert victim["name"] in rows_of(story)
 
 
 def _generators(status: dict, num: int) -> list[dict]:

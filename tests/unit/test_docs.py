@@ -38,6 +38,8 @@ NOT_RUN = {
     "rlhpc run RUN.toml": "starts engines for a minute; tests/ring starts whole runs",
     "rlhpc run RUN.toml --resume": "needs a run; tests/ring resumes one",
     "rlhpc status runs/first": "needs a run",
+    "rlhpc rollouts runs/first --verdict wrong --sample 5": "needs a run; tests/unit/launch/test_rollouts.py has some",
+    "rlhpc report runs/first --html report.html": "needs a run; tests/unit/launch/test_report.py has one",
     "rlhpc stop runs/first": "needs a run that lives",
     "rlhpc export runs/first trained-model": "needs a checkpoint; tests/unit/training/test_export.py exports one",
     "rlhpc doctor site.toml --quick": "needs a cluster; tests/slurm/test_doctor.py has one",

@@ -185,3 +185,17 @@ def test_bytes_that_are_no_text_are_looked_at_a_few_at_a_time_and_what_follows_t
     assert (
         time.thread_time() - began < 5
     )  # 0.2 s of this thread; two hundred million tokens if each were decoded with all before it
+
+
+@pytest.mark.parametrize("make", [make_bytewise, make_of_words])
+def test_pieces_of_any_tokens_together_are_their_text_and_each_stands_where_it_is_whole(tmp_path, make):
+    tokenizer, rng = make(tmp_path), np.random.default_rng(2)
+    for _ in range(60):
+        ids = rng.integers(0, tokenizer.vocab_size, int(rng.integers(0, 14))).astype(
+            np.int32
+        )  # halves of characters, too
+        pieces = tokenizer.pieces(ids)
+        assert len(pieces) == len(ids)
+        assert "".join(pieces) == tokenizer.decode(ids, keep_special_tokens=True)
+    ids = np.array([*tokenizer.encode("a"), 0], np.int32)
+    assert tokenizer.pieces(ids)[-1] == tokenizer.decode(ids[-1:], keep_special_tokens=True) != ""

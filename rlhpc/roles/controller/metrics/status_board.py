@@ -1,4 +1,7 @@
-"""The current status of the run, for people and the launcher: status.json, replaced about once a second."""
+"""The current status of the run, for people and the launcher: status.json, replaced about once a second.
+
+What it was over time goes to timeline.jsonl (timeline.py).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.roles.controller.metrics.timeline import Timeline
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
 
@@ -49,24 +53,26 @@ class StatusBoard:
     ) -> None:
         self._path, self._config, self._registry, self._buffer = layout.status, config, registry, buffer
         self._fence = fence
+        self._timeline = Timeline(layout.timeline, fence)
         self.figures = LiveFigures()
 
     def document(self) -> bytes:
         """The content of the file."""
-        figures = self.figures
+        figures, now_s, roles = self.figures, time.time(), self._registry.report()
+        self._timeline.look(now_s, roles, attempt=figures.attempt, step=figures.step, phase=figures.phase)
         document = {
             "name": self._config.run.name,
-            "unix_time_s": time.time(),
+            "unix_time_s": now_s,
             "num_steps": self._config.run.num_steps,
             "staleness_bound": self._buffer.staleness_bound,
             "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
-            "roles": self._registry.report(),
+            "roles": roles,
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()
 
     def write(self, document: bytes) -> None:
-        """Replace the file.  Uses nothing else, so that it can run in a thread and a slow disk does not block the loop.
+        """Replace the file, append to the timeline.  May run in a thread, so that a slow disk does not block the loop.
 
         Raises OwnershipLost.
         """
@@ -77,3 +83,4 @@ class StatusBoard:
                 write_atomically(self._path, document)
         except OSError as error:
             log.warning("%s not written: %s", self._path, error)
+        self._timeline.write(time.time())

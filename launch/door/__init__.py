@@ -1,0 +1,10 @@
+"""The door for Python: `rlhpc.Run` and `rlhpc.submit`, which `import rlhpc` loads when they are asked for.
+
+Small on purpose: what stands here keeps its names and meanings (docs/python.md).
+"""
+
+from launch.door.run import Checkpoint, Run
+from launch.door.run_job import RunJob
+from launch.door.submit import submit
+
+__all__ = ["Checkpoint", "Run", "RunJob", "submit"]

@@ -1,0 +1,188 @@
+"""A run directory as an object: figures, rollouts, checkpoints, evaluations.
+
+Input: a run directory, of a run that goes on as well.  Output: arrays and frames.  Nothing is kept: each question reads
+what is on disk at that moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.commands.evaluate.past import past_evaluations
+from launch.common.paths import without_dots
+from launch.reading.rollouts import RunRollouts, SeenRollout, Selection
+from launch.reading.run_figures import document_of
+from rlhpc.errors import CheckpointError, ConfigError
+from rlhpc.metrics.curves import Curve, read_curves
+from rlhpc.run_layout import RunLayout
+from rlhpc.training.checkpoint.directory import KnownCheckpoints, policy_version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint.  Its files are not read: `rlhpc check RUN_DIR` does."""
+
+    step: int
+    policy_version: int
+    path: Path
+
+
+class Run:
+    """One run.  `Run.load("runs/first")`."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        """`load` is for people."""
+        self._layout = layout
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Run:
+        """Raises ConfigError: no run is in this directory."""
+        layout = RunLayout(without_dots(Path(directory)))
+        if not layout.is_run:
+            raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+        return cls(layout)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self._layout.root)!r}, step {self.step} of {self.num_steps}, {self.phase})"
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self._layout.root
+
+    @property
+    def name(self) -> str:
+        """As in the run file."""
+        return str(self.settings["run"]["name"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved run file, by section and key.  Raises ConfigError: config.json is damaged."""
+        settings = document_of(self._layout, "config").get("config")
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{self._layout.config}: damaged")
+        return settings
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """status.json: phase, step, roles; {} before the first start."""
+        return document_of(self._layout, "status")
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Figures of the whole run; None until it is complete."""
+        return document_of(self._layout, "summary") or None
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return int(self.status.get("step", 0))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that it is to do."""
+        return int(self.settings["run"]["num_steps"])
+
+    @property
+    def phase(self) -> str:
+        """ "complete", or what its controller said last: "training", "stopped", …; "new": it has not begun."""
+        return "complete" if self.summary is not None else str(self.status.get("phase", "new"))
+
+    @property
+    def figures(self) -> Mapping[str, Curve]:
+        """Metrics by their names in docs/metrics.md, each with `steps`, `values`, `unix_times_s`.  Raises OSError."""
+        return read_curves(self._layout.tensorboard)
+
+    @property
+    def evaluations(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
+        """Dataset → step → figure → {"value", "low", "high"}."""
+        return past_evaluations(self._layout) if self._layout.evaluations.is_dir() else {}
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete ones, oldest first."""
+        found = []
+        for step, path in KnownCheckpoints(self._layout.checkpoints).steps():
+            try:
+                found.append(Checkpoint(step, policy_version_of(path), path))
+            except CheckpointError:  # pruned meanwhile
+                continue
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def rollouts(
+        self,
+        *,
+        steps: tuple[int, int] | None = None,
+        task: str | None = None,
+        verdict: Literal["correct", "wrong", "verifier_error"] | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        grep: str | None = None,
+        tokenizer: str | Path | None = None,
+        tell: Callable[[str], None] = lambda remark: None,
+    ) -> Iterator[SeenRollout]:
+        """Every rollout that is on disk and selected, as `rlhpc rollouts` shows them, one at a time.
+
+        steps: first and last.  grep: a regular expression.  tell: is told what cannot be shown.
+        Raises ConfigError: grep without a tokenizer.
+        """
+        pattern = None if grep is None else re.compile(grep)
+        chosen = Selection(steps, task, verdict, min_reward, max_reward, pattern)
+        directory = None if tokenizer is None else Path(tokenizer)
+        return RunRollouts(self._layout, tokenizer_dir=directory, tell=tell).each(chosen)
+
+    def frame(self, library: Literal["pandas", "polars"] = "pandas", **selection: Any) -> Any:
+        """The same as a frame, a row a rollout, without arrays of tokens; parts of rewards are columns part_NAME.
+
+        selection: as of `rollouts`.  Raises ConfigError: the library is not installed.
+        """
+        if library not in ("pandas", "polars"):
+            raise ConfigError(f"library={library!r}; legal: pandas, polars")
+        try:
+            module = importlib.import_module(library)
+        except ImportError as error:
+            raise ConfigError(f"{library} is not installed: pip install 'rlhpc[frames]', or {library} alone") from error
+        return module.DataFrame(_columns(self.rollouts(**selection)))
+
+
+def _columns(rollouts: Iterator[SeenRollout]) -> dict[str, list[Any]]:
+    """A list for each column; a part of rewards that a rollout lacks is None."""
+    rows, parts = list[dict[str, Any]](), dict[str, None]()
+    for seen in rollouts:
+        of_parts = {f"part_{name}": value for name, value in seen.reward_parts.items()}
+        parts |= dict.fromkeys(of_parts)
+        rows.append(_row(seen) | of_parts)
+    return {name: [row.get(name) for row in rows] for name in (*_FRAME, *parts)}
+
+
+_FRAME: dict[str, Callable[[SeenRollout], Any]] = {
+    "group_id": lambda seen: seen.group_id,
+    "sample_index": lambda seen: seen.sample_index,
+    "prompt_id": lambda seen: seen.prompt_id,
+    "task": lambda seen: seen.task,
+    "standing": lambda seen: seen.standing,
+    "drop_reason": lambda seen: seen.drop_reason or None,
+    "step": lambda seen: seen.step if seen.step >= 0 else None,
+    "admitted_version": lambda seen: seen.admitted_version,
+    "trained_version": lambda seen: seen.trained_version if seen.trained_version >= 0 else None,
+    "staleness": lambda seen: seen.staleness,
+    "attempts": lambda seen: seen.attempts,
+    "reward": lambda seen: seen.reward,
+    "verdict": lambda seen: seen.verdict,
+    "advantage": lambda seen: seen.advantage,
+    "num_tokens": lambda seen: len(seen.token_ids),
+    "finish_reason": lambda seen: seen.finish_reason,
+    "prompt": lambda seen: seen.prompt,
+    "completion": lambda seen: seen.completion,
+    "reference": lambda seen: seen.reference,
+    "detail": lambda seen: seen.detail,
+}
+
+
+def _row(seen: SeenRollout) -> dict[str, Any]:
+    return {name: value(seen) for name, value in _FRAME.items()}

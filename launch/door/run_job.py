@@ -1,0 +1,97 @@
+"""A submitted run as submitit's Job: `state`, `done`, `wait`, `result`, `cancel`, `stdout`.
+
+Input: a run directory with jobs.  The job meant is the one that hosts the controller, of several that follow each other
+the newest.  `result` is the run's summary.json, and nothing is unpickled for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, UncompletedJobError
+
+from launch.door.run import Run
+from launch.run_files.events import last_outcome
+from launch.run_files.job_records import JobRecord, read_records
+from launch.slurm.commands import SlurmError
+from launch.slurm.control import cancel
+from launch.submitit_hetjob.job import HeterogeneousSlurmJob
+from rlhpc.errors import RunDirectoryError
+from rlhpc.files import is_listed
+from rlhpc.run_layout import RunLayout
+
+
+class RunJob(HeterogeneousSlurmJob[dict[str, Any]]):
+    """The jobs of one run, as one.  It can be made again from the run directory at any time, by any process."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises RunDirectoryError: no job of a controller is recorded there."""
+        self._layout = RunLayout(Path(directory))
+        super().__init__(self._layout.logs / "slurm", str(self._newest().job_id))
+
+    @property
+    def run(self) -> Run:
+        """What it has written."""
+        return Run.load(self._layout.root)
+
+    @property
+    def state(self) -> str:
+        """Of the controller's job, as Slurm writes it: PENDING, RUNNING, COMPLETED …; as of the last look."""
+        job_id = str(self._newest().job_id)
+        self.watcher.register_job(job_id)
+        return str(self.watcher.get_state(job_id))
+
+    def done(self, force_check: bool = False) -> bool:
+        """True if nothing more will come: also not after a requeue, or of a successor."""
+        job_id = self._newest().job_id
+        try:
+            if is_listed(self._layout.logs / "slurm" / f"{job_id}_0_result.pkl"):
+                return job_id == self._newest().job_id
+        except FileNotFoundError:
+            return False
+        return bool(self.watcher.is_done(str(job_id), mode="force" if force_check else "standard"))
+
+    def results(self) -> list[dict[str, Any]]:
+        """[summary], once all is over.  Raises what `exception` returns."""
+        error = self.exception()
+        if error is not None:
+            raise error
+        return [self.run.summary or {}]
+
+    def exception(self) -> UncompletedJobError | FailedJobError | None:
+        """Waits; None if the run is complete, else why it is not."""
+        self.wait()
+        if self.run.summary is not None:
+            return None
+        name = str(self._newest().job_id)
+        why = last_outcome(self._layout, name)
+        where = f"`rlhpc status {self._layout.root}` says more"
+        if not why:
+            return UncompletedJobError(f"job {name} ({self.state}) has ended without a word; {where}")
+        return FailedJobError(f"{why}; {where}")
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel all jobs of the run.  check: raise SlurmError if that fails.  `rlhpc stop` saves first."""
+        try:
+            cancel([record.job_id for record in read_records(self._layout)])
+        except SlurmError:
+            if check:
+                raise
+        self.watcher.look_soon(str(self._newest().job_id))
+
+    def stdout(self) -> str | None:
+        """What the supervisor beside the controller has written, of all its lives; None: it has not begun."""
+        record = self._newest()
+        path = self._layout.logs / "slurm" / f"{record.name}-{record.job_id}.log"
+        return path.read_text(errors="replace") if path.exists() else None
+
+    def stderr(self) -> str | None:
+        """The same: both are one file."""
+        return self.stdout()
+
+    def _newest(self) -> JobRecord:
+        records = [record for record in read_records(self._layout) if record.hosts_controller]
+        if not records:
+            raise RunDirectoryError(f"{self._layout.root}: no job of it is recorded; was it submitted?")
+        return records[-1]

@@ -1,0 +1,179 @@
+"""What the figures of a run recommend, with the numbers that recommend it.
+
+Input: RunFigures.  Output: sentences, the weightiest first.  Figures are means over the second half of the steps, which
+a run that is too young to say anything has no two of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from launch.reading.run_figures import RunFigures
+
+FEWEST_STEPS = 10
+IDLE = 0.15  # of the time: below it nothing is recommended
+_OTHER = 0.10  # a neighbour idle for less is the bottleneck
+
+
+def advice_for(figures: RunFigures) -> list[str]:
+    """Recommendations; none where all is well."""
+    steps = figures.curves.get("time/step_s")
+    if steps is None or len(steps.steps) < FEWEST_STEPS:
+        return [f"Too early to recommend anything: fewer than {FEWEST_STEPS} steps are done."]
+    rules = (
+        _balance,
+        _spread,
+        _truncation,
+        _packing,
+        _lockstep,
+        _preemptions,
+        _verifier,
+        _policy,
+        _checkpoints,
+        _losses,
+    )
+    return [said for rule in rules for said in rule(figures, _reader(figures))]
+
+
+Reader = Callable[[str], float]
+
+
+def _reader(figures: RunFigures) -> Reader:
+    """Mean of a metric; 0 where it was not written."""
+    return lambda name: figures.mean_of(name) or 0.0
+
+
+def _balance(figures: RunFigures, mean: Reader) -> list[str]:
+    """Generators and trainer should wait for each other as little as possible."""
+    generators, trainer = mean("generator/idle_ratio"), mean("trainer/idle_ratio")
+    number = max(1, round(mean("generator/live")))
+    if generators > IDLE and trainer < _OTHER:
+        enough = max(1, math.ceil(number * (1 - generators) / 0.95))
+        fewer = f"{enough} instead of {number} would do" if enough < number else "fewer would not do"
+        return [
+            f"Generators idle {generators:.0%}, trainer {trainer:.0%}: a step waits for the trainer. Generators: "
+            f"{fewer}; or give the trainer more (trainer.num_ranks)."
+        ]
+    planned = figures.config.generation.num_replicas if figures.config is not None else 0
+    if trainer > IDLE and mean("generator/live") < planned - 0.2:
+        return [
+            f"Trainer idle {trainer:.0%}: of {planned} generators {mean('generator/live'):.1f} were there on average; "
+            "the list of what happened says where the others were."
+        ]
+    if trainer > IDLE and generators < _OTHER:
+        wanted = math.ceil(number / max(0.05, 1 - trainer))
+        return [
+            f"Trainer idle {trainer:.0%}, generators {generators:.0%}: batches wait for rollouts. {wanted} generators "
+            f"instead of {number} would feed it at this speed (`rlhpc scale RUN_DIR --generators +{wanted - number}`)."
+        ]
+    if trainer > IDLE and generators > IDLE:
+        return [_both_wait(figures, mean, generators, trainer)]
+    return []
+
+
+def _both_wait(figures: RunFigures, mean: Reader, generators: float, trainer: float) -> str:
+    bound, step_s = mean("staleness/bound"), mean("time/step_s") or 1.0
+    said = f"Generators idle {generators:.0%} and trainer {trainer:.0%}: they wait for each other in turn."
+    weights = mean("time/wait_for_weights_s") / step_s
+    if weights > 0.2:
+        return f"{said} {weights:.0%} of a step passes until new weights are live (docs/operating.md)."
+    return f"{said} admission.max_staleness={bound:.0f} leaves too little in flight: try {bound + 1:.0f}."
+
+
+def _spread(figures: RunFigures, mean: Reader) -> list[str]:
+    share, easy = mean("reward/zero_spread_share"), mean("group/all_correct_share")
+    if share < 0.4:
+        return []
+    why = "too easy" if easy > share / 2 else "too hard"
+    return [
+        f"{share:.0%} of finished groups have no spread of rewards and teach nothing, most of them because prompts are "
+        f"{why}: [curriculum] lets these rest, and {share:.0%} of sampling would be saved at most."
+    ]
+
+
+def _truncation(figures: RunFigures, mean: Reader) -> list[str]:
+    share, longest = mean("length/truncated_share"), mean("length/completion_max")
+    if share < 0.1:
+        return []
+    return [
+        f"{share:.0%} of completions are cut off at {longest:.0f} tokens: raise generation.max_completion_tokens, or "
+        "mask them ([shaping])."
+    ]
+
+
+def _packing(figures: RunFigures, mean: Reader) -> list[str]:
+    fill, rows = mean("packing/fill"), mean("packing/num_microbatches")
+    if not 0 < fill < 0.6:
+        return []
+    budget = figures.config.trainer.token_budget if figures.config is not None else 0
+    return [
+        f"Micro-batches are filled to {fill:.0%} ({rows:.1f} a rank and step): trainer.token_budget={budget} is more "
+        "than a rank has to do; more groups a step, or a smaller budget, which saves memory."
+    ]
+
+
+def _lockstep(figures: RunFigures, mean: Reader) -> list[str]:
+    slowdown = mean("packing/lockstep_slowdown")
+    if slowdown < 1.15:
+        return []
+    return [
+        f"The slowest rank has {slowdown - 1:.0%} more work than the mean, and the others wait for it: more groups a "
+        "step (admission.groups_per_step) even that out."
+    ]
+
+
+def _preemptions(figures: RunFigures, mean: Reader) -> list[str]:
+    curve = figures.curves.get("generator/preemptions")
+    total = curve.last if curve is not None else 0.0
+    if not total > 0.02 * max(1, len(figures.sampled.lengths)):
+        return []
+    return [
+        f"Engines have thrown {total:.0f} rollouts out of the KV cache and computed them again: lower "
+        "generation.max_num_seqs, or give the cache more memory."
+    ]
+
+
+def _verifier(figures: RunFigures, mean: Reader) -> list[str]:
+    share, queued = mean("reward/verifier_error_share"), mean("reward/queued")
+    said = []
+    if share > 0.01:
+        said.append(
+            f"{share:.1%} of verdicts are verifier errors, whose groups are dropped: "
+            "`rlhpc rollouts RUN_DIR --verdict verifier_error` shows why."
+        )
+    if queued > 100:
+        said.append(f"{queued:.0f} completions wait at the reward services: raise rewards.workers_per_replica.")
+    return said
+
+
+def _policy(figures: RunFigures, mean: Reader) -> list[str]:
+    said = []
+    ess, clipped = figures.mean_of("policy/ess"), mean("policy/clip_high_share")
+    if ess is not None and ess < 0.3:
+        said.append(f"The effective sample size is {ess:.0%}: lower admission.max_staleness or the learning rate.")
+    if clipped > 0.3:
+        said.append(f"{clipped:.0%} of tokens are clipped from above: the learning rate is too high for this batch.")
+    return said
+
+
+def _checkpoints(figures: RunFigures, mean: Reader) -> list[str]:
+    blocked, step_s = mean("time/checkpoint_s"), mean("time/step_s") or 1.0
+    every = figures.config.checkpoint.every_steps if figures.config is not None else 0
+    if not every or blocked / (every * step_s) < 0.02:
+        return []
+    share = blocked / (every * step_s)
+    return [
+        f"Checkpoints block training for {blocked:.1f} s each, {share:.0%} of the time: raise "
+        f"checkpoint.every_steps={every}."
+    ]
+
+
+def _losses(figures: RunFigures, mean: Reader) -> list[str]:
+    lost, kept = (figures.curves.get(f"{name}") for name in ("generator/tokens_lost_total", "tokens/generated_total"))
+    if lost is None or kept is None or not lost.last > 0.01 * kept.last:
+        return []
+    share = lost.last / (lost.last + kept.last)
+    return [
+        f"{share:.1%} of tokens died with their generators: lower buffer.partial_interval_tokens or partial_interval_s."
+    ]

@@ -1,0 +1,208 @@
+"""What happened to a run and when, from all who keep records: supervisors, controllers, launchers, the guard.
+
+Input: jobs/*.events.jsonl, timeline.jsonl, attempts.jsonl, guard.jsonl, jobs/*.json of a run directory.
+Output: Happening, oldest first, and Spell: what each process did in each interval.  Lines that cannot be read are
+passed over: this is for looking.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from launch.run_files.outcome import Cause
+from rlhpc.buffer.line_file import LineFile
+from rlhpc.metrics.curves import Curve
+from rlhpc.roles.controller.guard_file import GuardEntry
+from rlhpc.roles.controller.metrics.timeline import TimelineEntry
+from rlhpc.run_layout import RunLayout
+
+# Events of supervisors and controllers that are no fault and follow from one that is shown.
+_AS_PLANNED = {"life", "part_left", "part_end", "start", "sbatch", "end", "submit"}
+_LONGEST, _HEAD = 240, 170  # characters of a text that is shown, and of its beginning
+# Counters whose growth is a happening: what of it, in the singular.
+_COUNTERS = {
+    "checkpoint/failed_total": ("checkpoint", "checkpoint could not be written"),
+    "trainer/skipped_steps": ("skipped", "step was skipped: not finite, or refused by the guard"),
+    "weights/canary_failed_total": ("canary", "generator had other weights than the trainer, and was quarantined"),
+    "transport/denied_total": ("denied", "connection with a key that is not of this run was refused"),
+}
+_GOOD_ENDS = {cause.name.lower() for cause in (Cause.COMPLETE, Cause.STOP, Cause.TIME, Cause.YIELD)}
+_FAULTS = {
+    *(kind for kind, _ in _COUNTERS.values()),
+    "restart",
+    "retry",
+    "kill",
+    "lost",
+    "disk",
+    "left_away",
+    "not_submitted",
+    "guard",
+    "part_missed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened."""
+
+    unix_time_s: float
+    who: str  # a process, a job, or "run"
+    kind: str  # one word
+    text: str
+    attempt: int = -1
+
+    @property
+    def brief(self) -> str:
+        """The text without the middle of a long one: last words of a process may be a page, and what follows counts."""
+        text = " ".join(self.text.split())
+        return text if len(text) <= _LONGEST else f"{text[:_HEAD]} … {text[_HEAD - _LONGEST :]}"
+
+    @property
+    def is_fault(self) -> bool:
+        """Something went wrong, or was undone."""
+        if self.kind == "verdict":
+            return self.text.partition(":")[0] not in _GOOD_ENDS
+        return self.kind in _FAULTS
+
+    @property
+    def is_planned(self) -> bool:
+        """It goes without saying."""
+        return self.kind in _AS_PLANNED
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """What a process did in an interval."""
+
+    process: str
+    begin_s: float
+    end_s: float
+    shares: dict[str, float]  # "works", or what it waited for → share of the interval
+    phase: str  # of the run
+
+
+@dataclass(slots=True)
+class Story:
+    """All of it."""
+
+    happenings: list[Happening] = field(default_factory=list)  # oldest first
+    spells: list[Spell] = field(default_factory=list)
+    begin_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def processes(self) -> list[str]:
+        """By role and number."""
+        return sorted({spell.process for spell in self.spells}, key=place_of)
+
+    @property
+    def faults(self) -> list[Happening]:
+        """What went wrong."""
+        return [each for each in self.happenings if each.is_fault]
+
+
+def place_of(process: str) -> tuple[int, int]:
+    """Order in which people look at processes: trainers, generators, reward services."""
+    role, _, number = process.rpartition("-")
+    order = {"controller": 0, "trainer": 1, "generator": 2, "reward": 3}
+    return order.get(role, 9), int(number) if number.isdigit() else 0
+
+
+def read_story(layout: RunLayout, curves: Mapping[str, Curve] = MappingProxyType({})) -> Story:
+    """What there is.  curves: of the run, whose counters tell of faults, too.  Raises OSError."""
+    entries = LineFile(layout.timeline, TimelineEntry).read()
+    found = [
+        *_of_supervisors(layout),
+        *_of_attempts(layout),
+        *_of_guard(layout),
+        *_of_jobs(layout),
+        *_of_counters(curves),
+    ]
+    found += [_of_controller(each) for each in entries if each.event]
+    story = Story(sorted(found, key=lambda each: each.unix_time_s), _spells(entries))
+    times = [each.unix_time_s for each in found] + [each.unix_time_s for each in entries]
+    times += [spell.begin_s for spell in story.spells]
+    if times:
+        story.begin_s, story.end_s = min(times), max(times)
+    return story
+
+
+def _spells(entries: list[TimelineEntry]) -> list[Spell]:
+    return [
+        Spell(process, entry.unix_time_s - entry.seconds, entry.unix_time_s, dict(shares), entry.phase)
+        for entry in entries
+        if entry.seconds > 0
+        for process, shares in entry.work.items()
+    ]
+
+
+def _of_counters(curves: Mapping[str, Curve]) -> Iterator[Happening]:
+    """One for each step with which a counter has grown; an attempt may begin it anew."""
+    for name, (kind, words) in _COUNTERS.items():
+        if (curve := curves.get(name)) is not None:
+            growth = np.diff(np.nan_to_num(curve.values), prepend=0.0)
+            for place in np.flatnonzero(growth > 0).tolist():
+                count = f"{growth[place]:.0f} times: " if growth[place] > 1 else ""
+                text = f"{count}{words} (step {curve.steps[place]})"
+                yield Happening(float(curve.unix_times_s[place]), "run", kind, text)
+
+
+def _of_controller(entry: TimelineEntry) -> Happening:
+    words = {"joined": "has joined: ", "lost": "is lost: ", "left": "has left: "}.get(entry.event, "")
+    return Happening(entry.unix_time_s, entry.name or "run", entry.event, words + entry.text, entry.attempt)
+
+
+def _of_supervisors(layout: RunLayout) -> Iterator[Happening]:
+    for path in layout.jobs.glob("*.events.jsonl"):
+        name = path.name.removesuffix(".events.jsonl")
+        for line in _lines(path):
+            who = "run" if name == "local" else f"job {name}"
+            if {"unix_time_s", "event", "text"} <= line.keys() and line["event"] != "attempt":  # of attempts.jsonl
+                yield Happening(line["unix_time_s"], who, line["event"], line["text"], line.get("attempt", -1))
+
+
+def _of_attempts(layout: RunLayout) -> Iterator[Happening]:
+    for line in _lines(layout.attempts):
+        if not {"unix_time_s", "index"} <= line.keys():
+            continue
+        step = line.get("resume_step")
+        begins = "from the beginning" if step is None else f"from the checkpoint of step {step}"
+        yield Happening(
+            line["unix_time_s"], "run", "attempt", f"attempt {line['index']} begins {begins}", line["index"]
+        )
+
+
+def _of_guard(layout: RunLayout) -> Iterator[Happening]:
+    for entry in LineFile(layout.guard, GuardEntry).read():
+        yield Happening(entry.unix_time_s, "run", "guard", f"{entry.action}: {entry.text}", entry.attempt)
+
+
+def _of_jobs(layout: RunLayout) -> Iterator[Happening]:
+    for path in layout.jobs.glob("[0-9]*.json"):
+        try:
+            record = json.loads(path.read_bytes())
+            text = f"{record['name']} submitted"
+            yield Happening(record["submitted_unix_s"], f"job {record['job_id']}", "submitted", text)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            yield document

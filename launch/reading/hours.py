@@ -1,0 +1,110 @@
+"""Where the hours of a run's GPUs went: by what was done with them, and by job.
+
+Input: Story, settings, plans of jobs.  Output: rows of a table.  Of a run without GPUs the hours of processes are
+counted.  Intervals of the timeline that were not recorded (a run of an earlier version) count nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.reading.happenings import Story
+from launch.reading.run_figures import document_of
+from rlhpc.metrics.curves import Curve
+from rlhpc.roles.controller.metrics.timeline import WORKS
+from rlhpc.run_layout import RunLayout
+
+_DOES = {"trainer": "training", "generator": "generating"}
+_TOKENS = ("tokens/generated_total", "generator/tokens_lost_total")
+_BEFORE_TRAINING = ("starting", "waiting for generators")
+
+
+@dataclass(slots=True)
+class Hours:
+    """Hours by use and by job."""
+
+    unit: str  # "GPU-hours", "process-hours"
+    by_use: dict[str, float] = field(default_factory=dict)  # training, generating, waiting …
+    by_job: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Of all uses."""
+        return sum(self.by_use.values())
+
+
+def hours_of(layout: RunLayout, story: Story, curves: Mapping[str, Curve]) -> Hours:
+    """Of trainers and generators."""
+    each = gpus_of(layout)
+    unit = "GPU-hours" if any(each.values()) else "process-hours"
+    weights = each if any(each.values()) else dict.fromkeys(each, 1)
+    uses = defaultdict[str, float](float)
+    for spell in story.spells:
+        role = spell.process.rpartition("-")[0]
+        hours = weights.get(role, 0) * (spell.end_s - spell.begin_s) / 3600
+        if not hours:
+            continue
+        if spell.phase in _BEFORE_TRAINING:
+            uses["starting: engines and trainer load"] += hours
+        elif spell.phase == "replaying" and role == "trainer":
+            uses["training recorded steps again"] += hours
+        else:
+            works = min(1.0, spell.shares.get(WORKS, 0.0))
+            uses[_DOES[role]] += hours * works
+            uses[f"{role}s wait"] += hours * (1 - works)
+    _set_lost_apart(uses, curves)
+    return Hours(unit, {use: hours for use, hours in uses.items() if hours > 0}, _by_job(layout, story))
+
+
+def gpus_of(layout: RunLayout) -> dict[str, int]:
+    """GPUs of one process of each role, as the run's plan says."""
+    found = {"trainer": 0, "generator": 0}
+    for name in ("job_plan", "local_plan"):
+        for job in document_of(layout, name).get("jobs", []):
+            for part in job["components"]:
+                shown = [devices.count(",") + 1 for devices in part.get("visible_devices", {}).values() if devices]
+                for share in part["roles"]:
+                    if share["role"] in found:
+                        found[share["role"]] = part["gpus_per_task"] or max(shown, default=0)
+    return found
+
+
+def _set_lost_apart(uses: dict[str, float], curves: Mapping[str, Curve]) -> None:
+    """Tokens that died with their generators, as a share of all that were sampled."""
+    kept, lost = (curves[name].last if name in curves else 0.0 for name in _TOKENS)
+    if lost > 0 and "generating" in uses:
+        share = lost / (lost + kept)
+        uses["generating what was lost with generators"] = uses["generating"] * share
+        uses["generating"] *= 1 - share
+
+
+def _by_job(layout: RunLayout, story: Story) -> dict[str, float]:
+    """GPU-hours of what was allocated, from the first to the last event of each job."""
+    seen = defaultdict[str, list[float]](list)
+    for each in story.happenings:
+        if each.who.startswith("job ") and each.kind != "submitted":
+            seen[each.who.removeprefix("job ")].append(each.unix_time_s)
+    found = {}
+    for label, times in sorted(seen.items()):
+        number = label.partition("_")[0]
+        gpus = _gpus_of_job(layout.jobs / f"{number}.json")
+        if gpus is not None:
+            name, count = gpus
+            found[f"{label} ({name}, {count} GPUs)"] = count * (max(times) - min(times)) / 3600
+    return found
+
+
+def _gpus_of_job(record: Path) -> tuple[str, int] | None:
+    """Name and GPUs (of one array task); None: its plan cannot be read any more."""
+    try:
+        document = json.loads(record.read_bytes())
+        jobs = json.loads(Path(document["plan"]).read_bytes())["jobs"]
+        job = next(each for each in jobs if each["name"] == document["name"])
+        count = sum(part["nodes"] * part["tasks_per_node"] * part["gpus_per_task"] for part in job["components"])
+        return str(document["name"]), int(count)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None

@@ -1,0 +1,123 @@
+"""The figures of a run, gathered once: curves, distributions of what was trained, totals, settings.
+
+Input: a run directory, of a run that goes on as well.  Output: RunFigures.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhpc.buffer.segment_reader import read_columns
+from rlhpc.config import Config
+from rlhpc.config_file import read_resolved
+from rlhpc.errors import ConfigError, SegmentError
+from rlhpc.metrics.curves import Curve, read_curves
+from rlhpc.run_layout import RunLayout
+
+_COLUMNS = (
+    "groups/admitted_version",
+    "groups/trained_version",
+    "groups/rollout_offsets",
+    "groups/drop_reason",
+    "rollouts/token_offsets",
+    "rollouts/finish_reason",
+)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What is in segments, a number a rollout."""
+
+    staleness: NDArray[np.int64]  # versions, of trained ones
+    lengths: NDArray[np.int64]  # tokens of completions, of all
+    is_trained: NDArray[np.bool_]  # of all
+    dropped: dict[str, int] = field(default_factory=dict)  # reason → groups
+    num_groups: int = 0
+
+
+@dataclass(slots=True)
+class RunFigures:
+    """What a run directory says in numbers."""
+
+    layout: RunLayout
+    curves: dict[str, Curve]
+    sampled: Sampled
+    status: dict[str, Any]  # status.json; {} if there is none
+    summary: dict[str, Any]  # summary.json; {} while the run is not complete
+    settings: dict[str, Any]  # [config.json] as it stands, by section
+    config: Config | None  # None: of another version, or altered
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return int(max([self.status.get("step", 0), *(int(c.steps[-1]) + 1 for c in self.curves.values())]))
+
+    def mean_of(self, name: str) -> float | None:
+        """Over the second half of the steps: what a run settles to.  None: it was not written."""
+        curve = self.curves.get(name)
+        if curve is None:
+            return None
+        half = curve.values[len(curve.values) // 2 :]
+        half = half[np.isfinite(half)]
+        return float(half.mean()) if half.size else None
+
+
+def read_figures(layout: RunLayout) -> RunFigures:
+    """Read a run.  Raises ConfigError: no run is here; OSError."""
+    if not layout.is_run:
+        raise ConfigError(f"{layout.root}: not a run directory: it has no {layout.config.name} of a run")
+    try:
+        config = read_resolved(layout)[0]
+    except ConfigError:
+        config = None
+    return RunFigures(
+        layout,
+        read_curves(layout.tensorboard),
+        read_sampled(layout),
+        document_of(layout, "status"),
+        document_of(layout, "summary"),
+        dict(document_of(layout, "config").get("config", {})),
+        config,
+    )
+
+
+def document_of(layout: RunLayout, name: str) -> dict[str, Any]:
+    """One of the run's JSON files; {} where it is not, or not whole."""
+    try:
+        document = json.loads(getattr(layout, name).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def read_sampled(layout: RunLayout) -> Sampled:
+    """From segments, single columns without checksums; what cannot be read is left out."""
+    staleness, lengths, trained = list[NDArray[Any]](), list[NDArray[Any]](), list[NDArray[Any]]()
+    dropped, num_groups = dict[str, int](), 0
+    for path in sorted(layout.rollouts.glob("segment_*.h5")):
+        try:
+            columns = read_columns(path, _COLUMNS)
+        except SegmentError:
+            continue
+        sizes = np.diff(columns["groups/rollout_offsets"])
+        age = columns["groups/trained_version"] - columns["groups/admitted_version"]
+        is_trained = columns["groups/trained_version"] >= 0
+        staleness.append(np.repeat(age[is_trained], sizes[is_trained]))
+        trained.append(np.repeat(is_trained, sizes))
+        lengths.append(np.diff(columns["rollouts/token_offsets"]))
+        num_groups += len(sizes)
+        for reason in columns["groups/drop_reason"]:
+            if reason:
+                dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+    return Sampled(
+        _joined(staleness, np.int64), _joined(lengths, np.int64), _joined(trained, np.bool_), dropped, num_groups
+    )
+
+
+def _joined(parts: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0, kind)

@@ -1,0 +1,108 @@
+"""Rollouts as text for a terminal, and as JSON for programs.
+
+Input: SeenRollout.  Output: lines.  What a model has sampled may hold anything: control characters, which would move
+the reader's cursor or do worse, are shown as what they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from launch.reading.rollouts import SeenRollout
+from rlhpc.types import Int32
+
+_RULE = "─" * 80
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def transcripts(rollouts: Iterable[SeenRollout]) -> Iterator[str]:
+    """Lines to read: each group's prompt once, below it the completions that were selected."""
+    group_id: int | None = None
+    for seen in rollouts:
+        if seen.group_id != group_id:
+            group_id = seen.group_id
+            yield from _head(seen)
+        yield from _completion(seen)
+
+
+def as_document(seen: SeenRollout) -> dict[str, Any]:
+    """The same for programs: every field, a number that is none as null, and staleness."""
+    document = {each.name: _plain(getattr(seen, each.name)) for each in fields(seen)}
+    return document | {"staleness": seen.staleness, "advantage": seen.advantage}
+
+
+def shown(text: str) -> str:
+    """Text without a character that a terminal would obey."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def ranges(versions: Int32) -> str:
+    """ "3", or "3 to 5"; versions never fall within a completion."""
+    first, last = int(versions[0]), int(versions[-1])
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def fate(seen: SeenRollout) -> str:
+    """What became of it, in words."""
+    match seen.standing:
+        case "trained":
+            return f"trained in step {seen.step}"
+        case "skipped":
+            return f"in step {seen.step}, which was skipped"
+        case "taken":
+            return f"taken for step {seen.step}"
+        case "dropped":
+            return f"dropped: {seen.drop_reason}"
+    return "in no batch yet"
+
+
+def _head(seen: SeenRollout) -> Iterator[str]:
+    leases = f", lease {seen.attempts}" if seen.attempts > 1 else ""
+    yield _RULE
+    yield f"group {seen.group_id}: {shown(seen.task)}, {fate(seen)} (prompt {seen.prompt_id}{leases})"
+    yield from _block("prompt", seen.prompt)
+    yield from _block("reference", seen.reference)
+
+
+def _completion(seen: SeenRollout) -> Iterator[str]:
+    yield ""
+    yield f"  [{seen.sample_index}] {_worth(seen)}"
+    yield f"      {_origin(seen)}"
+    if seen.detail:
+        yield f"      verifier: {shown(seen.detail)}"
+    yield from _block("completion", seen.completion)
+
+
+def _worth(seen: SeenRollout) -> str:
+    parts = ", ".join(f"{shown(name)} {value:g}" for name, value in seen.reward_parts.items())
+    reward = "no reward" if math.isnan(seen.reward) else f"reward {seen.reward:.4g}"
+    advantage = "" if seen.advantage is None else f", advantage {seen.advantage:+.3f}"
+    return f"{seen.verdict}, {reward}{f' ({parts})' if parts else ''}{advantage}"
+
+
+def _origin(seen: SeenRollout) -> str:
+    age = "" if seen.staleness is None else f", trained at {seen.trained_version}: staleness {seen.staleness}"
+    said = f"{len(seen.token_ids)} tokens, {seen.finish_reason}; versions {ranges(seen.versions)}"
+    return f"{said}, admitted at {seen.admitted_version}{age}"
+
+
+def _block(title: str, text: str) -> Iterator[str]:
+    lines = shown(text).split("\n") or [""]
+    for number, line in enumerate(lines):
+        yield f"{'' if number else title:<10} │ {line}".rstrip()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return [_plain(each) for each in value.tolist()]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value

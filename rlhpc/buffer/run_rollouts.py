@@ -1,0 +1,127 @@
+"""All groups of a run, for people: sealed segments first, then what so far stands only in the journal.
+
+Input: a rollouts directory of a run that goes on, was killed, or is complete.  Output: FoundGroup.
+Order of reading: events and journal before segments, so that what is sealed meanwhile is seen in one of them at least;
+a group that is in both counts as its segment says.  Damage costs the file or the row, is reported, and ends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rlhpc.buffer.history import START, History, read_history
+from rlhpc.buffer.journal_rows import JournalRecord
+from rlhpc.buffer.resolved import ResolvedGroup
+from rlhpc.buffer.segment_files import segment_paths
+from rlhpc.buffer.segment_reader import read_columns, read_segment
+from rlhpc.errors import JournalError, SegmentError
+from rlhpc.types import RolloutGroup
+
+Tell = Callable[[str], None]  # is told what cannot be shown
+
+
+class Standing(StrEnum):
+    """What has become of a group."""
+
+    TRAINED = "trained"
+    SKIPPED = "skipped"  # its step was not applied: not finite, or refused by the guard
+    DROPPED = "dropped"
+    TAKEN = "taken"  # for a step that is not recorded as done
+    WAITING = "waiting"  # not in a batch yet; members may be missing
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGroup:
+    """A group, perhaps not whole, and how far it has come."""
+
+    resolved: ResolvedGroup  # consumed_step also for a group that is only taken
+    standing: Standing
+
+
+def found_groups(directory: Path, tell: Tell, steps: tuple[int, int] | None = None) -> Iterator[FoundGroup]:
+    """Every group of which a rollout is on disk, as they were resolved, then the others by number.
+
+    steps: segments without a group of these steps, first and last, are passed over, unread but for two columns.
+    Arrays are views of one block per column: copy what outlives the rest.
+    """
+    pending = _pending(directory, tell)
+    sealed = set[int]()
+    for path in _segments(directory, tell):
+        try:
+            if steps is not None and (others := _if_of_other_steps(path, *steps)) is not None:
+                sealed |= others
+                continue
+            groups = read_segment(path)
+        except SegmentError as error:
+            tell(f"{error}; its groups are not shown")
+            continue
+        for resolved in groups:
+            sealed.add(resolved.group.group_id)
+            yield FoundGroup(resolved, standing_of(resolved))
+    for group_id, found in sorted(pending.items()):
+        if group_id not in sealed:
+            yield found
+
+
+def standing_of(resolved: ResolvedGroup) -> Standing:
+    """Of a group in a segment."""
+    if resolved.drop_reason is not None:
+        return Standing.DROPPED
+    if resolved.consumed_step < 0:
+        return Standing.WAITING
+    return Standing.SKIPPED if resolved.applied is False else Standing.TRAINED
+
+
+def _if_of_other_steps(path: Path, first: int, last: int) -> set[int] | None:
+    """The groups of a segment that has none of these steps; None: it has some.  Raises SegmentError."""
+    columns = read_columns(path, ["groups/group_id", "groups/consumed_step"])
+    step = columns["groups/consumed_step"]
+    is_wanted = bool(((step >= first) & (step <= last)).any())
+    return None if is_wanted else {*columns["groups/group_id"].tolist()}
+
+
+def _segments(directory: Path, tell: Tell) -> list[Path]:
+    try:
+        return segment_paths(directory)
+    except SegmentError as error:  # one is missing between two others
+        tell(str(error))
+        return sorted(directory.glob("segment_*.h5"))
+
+
+def _pending(directory: Path, tell: Tell) -> dict[int, FoundGroup]:
+    """The groups of the journal."""
+    try:
+        history = read_history(directory, START)
+    except (JournalError, OSError) as error:
+        tell(f"{error}; what is in no segment yet is not shown")
+        return {}
+    # The beginning of a long run's journal is deleted: that rollouts are missing there is no damage.
+    for problem in history.problems:
+        if not problem.endswith("of the run are missing"):
+            tell(problem)
+    members = dict[int, dict[int, JournalRecord]]()
+    for record in history.rollouts:
+        rollout = record.scored.rollout
+        members.setdefault(rollout.group_id, {})[rollout.sample_index] = record
+    step_of = {group: taken.step for taken in history.batches.values() for group in taken.groups}
+    return {group_id: _found(history, step_of.get(group_id, -1), of_group) for group_id, of_group in members.items()}
+
+
+def _found(history: History, step: int, records: dict[int, JournalRecord]) -> FoundGroup:
+    ordered = [record for _, record in sorted(records.items())]
+    first = ordered[0].scored.rollout
+    members = tuple(record.scored for record in ordered)
+    group = RolloutGroup(first.group_id, first.prompt, ordered[0].admitted_version, members)
+    reason, trained = history.dropped.get(first.group_id), history.trained.get(step)
+    resolved = ResolvedGroup(
+        group=group,
+        consumed_step=step,
+        drop_reason=reason,
+        trained_version=-1 if trained is None else trained.version,
+        applied=None if trained is None else trained.applied,
+    )
+    is_open = reason is None and step >= 0 and trained is None
+    return FoundGroup(resolved, Standing.TAKEN if is_open else standing_of(resolved))

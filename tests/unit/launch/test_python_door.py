@@ -1,0 +1,210 @@
+"""`rlhpc.Run` and `rlhpc.submit`: small, documented, loaded when asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from submitit.core.utils import FailedJobError
+
+import rlhpc
+from launch.door import RunJob
+from launch.door.run import _columns
+from launch.run_files.events import EventLog
+from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.metrics.recorder import Recorder
+from rlhpc.training.checkpoint.directory import begin, complete
+from tests.unit.doc_pages import ROOT
+from tests.unit.launch.runs_kit import Runs
+from tests.unit.launch.seen_runs import TextRun
+
+PAGE = ROOT / "docs" / "python.md"
+
+
+class FirstRun(TextRun):
+    """runs/first: two steps, a checkpoint."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "run.name=first", "run.num_steps=2")
+        self.seal(
+            [
+                self.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=0, task="math_answer"),
+                self.group("1 + 1 =", [("2", 1.0), ("2", -1.0)]),
+            ]
+        )
+        recorder = Recorder(self.layout.tensorboard)
+        for step in range(2):
+            recorder.step(step, {"reward/mean": 0.25 + step}, 10 * step, float(step))
+        recorder.close()
+        self.layout.checkpoints.mkdir()
+        final = self.layout.checkpoint(2)
+        temporary = begin(final)
+        (temporary / "controller.json").write_text("{}")
+        complete(temporary, final, {"step": 2, "policy_version": 2, "attempt": 0})
+        self.layout.status.write_text(json.dumps({"step": 2, "phase": "training"}))
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> FirstRun:
+    return FirstRun(tmp_path / "first")
+
+
+def test_a_run_is_arrays_rollouts_and_checkpoints(first: FirstRun) -> None:
+    run = rlhpc.Run.load(first.layout.root)
+    assert (run.name, run.step, run.num_steps, run.phase, run.summary) == ("first", 2, 2, "training", None)
+    np.testing.assert_array_equal(run.figures["reward/mean"].values, [0.25, 1.25])
+    assert [(each.step, each.policy_version) for each in run.checkpoints] == [(2, 2)]
+    assert run.checkpoints[0].path == first.layout.checkpoint(2)
+    (wrong,) = run.rollouts(verdict="wrong")
+    assert (wrong.prompt, wrong.completion) == ("3 + 4 =", "eight<eos>")
+    assert wrong.versions.dtype == np.int32
+    assert [each.group_id for each in run.rollouts(grep=r"1 \+ 1", min_reward=0.5)] == [1]
+    first.layout.summary.write_text('{"steps": 2}')
+    assert run.phase == "complete"  # each question is answered anew
+    assert repr(run).endswith("step 2 of 2, complete)")
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        rlhpc.Run.load(tmp_path)
+
+
+def test_what_a_frame_is_made_of_has_a_row_a_rollout_and_none_for_what_it_lacks(first: FirstRun) -> None:
+    columns = _columns(rlhpc.Run.load(first.layout.root).rollouts())
+    assert {len(values) for values in columns.values()} == {4}
+    assert columns["standing"] == ["trained", "trained", "dropped", "dropped"]
+    assert columns["staleness"] == [0, 0, None, None]
+    assert columns["part_answer"] == [1.0, 0.0, 1.0, -1.0]
+    assert columns["advantage"][2:] == [None, None]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_rollouts_are_a_frame_with_a_column_for_each_part_of_the_reward(first: FirstRun, library: str) -> None:
+    pytest.importorskip(library, reason=f"no {library} here: pip install 'rlhpc[frames]'")
+    frame = rlhpc.Run.load(first.layout.root).frame(library)  # type: ignore[arg-type]
+    assert len(frame) == 4
+    assert {"group_id", "reward", "staleness", "completion", "part_answer"} <= set(frame.columns)
+    assert list(frame["verdict"]) == ["correct", "wrong", "correct", "verifier_error"]
+    assert list(frame["num_tokens"]) == [2, 6, 2, 2]
+
+
+def test_a_frame_of_what_is_not_installed_says_what_to_install(
+    first: FirstRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    run = rlhpc.Run.load(first.layout.root)
+    with pytest.raises(ConfigError, match=r"pip install 'rlhpc\[frames\]'"):
+        run.frame("polars")
+    with pytest.raises(ConfigError, match="legal: pandas, polars"):
+        run.frame("excel")  # type: ignore[arg-type]
+
+
+@pytest.mark.starts
+def test_importing_rlhpc_loads_nothing_and_its_door_no_torch() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import rlhpc
+new = {name.split('.')[0] for name in set(sys.modules) - before}
+assert new <= {'rlhpc', 'importlib', '__future__', 'warnings'}, new
+assert 'Run' in dir(rlhpc)
+rlhpc.Run, rlhpc.submit
+assert not {'torch', 'transformers', 'vllm', 'pandas', 'matplotlib'} & set(sys.modules)
+try:
+    rlhpc.other
+except AttributeError as error:
+    assert "'other'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_for_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FirstRun(tmp_path / "made")
+    (tmp_path / "runs").mkdir()
+    first.layout.root.rename(tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    ours = [block for block in blocks() if not block.startswith("# needs Slurm")]
+    has_pandas = importlib.util.find_spec("pandas") is not None
+    assert ["run.frame(" in block for block in ours] == [False, False, True]
+    for block in ours if has_pandas else ours[:-1]:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert names["run"].name == "first"  # type: ignore[attr-defined]
+
+
+def test_every_name_that_the_page_lists_is_there() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in re.findall(r"`run\.(\w+)", page):
+        assert hasattr(rlhpc.Run, name), name
+    for name in re.findall(r"`job\.(\w+)", page):
+        assert hasattr(RunJob, name), name
+
+
+# ------------------------------------------------------------------------------------------------------------ jobs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def _ended(layout: object, job_id: int, result: tuple[str, object]) -> None:
+    folder = layout.logs / "slurm"  # type: ignore[attr-defined]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{job_id}_0_result.pkl").write_bytes(pickle.dumps(result))
+
+
+def test_the_result_of_a_job_is_the_summary_and_no_pickle_is_read_for_it(runs: Runs) -> None:
+    layout = runs.submitted("first", 4711)
+    _ended(layout, 4711, ("success", {"steps": "not this"}))
+    layout.summary.write_text('{"steps": 100}')
+    job = RunJob(layout.root)
+    assert job.done()
+    assert job.result() == {"steps": 100}
+    assert job.exception() is None
+    assert job.run.summary == {"steps": 100}
+
+
+def test_a_run_that_failed_raises_what_its_supervisor_said_last(runs: Runs) -> None:
+    layout = runs.submitted("first", 4711)
+    EventLog(layout.job_events("4711"), 0).say("verdict", "given_up: failed too often")
+    _ended(layout, 4711, ("error", "…"))
+    with pytest.raises(FailedJobError, match="given_up: failed too often; `rlhpc status "):
+        RunJob(layout.root).result()
+
+
+def test_a_job_goes_on_in_its_successor(runs: Runs) -> None:
+    layout = runs.submitted("first", 4711)
+    job = RunJob(layout.root)
+    _ended(layout, 4711, ("error", "close to its time limit"))
+    assert job.done()
+    runs.job(layout, 4712, "hetjob", follows=4711)
+    assert not job.done()
+    log = layout.logs / "slurm" / "hetjob-4712.log"
+    log.write_text("second life")
+    assert job.stdout() == "second life"
+    _ended(layout, 4712, ("success", {}))
+    assert job.done()
+
+
+def test_a_run_that_was_never_submitted_is_no_job(first: FirstRun) -> None:
+    with pytest.raises(RunDirectoryError, match="was it submitted"):
+        RunJob(first.layout.root)
+
+
+def test_what_is_refused_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        rlhpc.submit(ROOT / "configs" / "demo.toml", tmp_path / "no-site.toml", [f"run.directory={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()

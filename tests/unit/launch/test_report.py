@@ -1,0 +1,289 @@
+"""`rlhpc report`: what happened to a run, where its time went, and what that recommends, without a log file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.cli import main
+from launch.reading.advice import advice_for
+from launch.reading.charts import histogram, line_chart, nice_ticks, stacked_chart
+from launch.reading.happenings import Happening, Spell, Story, read_story
+from launch.reading.hours import hours_of
+from launch.reading.report_data import read_report
+from launch.reading.report_page import write_report
+from launch.reading.run_figures import read_figures
+from launch.reading.timeline_chart import MOST_COLUMNS, rows_of, thinned, timeline_chart
+from launch.run_files.events import EventLog
+from rlhpc.buffer.line_file import LineFile
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.metrics.recorder import Recorder
+from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile
+from rlhpc.roles.controller.metrics.timeline import TimelineEntry
+from tests.unit.launch.browser import asks_the_network, dom_of, needs_browser, picture_of, texts_in
+from tests.unit.launch.seen_runs import TextRun
+
+BEGAN_S = 1_790_000_000.0
+EVALUATIONS = {"held_out": {10: {"pass@1": {"value": 0.5, "low": 0.4, "high": 0.6}}}}
+
+
+class ToldRun(TextRun):
+    """A run of 20 steps with a timeline of 100 s: a generator dies after 40 s and is back after 70."""
+
+    def __init__(self, root: Path, scalars: Mapping[str, float] | None = None) -> None:
+        super().__init__(root, "run.name=told", "generation.num_replicas=2")
+        self.seal([self.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=step) for step in range(4)])
+        entries = []
+        for end in range(5, 101, 5):
+            work: dict[str, dict[str, float]] = {
+                "trainer-0": {"works": 0.5, "batch": 0.5},
+                "generator-0": {"works": 1.0},
+            }
+            if not 45 <= end <= 70:
+                work["generator-1"] = {"works": 0.8, "leases": 0.2}
+            phase = "starting" if end <= 10 else "training"
+            entries.append(TimelineEntry(BEGAN_S + end, 0, end // 5, phase, 5.0, work))
+        entries += [
+            TimelineEntry(BEGAN_S + 1, 0, 0, "starting", event="joined", name="generator-1", text="pid 5 on n1"),
+            TimelineEntry(BEGAN_S + 46, 0, 9, "training", event="lost", name="generator-1", text="no sign of life"),
+            TimelineEntry(BEGAN_S + 71, 0, 14, "training", event="joined", name="generator-1", text="pid 6 on n1"),
+        ]
+        assert LineFile(self.layout.timeline, TimelineEntry).append(entries)
+        begun = {"index": 0, "resume_step": None, "unix_time_s": BEGAN_S}
+        self.layout.attempts.write_text(json.dumps(begun) + "\n")
+        path = self.layout.job_events("4711")
+        EventLog(path, 0).say("restart", "generator-1 on n1 ended with signal SIGKILL: …; it is started again")
+        self._move_to(path, BEGAN_S + 41)
+        GuardFile(self.layout.guard).append(GuardEntry(0, 12, 12, "warn", {}, [], "grad_norm 9", BEGAN_S + 98))
+        self.write_scalars({"checkpoint/failed_total": 0.0} | dict(scalars or {}))
+
+    def write_scalars(self, scalars: Mapping[str, float], num_steps: int = 20) -> None:
+        clock = iter(BEGAN_S + 10 + 1.5 * np.arange(10_000))
+        recorder = Recorder(self.layout.tensorboard, wall_clock=lambda: float(next(clock)))
+        for step in range(num_steps):
+            failed = {"checkpoint/failed_total": float(step >= 15)}
+            base = {"reward/mean": step / 20, "time/step_s": 4.0, "trainer/step_s": 3.0, "time/wait_for_batch_s": 0.5}
+            recorder.step(step, base | dict(scalars) | failed, step, float(step))
+        recorder.close()
+
+    @staticmethod
+    def _move_to(path: Path, unix_time_s: float) -> None:
+        line = json.loads(path.read_text())
+        path.write_text(json.dumps(line | {"unix_time_s": unix_time_s}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
+    return ToldRun(tmp_path_factory.mktemp("report") / "told")
+
+
+def test_the_story_of_a_killed_generator_is_whole_and_in_order(told: ToldRun) -> None:
+    report = read_report(told.layout, {})
+    texts = [each.text for _, each in report.marks]
+    expected = (
+        "attempt 0 begins",
+        "pid 5",
+        "SIGKILL",
+        "is lost: no sign of life",
+        "pid 6",
+        "could not be written",
+        "warn: grad",
+    )
+    assert len(texts) == len(expected)
+    assert all(words in text for words, text in zip(expected, texts, strict=True)), texts
+    assert [each.kind for each in report.story.faults] == ["restart", "lost", "checkpoint", "guard"]
+
+
+def test_of_last_words_that_fill_a_page_the_beginning_and_what_follows_are_shown() -> None:
+    text = f"trainer-0 ended with signal SIGKILL: Optimizer({'lr=0.0, ' * 500}); another attempt in 2 s"
+    brief = Happening(0.0, "run", "retry", text).brief
+    assert len(brief) <= 250
+    assert brief.startswith("trainer-0 ended with signal SIGKILL: Optimizer(lr=0.0")
+    assert brief.endswith("; another attempt in 2 s")
+    assert Happening(0.0, "run", "retry", "short\nlines").brief == "short lines"
+
+
+def test_of_a_preempted_job_the_end_is_a_fault_and_the_way_on_is_told(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told")
+    log = EventLog(run.layout.job_events("4712"), 0)
+    log.say("verdict", "signal: Slurm ended this job (scancel, preemption, node failure)")
+    EventLog(run.layout.job_events("4713"), 0).say("verdict", "time: this job is close to its time limit")
+    with run.layout.attempts.open("a") as file:
+        file.write(json.dumps({"index": 1, "resume_step": 10, "unix_time_s": BEGAN_S + 2e9}) + "\n")
+    story = read_story(run.layout)
+    assert [each.who for each in story.faults if each.kind == "verdict"] == ["job 4712"]
+    assert story.happenings[-1].text == "attempt 1 begins from the checkpoint of step 10"
+
+
+def test_the_timeline_has_a_row_for_each_process_and_none_where_it_was_not_there(told: ToldRun) -> None:
+    story = read_story(told.layout)
+    rows = rows_of(story)
+    assert list(rows) == ["trainer-0", "generator-0", "generator-1"]
+    ends = {round(spell.end_s - BEGAN_S) for spell in rows["generator-1"]}
+    assert ends == {*range(5, 45, 5), *range(75, 101, 5)}
+
+
+def test_of_many_processes_a_row_shows_the_mean_and_the_unlucky_have_their_own() -> None:
+    spells = [
+        Spell(f"generator-{i}", 0.0, 5.0, {"works": float(i % 2), "leases": 1.0 - i % 2}, "training")
+        for i in range(4096)
+    ]
+    story = Story([Happening(3.0, "generator-77", "lost", "gone")], spells, 0.0, 5.0)
+    rows = rows_of(story)
+    assert list(rows) == ["4096 generators, mean", "generator-77"]
+    assert rows["4096 generators, mean"][0].shares == pytest.approx({"works": 0.5, "leases": 0.5})
+    assert len(timeline_chart(story, [])) < 10_000
+
+
+def test_a_long_timeline_is_drawn_by_means_that_keep_every_second() -> None:
+    spells = [Spell("trainer-0", 5.0 * i, 5.0 * i + 5, {"works": i % 3 / 2}, "training") for i in range(3000)]
+    thin = thinned(spells)
+    assert len(thin) <= MOST_COLUMNS
+    worked = [sum(s.shares.get("works", 0) * (s.end_s - s.begin_s) for s in each) for each in (spells, thin)]
+    assert worked[0] == pytest.approx(worked[1])
+
+
+def test_a_time_in_which_a_process_was_not_there_stays_empty_however_long_the_timeline() -> None:
+    there = [i for i in range(3000) if not 900 <= i < 1400]
+    spells = [Spell("generator-0", 5.0 * i, 5.0 * i + 5, {"works": 1.0}, "training") for i in there]
+    bars = thinned(spells, 100)
+    assert len(bars) <= 102
+    assert not [bar for bar in bars if bar.begin_s < 5.0 * 1399 and bar.end_s > 5.0 * 901]
+
+
+def test_hours_by_use_add_up_to_the_time_that_processes_were_there(told: ToldRun) -> None:
+    figures = read_figures(told.layout)
+    hours = hours_of(told.layout, read_story(told.layout), figures.curves)
+    assert hours.unit == "process-hours"
+    assert hours.total * 3600 == pytest.approx(100 + 100 + 70)
+    assert hours.by_use["training"] * 3600 == pytest.approx(90 * 0.5)
+    assert hours.by_use["generating"] * 3600 == pytest.approx(90 + 60 * 0.8)
+    assert hours.by_use["starting: engines and trainer load"] * 3600 == pytest.approx(30)
+
+
+def test_with_gpus_hours_are_theirs_and_lost_tokens_are_set_apart(tmp_path: Path) -> None:
+    run = ToldRun(tmp_path / "told", {"tokens/generated_total": 900.0, "generator/tokens_lost_total": 100.0})
+    parts = [
+        {"roles": [{"role": "trainer"}], "gpus_per_task": 1, "nodes": 1, "tasks_per_node": 1},
+        {"roles": [{"role": "generator"}], "gpus_per_task": 4, "nodes": 2, "tasks_per_node": 1},
+    ]
+    plan = run.layout.job_plan
+    plan.write_text(json.dumps({"jobs": [{"name": "hetjob", "components": parts}]}))
+    record = {"job_id": 4711, "name": "hetjob", "plan": str(plan), "submitted_unix_s": BEGAN_S - 5}
+    run.layout.job_record(4711).write_text(json.dumps(record))
+    EventLog(run.layout.job_events("4711"), 0).say("verdict", "complete")
+    hours = hours_of(run.layout, read_story(run.layout), read_figures(run.layout).curves)
+    assert hours.unit == "GPU-hours"
+    assert hours.total * 3600 == pytest.approx(100 + 4 * (100 + 70))
+    lost = hours.by_use["generating what was lost with generators"]
+    assert lost / (lost + hours.by_use["generating"]) == pytest.approx(0.1)
+    assert [*hours.by_job] == ["4711 (hetjob, 9 GPUs)"]
+
+
+@pytest.mark.parametrize(
+    ("scalars", "said"),
+    [
+        (
+            {"generator/idle_ratio": 0.5, "trainer/idle_ratio": 0.02, "generator/live": 4.0},
+            "Generators idle 50%.*3 instead of 4",
+        ),
+        (
+            {"trainer/idle_ratio": 0.5, "generator/live": 2.0},
+            "Trainer idle 50%.*4 generators instead of 2.*--generators \\+2",
+        ),
+        ({"trainer/idle_ratio": 0.5, "generator/live": 1.0}, "of 2 generators 1.0 were there"),
+        (
+            {"trainer/idle_ratio": 0.4, "generator/idle_ratio": 0.4, "generator/live": 2.0, "staleness/bound": 1.0},
+            "max_staleness=1 .*try 2",
+        ),
+        ({"reward/zero_spread_share": 0.6, "group/all_correct_share": 0.5}, "60% of finished groups.*too easy"),
+        ({"length/truncated_share": 0.3, "length/completion_max": 512.0}, "30% of completions are cut off at 512"),
+        ({"packing/fill": 0.4, "packing/num_microbatches": 1.0}, "filled to 40%"),
+        ({"reward/verifier_error_share": 0.05}, "5.0% of verdicts are verifier errors"),
+        ({"policy/ess": 0.1}, "effective sample size is 10%"),
+    ],
+)
+def test_recommendations_have_numbers_and_follow_from_the_figures(
+    tmp_path: Path, scalars: dict[str, float], said: str
+) -> None:
+    run = ToldRun(tmp_path / "told", scalars)
+    advice = advice_for(read_figures(run.layout))
+    assert len([each for each in advice if re.search(said, each)]) == 1, advice
+
+
+def test_where_nobody_idles_nothing_is_recommended_and_of_few_steps_nothing_is_said(
+    told: ToldRun, tmp_path: Path
+) -> None:
+    assert advice_for(read_figures(told.layout)) == []
+    young = TextRun(tmp_path / "young")
+    assert "Too early" in advice_for(read_figures(young.layout))[0]
+
+
+def test_the_terminal_gets_the_short_form(told: ToldRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(told.layout.root)]) == 0
+    out = capsys.readouterr().out
+    for words in ("run       told", "steps     20 of 120", "SIGKILL", "process-hours", "Recommendations"):
+        assert words in out
+    assert main(["report", str(told.layout.root.parent)]) == EXIT_CONFIG
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "new")
+    assert write_report(tmp_path / "page.html", read_report(run.layout, {})) > 1000
+    assert "Nothing is recorded" in (tmp_path / "page.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(told: ToldRun) -> Path:
+    path = told.layout.root.parent / "report.html"
+    write_report(path, read_report(told.layout, EVALUATIONS))
+    return path
+
+
+def test_the_page_asks_nobody_and_runs_nothing(page: Path) -> None:
+    assert asks_the_network(page.read_text()) == []
+    assert "<script" not in page.read_text()
+    assert page.stat().st_size < 1_000_000
+
+
+@pytest.mark.starts
+@needs_browser
+def test_a_browser_shows_every_part_of_the_report(page: Path, tmp_path: Path) -> None:
+    document = dom_of(page, profile=tmp_path / "profile")
+    heads = texts_in(document, "h2")
+    assert heads[:4] == [
+        "Recommendations",
+        "Who worked, and who waited for whom",
+        "What happened",
+        "Where the time of a step went",
+    ]
+    assert {"Curves", "Distributions", "process-hours", "Evaluations", "Settings"} <= {*heads}
+    assert len(texts_in(document, "fault")) >= 4  # rows, and marks in the chart
+    assert "pass@1" in document
+    assert len(texts_in(document, "chart")) >= 5
+    assert picture_of(page, profile=tmp_path / "picture", size=(1400, 2400)).stat().st_size > 50_000
+
+
+def test_long_curves_are_thinned_and_gaps_stay_gaps() -> None:
+    steps, values = np.arange(20_000), np.sin(np.arange(20_000) / 500)
+    values[5_000:9_000] = np.nan
+    chart = line_chart("A curve", steps, {"one": values})
+    assert len(chart) < 15_000
+    assert chart.count("<polyline") == 2
+    assert "means of stretches" in chart
+    assert "nan" not in chart + histogram("No numbers", np.zeros(0, np.int64), x_label="x") + stacked_chart(
+        "None", np.zeros(0, np.int64), {}
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1), (-3, 5), (0.001, 0.0012), (1e6, 3e9), (7, 7)])
+def test_ticks_are_round_enclose_the_values_and_are_few(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low + 1e-9
+    assert ticks[-1] >= high - 1e-9 * abs(high)
+    assert 2 <= len(ticks) <= 8

@@ -1,0 +1,270 @@
+"""`rlhpc rollouts`: every rollout that is on disk, with what people ask about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.cli import main
+from launch.common.pager import print_paged
+from launch.reading.rollouts import EVERYTHING, RunRollouts, SeenRollout, Selection, sample_of
+from launch.reading.transcript import as_document, transcripts
+from rlhpc.algorithms.samples import SampleMaker
+from rlhpc.buffer.history import START, read_history
+from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.errors import ConfigError
+from rlhpc.exit_status import EXIT_CONFIG
+from rlhpc.run_layout import RunLayout
+from tests.unit.doc_pages import ROOT
+from tests.unit.launch.audit_runs import AuditedRun, Killed
+from tests.unit.launch.seen_runs import TextRun
+
+
+def _seen(run: TextRun | AuditedRun, selection: Selection = EVERYTHING) -> list[SeenRollout]:
+    return list(RunRollouts(run.layout, tell=_pass_over).each(selection))
+
+
+def _pass_over(line: str) -> None:
+    """Said of other things."""
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
+    run = TextRun(tmp_path_factory.mktemp("text") / "text")
+    run.seal(
+        [
+            run.group("3 + 4 =", [("7", 1.0), ("eight", 0.0)], step=0),
+            run.group("2 + 5 =", [("zehn é", 0.25), ("7", 0.75)], step=0),
+            run.group("1 + 1 =", [("2", 1.0), ("2", 1.0)]),
+            run.group("9 - 2 =", [("7", 1.0), ("\x1b[2J</script>", 0.0)], step=1, task="subtracting"),
+            run.group("8 - 1 =", [("7", 1.0), ("6", 0.0)], step=1, task="subtracting"),
+        ]
+    )
+    run.seal([run.group("0 + 7 =", [("?", -1.0), ("7", 1.0)])])
+    return run
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_a_run_killed_at_any_moment_every_rollout_on_disk_is_shown_once(tmp_path: Path, seed: int) -> None:
+    run = AuditedRun(tmp_path / "run", seed)
+    run.start()
+    with pytest.raises(Killed):
+        run.run(kill_after=40 + 7 * seed)
+    on_disk = {
+        (member.rollout.group_id, member.rollout.sample_index)
+        for resolved in read_rollouts_directory(run.layout.rollouts)
+        for member in resolved.group.members
+    } | {
+        (record.scored.rollout.group_id, record.scored.rollout.sample_index)
+        for record in read_history(run.layout.rollouts, START).rollouts
+    }
+    shown = Counter((seen.group_id, seen.sample_index) for seen in _seen(run))
+    assert shown.keys() == on_disk
+    assert set(shown.values()) == {1}
+
+
+def test_what_became_of_a_group_is_said_before_its_segment_is_sealed(tmp_path: Path) -> None:
+    run = AuditedRun(tmp_path / "run", 1, segment_groups=1000, every_steps=1000)
+    run.start()
+    with pytest.raises(Killed):
+        run.run(kill_after=75)
+    assert not list(run.layout.rollouts.glob("segment_*"))
+    history = read_history(run.layout.rollouts, START)
+    for seen in _seen(run):
+        taken = [step for step, batch in history.batches.items() if seen.group_id in batch.groups]
+        if seen.group_id in history.dropped:
+            assert seen.standing == "dropped"
+        elif taken and taken[0] in history.trained:
+            assert (seen.standing, seen.step) == ("skipped" if taken[0] % 5 == 3 else "trained", taken[0])
+            assert seen.trained_version == history.trained[taken[0]].version
+        else:
+            assert seen.standing == ("taken" if taken else "waiting")
+    assert {"trained", "skipped", "dropped", "waiting"} <= {seen.standing for seen in _seen(run)}
+
+
+@pytest.mark.parametrize("normalization", ["off", "batch"])
+def test_advantages_are_those_of_the_batch_that_was_trained(tmp_path: Path, normalization: str) -> None:
+    run = TextRun(tmp_path / "text", f"algorithm.advantage_normalization={normalization}")
+    groups = [
+        run.group("3 + 4 =", [("7", 1.0), ("eight", 0.25)], step=0),
+        run.group("5 + 5 =", [("same", 1.0), ("same", 1.0)]),  # dropped between two of the batch
+        run.group("2 + 5 =", [("long and wrong", 0.0), ("7", 0.75)], step=0),
+    ]
+    run.seal(groups[:2])
+    run.seal(groups[2:])  # a batch may lie in two segments
+    batch = [resolved.group for resolved in groups if resolved.consumed_step == 0]
+    expected = [sample.advantages for sample in SampleMaker.of(run.config)(batch)]
+    seen = [each for each in _seen(run) if each.standing == "trained"]
+    for mine, theirs in zip(seen, expected, strict=True):
+        np.testing.assert_array_equal(mine.advantages, theirs[len(mine.prompt_token_ids) :])
+    assert all(each.advantages is None for each in _seen(run) if each.standing == "dropped")
+
+
+def test_of_a_batch_that_is_not_whole_no_normalised_advantage_is_made_up(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "text", "algorithm.advantage_normalization=batch")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("eight", 0.25)], step=0)])
+    assert [each.advantages for each in _seen(run)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(steps=(1, 1)), [(3, 0), (3, 1), (4, 0), (4, 1)]),
+        (Selection(steps=(0, 7), task="adding"), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        (Selection(verdict="verifier_error"), [(5, 0)]),
+        (Selection(min_reward=0.25, max_reward=0.75), [(1, 0), (1, 1)]),
+        (Selection(max_reward=0.1), [(0, 1), (3, 1), (4, 1)]),  # a failed verifier's number is no reward
+        (Selection(pattern=re.compile("ze.n é")), [(1, 0)]),
+        (Selection(pattern=re.compile(r"^9 - 2")), [(3, 0), (3, 1)]),
+    ],
+)
+def test_what_is_asked_for_is_shown(text_run: TextRun, selection: Selection, expected: list[tuple[int, int]]) -> None:
+    assert [(seen.group_id, seen.sample_index) for seen in _seen(text_run, selection)] == expected
+
+
+def test_a_sample_is_the_same_each_time_and_any_rollout_may_be_in_it(text_run: TextRun) -> None:
+    every = _seen(text_run)
+    found = Counter[int]()
+    for seed in range(600):
+        chosen = sample_of(iter(every), 3, random.Random(seed).randrange)
+        places = [id(seen) for seen in chosen]
+        assert len(set(places)) == 3
+        found.update(places)
+    assert set(found) == {id(seen) for seen in every}
+    assert max(found.values()) < 1.6 * min(found.values())  # 150 of each are expected
+
+
+def test_a_transcript_has_prompt_reward_parts_advantage_versions_staleness_and_the_end(text_run: TextRun) -> None:
+    text = "\n".join(transcripts(_seen(text_run, Selection(steps=(1, 1)))))
+    for words in (
+        "group 3: subtracting, trained in step 1",
+        "prompt     │ 9 - 2 =",
+        "reference  │ #### 7",
+        "correct, reward 1 (answer 1), advantage +1.000",
+        "2 tokens, stop; versions 0 to 1, admitted at 0, trained at 1: staleness 1",
+        "verifier: extracted 1",
+        "completion │ 7<eos>",
+    ):
+        assert words in text
+    assert text.count("9 - 2 =") == 1  # of a group's members once
+
+
+def test_a_terminal_obeys_nothing_that_a_model_has_sampled(text_run: TextRun) -> None:
+    text = "\n".join(transcripts(_seen(text_run, Selection(steps=(1, 1)))))
+    assert "\x1b" not in text
+    assert r"\x1b[2J</script>" in text
+
+
+def test_json_lines_are_json_and_hold_every_array(text_run: TextRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", str(text_run.layout.root), "--json", "--verdict", "verifier_error"]) == 0
+    (document,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert document["reward"] is None
+    assert document["token_ids"] == text_run.tokens("?<eos>").tolist()
+    assert len(document["versions"]) == len(document["behaviour_logprobs"]) == 2
+    assert as_document(_seen(text_run)[0])["staleness"] == 0
+
+
+def test_a_run_is_read_on_a_machine_without_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = TextRun(tmp_path / "there")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
+    here = tmp_path / "here"
+    shutil.move(run.layout.root, here)
+    shutil.move(run.model, tmp_path / "kept")
+    assert main(["rollouts", str(here)]) == 0
+    said = capsys.readouterr()
+    assert f"completion │ {' '.join(map(str, run.tokens('7<eos>')))}" in said.out
+    assert "model.path" in said.err
+    assert "--tokenizer DIR" in said.err
+    assert main(["rollouts", str(here), "--grep", "7"]) == EXIT_CONFIG
+    assert "--tokenizer DIR" in capsys.readouterr().err
+    assert main(["rollouts", str(here), "--grep", "3 . 4", "--tokenizer", str(tmp_path / "kept")]) == 0
+    assert "completion │ 7<eos>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "9-5"], "--step 9-5; legal:"),
+        (["--step", "x"], "--step x; legal:"),
+        (["--verdict", "right"], "--verdict right; legal: correct, wrong, verifier_error"),
+        (["--grep", "("], "--grep '(' is no regular expression"),
+        (["--min-reward", "1", "--max-reward", "0"], "--min-reward 1 is above --max-reward 0"),
+        (["--tokenizer", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    text_run: TextRun, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollouts", str(text_run.layout.root), *words]) == EXIT_CONFIG
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        RunRollouts(RunLayout(tmp_path), tell=_pass_over)
+
+
+def test_segments_of_other_steps_are_not_read_and_their_groups_not_shown_from_the_journal(tmp_path: Path) -> None:
+    run = AuditedRun(tmp_path / "run", 1)
+    run.start()
+    run.run()
+    every = _seen(run)
+    assert len(list(run.layout.rollouts.glob("segment_*"))) > 3
+    for step in range(8):
+        expected = [(seen.group_id, seen.sample_index) for seen in every if seen.step == step]
+        shown = [(seen.group_id, seen.sample_index) for seen in _seen(run, Selection(steps=(step, step)))]
+        assert shown == expected
+
+
+@pytest.mark.starts
+def test_a_terminal_gets_the_users_pager_and_a_pipe_plain_lines(text_run: TextRun, tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/paged\n")
+    pager.chmod(0o700)
+    words = [sys.executable, "-m", "launch.cli", "rollouts", str(text_run.layout.root), "--step", "1"]
+    environment = {**os.environ, "PAGER": str(pager), "PYTHONPATH": str(ROOT)}
+    plain = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    assert not (tmp_path / "paged").exists()
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run(words, env=environment, stdout=theirs, check=True)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (tmp_path / "paged").read_text() == plain
+    assert "9 - 2 =" in plain
+
+
+@pytest.mark.starts
+def test_a_pager_that_is_left_early_or_is_not_there_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_paged((str(number) for number in range(100_000)), {"PAGER": "true", "PATH": os.environ["PATH"]})
+    print_paged(iter(["a line"]), {"PAGER": str(tmp_path / "no-such-pager")})
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_a_damaged_segment_costs_its_groups_and_is_named(tmp_path: Path) -> None:
+    run = TextRun(tmp_path / "text")
+    run.seal([run.group("3 + 4 =", [("7", 1.0), ("8", 0.0)], step=0)])
+    run.seal([run.group("2 + 5 =", [("7", 1.0), ("8", 0.0)], step=1)])
+    path = run.layout.segment(0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said: list[str] = []
+    seen = list(RunRollouts(run.layout, tell=said.append).each())
+    assert [each.group_id for each in seen] == [1, 1]
+    assert path.name in " ".join(said)

@@ -1,0 +1,60 @@
+"""Curves read back are those that TensorBoard shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlhpc.metrics.curves import merged, read_curves
+from rlhpc.metrics.recorder import Recorder, Seam
+
+
+def _write(directory: Path, steps: range, offset: float, seam: Seam | None = None, begins_s: float = 1e9) -> None:
+    clock = iter(begins_s + np.arange(10_000))
+    recorder = Recorder(directory, seam=seam, wall_clock=lambda: float(next(clock)))
+    for step in steps:
+        recorder.step(step, {"reward/mean": step + offset, "trainer/loss": -step}, 100 * step, float(step))
+        recorder.histogram("reward/histogram", step, [0.0, 1.0])
+    recorder.close()
+
+
+def test_a_resume_undoes_what_tensorboard_does_not_show_either(tmp_path: Path) -> None:
+    _write(tmp_path, range(8), 0.0)
+    _write(tmp_path, range(5, 12), 0.5, Seam(5, 500, 5.0), begins_s=2e9)
+    curves = read_curves(tmp_path)
+    shown = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    shown.Reload()
+    for name in ("reward/mean", "trainer/loss"):
+        points = shown.Scalars(name)
+        assert curves[name].steps.tolist() == [point.step for point in points] == list(range(12))
+        assert curves[name].values.tolist() == [point.value for point in points]
+        assert curves[name].unix_times_s.tolist() == [point.wall_time for point in points]
+
+
+def test_a_resume_from_the_start_leaves_nothing_of_before(tmp_path: Path) -> None:
+    _write(tmp_path, range(8), 0.0)
+    _write(tmp_path, range(3), 0.5, Seam(0, 0, 0.0), begins_s=2e9)
+    assert read_curves(tmp_path)["reward/mean"].values.tolist() == [0.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20, 60])
+def test_a_file_that_is_being_written_is_read_up_to_there(tmp_path: Path, cut: int) -> None:
+    _write(tmp_path, range(8), 0.0)
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    path.write_bytes(path.read_bytes()[:-cut])
+    steps = read_curves(tmp_path)["reward/mean"].steps.tolist()
+    assert steps == list(range(len(steps)))
+    assert 6 <= len(steps) <= 8
+
+
+def test_curves_of_different_steps_share_an_axis(tmp_path: Path) -> None:
+    _write(tmp_path, range(3), 0.0)
+    curves = read_curves(tmp_path)
+    steps, values = merged(curves, ["reward/mean", "not/there"])
+    assert steps.tolist() == [0, 1, 2]
+    assert [*values] == ["reward/mean"]
+    assert curves["reward/mean"].last == 2.0
+    assert read_curves(tmp_path / "nowhere") == {}
