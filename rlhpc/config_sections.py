@@ -65,7 +65,7 @@ class DataConfig(Section):
     use_chat_template: bool = False
     """Wrap the filled template as a user message in the tokenizer's chat template."""
     reference_field: str = "answer"
-    """Field of the record that holds the reference."""
+    """Field of the record that holds the reference; "*": the whole record, as JSON."""
     shuffle: bool = True
     """A new seeded order in every epoch; False: file order."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""

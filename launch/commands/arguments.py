@@ -97,6 +97,20 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
 
 
+def takes_records(parser: argparse.ArgumentParser) -> None:
+    """A task, a file of completions, and how to judge them."""
+    parser.add_argument("task", metavar="TASK", help="as data.task of a run file; also package.module:function")
+    text = "completions and references, an object a line; default: standard input; settings of rewards and sandbox"
+    parser.add_argument("words", nargs="*", default=[], metavar="FILE.jsonl|key=value", help=text)
+    text = "take settings from this run file"
+    parser.add_argument("--run", type=Path, metavar="RUN.toml", help=text)
+    text = "field of a record that holds the completion (default: completion)"
+    parser.add_argument("--completion", default="completion", metavar="FIELD", help=text)
+    text = "field that holds the reference (default: reference); '*': the whole record, as JSON"
+    parser.add_argument("--reference", default="reference", metavar="FIELD", help=text)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+
+
 def takes_evaluations(parser: argparse.ArgumentParser) -> None:
     """Directories of two evaluations."""
     parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
@@ -140,6 +154,24 @@ def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument(
                 "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
             )
+
+
+def takes_doctor(parser: argparse.ArgumentParser) -> None:
+    """A site, a run to check for, and how far to look."""
+    takes_site_file(parser)
+    which = "the run to check for, with overrides; default: a minimal one"
+    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
+def takes_logs(parser: argparse.ArgumentParser) -> None:
+    """A run, and whose logs."""
+    takes_run_directory(parser)
+    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
+    parser.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
 
 
 def takes_run_file(parser: argparse.ArgumentParser) -> None:
