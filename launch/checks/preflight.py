@@ -19,7 +19,7 @@ from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.registry import validate_task
+from rlhpc.rewards.registry import reference_check, validate_task
 from rlhpc.user_code import look_up
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -84,7 +84,7 @@ def _look_at_prompts(
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
         )
-    return Findings(model, shape, positions, validate_datasets(config), sandbox)
+    return Findings(model, shape, positions, validate_datasets(config, reference_check), sandbox)
 
 
 def _own_code_is_there(config: Config) -> None:

@@ -6,7 +6,7 @@ user's own.  Functions are named as text, so that the table can be read without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import cast
 
@@ -30,6 +30,13 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 
 
+# The same for what is asked of a reference before a run; each function raises ValueError, which says what is legal.
+CHECKS: Mapping[str, str] = MappingProxyType(
+    {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items()}
+    | {"math_answer": "rlhpc.rewards.math_reference:check_reference"}
+)
+
+
 def task_names() -> tuple[str, ...]:
     """Names that need no import path, sorted."""
     return tuple(sorted(BUILT_IN))
@@ -46,6 +53,15 @@ def validate_task(task: str) -> None:
 def resolve(task: str) -> RewardFunction:
     """Import the task's function.  Raises ConfigError if the name is illegal, or as user_code.load."""
     return cast(RewardFunction, load(KEY, _import_path(task), repr(task)))
+
+
+def reference_check(task: str) -> Callable[[str], None] | None:
+    """What raises ValueError for a reference that the task cannot read; None for a task of the user's own.
+
+    Those are not imported before a run: a login node may not have what they need.
+    """
+    path = CHECKS.get(task)
+    return None if path is None else cast(Callable[[str], None], load(KEY, path, repr(task)))
 
 
 def _import_path(task: str) -> str:

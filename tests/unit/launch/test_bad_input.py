@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import h5py  # noqa: F401  its first import starts uname, which is not what these tests are about
 import pytest
 
 from launch.cli import main
@@ -95,6 +97,17 @@ def test_a_fault_is_one_line_with_its_place(
     for word in words:
         assert word in line
     assert bench.refusal(command="check") == [line]
+
+
+def test_references_that_the_task_cannot_read_are_named_line_by_line(bench: Bench) -> None:
+    bench.settings["data"] |= {"task": "multiple_choice"}
+    lines = bench.refusal()
+    assert len(lines) == 6
+    for number, line in enumerate(lines[:5], 1):
+        assert f"train.jsonl:{number}: field 'answer' (data.reference_field), for data.task='multiple_choice': " in line
+        assert "is not one letter; legal: B, (B) or B." in line
+    assert re.fullmatch(r"and \d+ more of \d+ records", lines[5])
+    assert bench.refusal(command="check") == lines
 
 
 @pytest.mark.parametrize(
