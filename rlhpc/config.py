@@ -36,6 +36,7 @@ from rlhpc.config_sections import (
     WeightsConfig,
 )
 from rlhpc.config_statistics import STATISTICS
+from rlhpc.config_tasks import InstructionsConfig
 
 MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
@@ -64,6 +65,7 @@ class Config(Section):
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    instructions: InstructionsConfig = InstructionsConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -84,6 +86,12 @@ class Config(Section):
     def has_seeded_samples(self) -> bool:
         """Whether a sample is drawn the same wherever and whenever it is drawn again."""
         return self.generation.seeded_samples or self.run.deterministic
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Every reward function that judges in this run, those of evaluations last."""
+        named = [*(dataset.task for dataset in self.data), *(each.task for each in self.evaluation)]
+        return tuple(dict.fromkeys(task for task in named if task))
 
     @property
     def has_critic(self) -> bool:

@@ -173,6 +173,14 @@ def reports_renew_leases(config: Config) -> None:
         _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
 
 
+def instructions_are_judged(config: Config) -> None:
+    """One task follows them."""
+    if "instruction_following" not in config.tasks:
+        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+        for key in ("accuracy", "reward"):
+            _refuse_without_effect(config, f"instructions.{key}", beside, "the task 'instruction_following'")
+
+
 def as_toml(value: object) -> str:
     """The value of a key as a run file or an override has it."""
     if isinstance(value, bool):
@@ -191,6 +199,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    instructions_are_judged,
     loss_knows_its_keys,
     clip_has_a_ratio,
     cap_has_a_weight,

@@ -21,13 +21,14 @@ from rlhpc.config import Config
 from rlhpc.config_file import load_config, settled
 from rlhpc.data.records import WHOLE_RECORD, Record, records_of_lines
 from rlhpc.errors import ConfigError, DataError
-from rlhpc.rewards.code_place import check_sandbox, environment_of
+from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.rewards.registry import validate_task
+from rlhpc.rewards.task_settings import worker_environment
 from rlhpc.types import Verdict
 
 EXIT_NOT_JUDGED = 1  # a verifier failed
-OPEN = ("rewards", "sandbox")  # sections that the words may change
+OPEN = ("rewards", "sandbox", "instructions")  # sections that the words may change
 _SHOWN_CHARACTERS = 60
 
 
@@ -96,7 +97,7 @@ async def _judge(
     config: Config, task: str, asked: Sequence[tuple[str, str]], show: Callable[[int, Judgement], None]
 ) -> list[Judgement]:
     """Judgements in the order of what was asked, each shown once it and those before it are there."""
-    rewards, environment = config.rewards, environment_of(config.sandbox)
+    rewards, environment = config.rewards, worker_environment(config)
     num_workers = min(rewards.workers_per_replica, max(1, len(asked)))
     found: list[Judgement] = []
     async with RewardPool(num_workers, rewards.timeout_s, preload_tasks=[task], environment=environment) as pool:

@@ -15,7 +15,7 @@ from rlhpc.errors import DataError
 ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
 MOST_S = 60.0  # for the references of a dataset: mathematics takes some milliseconds each
 _MOST_SHOWN = 5
-_SHOWN_CHARACTERS = 300
+_SHOWN_CHARACTERS = 1000
 
 
 def refuse_bad_references(

@@ -21,6 +21,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "code_functions": "rlhpc.rewards.code_functions:judge",
         "code_stdin": "rlhpc.rewards.code_stdin:judge",
         "exact_match": "rlhpc.rewards.text_match:exact_match",
+        "instruction_following": "rlhpc.rewards.instruction_following:judge",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",

@@ -24,8 +24,9 @@ from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_sam
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.privacy import leave_no_core_file
-from rlhpc.rewards.code_place import check_sandbox, environment_of
+from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.rewards.task_settings import worker_environment
 from rlhpc.roles.common.lifecycle import exit_status_of, stop_event
 from rlhpc.types import FinishReason, RolloutRequest, SamplingParams, Verdict
 
@@ -63,7 +64,7 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
         rewards = config.rewards
-        tasks, environment = (config.data[0].task,), environment_of(config.sandbox)
+        tasks, environment = (config.data[0].task,), worker_environment(config)
         check_sandbox(config.sandbox, tasks)
         pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
         await stack.enter_async_context(pool)

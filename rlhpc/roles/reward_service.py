@@ -13,8 +13,9 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
-from rlhpc.rewards.code_place import check_sandbox, environment_of
+from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.rewards.task_settings import worker_environment
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
@@ -31,9 +32,8 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     rewards = context.config.rewards
     tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
-    sandbox = context.config.sandbox
-    check_sandbox(sandbox, tasks)
-    environment = environment_of(sandbox)
+    check_sandbox(context.config.sandbox, tasks)
+    environment = worker_environment(context.config)
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
     await pool.start()
     try:

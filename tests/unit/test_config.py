@@ -187,6 +187,8 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
          ["algorithm.advantage=gae"]),
         (["critic.follows_schedule=true", "algorithm.advantage=gae"], "critic.follows_schedule=true",
          ["trainer.warmup_steps=1"]),
+        (["instructions.accuracy=loose"], "instructions.accuracy=loose", ["data.task=instruction_following"]),
+        (["instructions.reward=fraction"], "instructions.reward=fraction", ["data.task=instruction_following"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
         (["buffer.partial_interval_s=30.0", "admission.lease_deadline_s=80.0"], "buffer.partial_interval_s=30",
          ["buffer.partial_interval_s=20.0"]),

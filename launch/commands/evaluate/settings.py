@@ -17,7 +17,7 @@ from rlhpc.config_file import settled
 from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
-OPEN = ("data", "generation", "rewards", "sandbox")  # sections that the words may change
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions")  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
@@ -55,7 +55,20 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
         document["rewards"] = run.rewards.model_dump(mode="json")
         document["sandbox"] = run.sandbox.model_dump(mode="json")
+        document |= _settings_of_task(run, _task(like, words))
     return settled(document, words, "evaluation")
+
+
+def _task(like: DataConfig, words: Sequence[str]) -> str:
+    said = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.task"]
+    return said[-1] if said else like.task
+
+
+def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
+    """Tables of the run's file that are about the task alone; others would have no effect."""
+    if task == "instruction_following":
+        return {"instructions": run.instructions.model_dump(mode="json")}
+    return {}
 
 
 def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:

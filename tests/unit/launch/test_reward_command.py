@@ -82,7 +82,10 @@ def test_an_own_function_judges_whole_records_from_standard_input(tmp_path, monk
         (["no_such_module:f"], "there is no module 'no_such_module' here"),
         (["regex", "--reference", "pattern"], "answers.jsonl:1: no field 'pattern', which --reference names"),
         (["regex", "--completion", "text"], "answers.jsonl:1: no field 'text', which --completion names"),
-        (["regex", "trainer.token_budget=8"], "legal: rewards.…, sandbox.…, the others in --run RUN.toml"),
+        (
+            ["regex", "trainer.token_budget=8"],
+            "legal: rewards.…, sandbox.…, instructions.…, the others in --run RUN.toml",
+        ),
         (["regex", "rewards.timeout_s=0"], "rewards.timeout_s=0: legal: above 0"),
         (["regex", "other.jsonl"], "at most one file"),
         (["regex", "--run", "none.toml"], "none.toml: no such run file"),
