@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "exact_match": "rlhpc.rewards.text_match:exact_match",
         "instruction_following": "rlhpc.rewards.instruction_following:judge",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
+        "json_schema": "rlhpc.rewards.json_schema:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
         "regex": "rlhpc.rewards.regex:judge",
