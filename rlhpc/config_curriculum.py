@@ -1,12 +1,16 @@
-"""The table [curriculum] of a run file; see config_sections.py.  Loads without torch."""
+"""The table [curriculum] of a run file, and its rules; see config_sections.py.  Loads without torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from rlhpc.config_sections import NonNegative, Positive, Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
 
 Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has lists
 
@@ -43,3 +47,20 @@ class CurriculumConfig(Section):
         """Whether some prompt may be left out: which one is next then depends on what was sampled before."""
         rests = self.solved_rest_epochs or self.hopeless_rest_epochs
         return bool(rests or self.stages or self.target_pass_rate != "off")
+
+
+def stages_ascend(config: Config) -> None:
+    """Each bound lets more prompts in than the one before."""
+    stages = config.curriculum.stages
+    if any(after <= before for before, after in pairwise(stages)):
+        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
+
+
+def no_prompt_is_solved_and_hopeless(config: Config) -> None:
+    """A pass rate is on one side of both bounds, or between them."""
+    curriculum = config.curriculum
+    if curriculum.hopeless_at >= curriculum.solved_at:
+        raise ValueError(
+            f"curriculum.hopeless_at={curriculum.hopeless_at:g} is not below curriculum.solved_at="
+            f"{curriculum.solved_at:g}"
+        )

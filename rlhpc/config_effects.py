@@ -181,6 +181,17 @@ def instructions_are_judged(config: Config) -> None:
             _refuse_without_effect(config, f"instructions.{key}", beside, "the task 'instruction_following'")
 
 
+def composites_judge(config: Config) -> None:
+    """One that no dataset names does nothing."""
+    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation)}
+    for name in config.composite:
+        if name not in named:
+            raise ValueError(
+                f"composite.{name} has no effect: no dataset has the task {name!r}; legal: to leave it out, or "
+                f"data.task={name!r}"
+            )
+
+
 def as_toml(value: object) -> str:
     """The value of a key as a run file or an override has it."""
     if isinstance(value, bool):
@@ -199,6 +210,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    composites_judge,
     instructions_are_judged,
     loss_knows_its_keys,
     clip_has_a_ratio,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, model_validator
 
 from rlhpc.config_sections import Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 
 
 class InstructionsConfig(Section):
@@ -16,7 +23,52 @@ class InstructionsConfig(Section):
     """1.0 when all instructions of a prompt are followed, or their fraction."""
 
 
+class CompositeConfig(Section):
+    """[composite.NAME]: a task that is made of others."""
+
+    tasks: dict[str, str]
+    """Its parts by name, as { answer = "math_answer", format = "regex" }; each is plotted as reward_part/NAME."""
+    weights: dict[str, float] = Field(default={})
+    """The reward is the sum of the parts' rewards by these weights; a part that is not named here has weight 1."""
+    correct: str
+    """The part that says whether a completion is correct."""
+    fields: dict[str, str] = Field(default={})
+    """Fields of the record that hold a part's reference; a part that is not named gets the whole record.  Needs
+    data.reference_field = "*".  Default: all parts have the record's reference."""
+
+    @model_validator(mode="after")
+    def _parts_are_named(self) -> Self:
+        if not self.tasks:
+            raise ValueError("composite.tasks={} has no part; legal: one or more")
+        named = ", ".join(self.tasks)
+        for key, names in (("weights", self.weights), ("fields", self.fields), ("correct", [self.correct])):
+            if strange := [name for name in names if name not in self.tasks]:
+                raise ValueError(f"composite.{key} names {strange[0]!r}, which is no part of it; legal: {named}")
+        return self
+
+    def weight(self, part: str) -> float:
+        """By which a part's reward counts."""
+        return self.weights.get(part, 1.0)
+
+
+def composites_are_made_of_tasks(config: Config) -> None:
+    """One level, and records where parts take fields."""
+    for name, composite in config.composite.items():
+        for part, task in composite.tasks.items():
+            if task in config.composite:
+                raise ValueError(f"composite.{name}.tasks: {part}={task!r} is a composite; legal: a task that is none")
+    for place, dataset in enumerate(config.data):
+        named = config.composite.get(dataset.task)
+        if named and named.fields and dataset.reference_field != "*":
+            where = f"data.{place}.reference_field" if len(config.data) > 1 else "data.reference_field"
+            raise ValueError(
+                f"{where}={dataset.reference_field!r} with composite.{dataset.task}.fields, which are of records; "
+                'legal: "*"'
+            )
+
+
 class TaskSettings(Section):
     """What a reward worker is given of the run file."""
 
+    composite: dict[str, CompositeConfig] = Field(default={})
     instructions: InstructionsConfig = InstructionsConfig()

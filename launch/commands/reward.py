@@ -28,7 +28,7 @@ from rlhpc.rewards.task_settings import worker_environment
 from rlhpc.types import Verdict
 
 EXIT_NOT_JUDGED = 1  # a verifier failed
-OPEN = ("rewards", "sandbox", "instructions")  # sections that the words may change
+OPEN = ("rewards", "sandbox", "instructions", "composite")  # sections that the words may change
 _SHOWN_CHARACTERS = 60
 
 
@@ -41,9 +41,10 @@ def judge_records(options: argparse.Namespace) -> int:
     files = [word for word in options.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: legal: at most one file, and settings (key=value)")
-    validate_task(options.task)
     config = _settings(options.task, options.run, overrides)
-    check_sandbox(config.sandbox, [options.task])
+    for part in config.parts_of(options.task):
+        validate_task(part)
+    check_sandbox(config.sandbox, config.parts_of(options.task))
     records = _records(files[0] if files else "-")
     asked = [(record.text(options.completion, "--completion"), _reference(record, options)) for record in records]
 

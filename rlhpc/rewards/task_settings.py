@@ -15,7 +15,7 @@ VARIABLE = "RLHPC_TASKS"
 
 def worker_environment(config: Config) -> dict[str, str]:
     """What reward workers need to judge as the run file says."""
-    settings = TaskSettings(instructions=config.instructions)
+    settings = TaskSettings(instructions=config.instructions, composite=config.composite)
     return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox)}
 
 

@@ -20,8 +20,8 @@ import msgspec
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
+from rlhpc.rewards.composite import resolve
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
-from rlhpc.rewards.registry import resolve
 from rlhpc.rewards.returned import as_outcome
 
 _LONGEST_DETAIL = 500  # characters

@@ -32,7 +32,7 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     rewards = context.config.rewards
     tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
-    check_sandbox(context.config.sandbox, tasks)
+    check_sandbox(context.config.sandbox, [part for task in tasks for part in context.config.parts_of(task)])
     environment = worker_environment(context.config)
     pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
     await pool.start()

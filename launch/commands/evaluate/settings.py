@@ -17,7 +17,7 @@ from rlhpc.config_file import settled
 from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
-OPEN = ("data", "generation", "rewards", "sandbox", "instructions")  # sections that the words may change
+OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "composite")  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
@@ -66,9 +66,12 @@ def _task(like: DataConfig, words: Sequence[str]) -> str:
 
 def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
     """Tables of the run's file that are about the task alone; others would have no effect."""
-    if task == "instruction_following":
-        return {"instructions": run.instructions.model_dump(mode="json")}
-    return {}
+    found: dict[str, Any] = {}
+    if "instruction_following" in run.parts_of(task):
+        found["instructions"] = run.instructions.model_dump(mode="json")
+    if task in run.composite:
+        found["composite"] = {task: run.composite[task].model_dump(mode="json")}
+    return found
 
 
 def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
