@@ -27,7 +27,6 @@ from rlhpc.config_sections import (
     GenerationConfig,
     GuardConfig,
     ModelConfig,
-    RewardsConfig,
     RunConfig,
     Section,
     TrainerConfig,
@@ -35,7 +34,14 @@ from rlhpc.config_sections import (
     WeightsConfig,
 )
 from rlhpc.config_statistics import STATISTICS
-from rlhpc.config_tasks import CompositeConfig, InstructionsConfig, Name, composites_are_made_of_tasks
+from rlhpc.config_tasks import (
+    CompositeConfig,
+    InstructionsConfig,
+    Name,
+    RewardsConfig,
+    composites_are_made_of_tasks,
+    limits_are_of_tasks,
+)
 
 MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
@@ -292,6 +298,7 @@ RULES = (
     *RATES,
     sandbox_ends_before_its_verifier,
     composites_are_made_of_tasks,
+    limits_are_of_tasks,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

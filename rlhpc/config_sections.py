@@ -168,21 +168,6 @@ class AdmissionConfig(Section):
         return (self.max_staleness + 1) * self.groups_per_step + 1 - self.window
 
 
-class RewardsConfig(Section):
-    """[rewards]: the reward service."""
-
-    num_replicas: Positive = 1
-    """Service processes."""
-    workers_per_replica: Positive = 1
-    """Worker processes of each service; one that hangs is killed."""
-    timeout_s: PositiveFloat = 10.0
-    """A verifier that takes longer is killed and its verdict is verifier_error."""
-    max_attempts: Positive = 2
-    """Tries of one completion before its group is dropped."""
-    max_error_share: Share = 0.2
-    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
-
-
 class TrainerConfig(Section):
     """[trainer]: backend, layout, optimiser."""
 

@@ -1,4 +1,4 @@
-"""Tables of the run file for tasks that have settings of their own (docs/rewards.md).  Loads without torch."""
+"""Tables of the run file for reward functions (docs/rewards.md).  Loads without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,43 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhpc.config_sections import Section
+from rlhpc.config_sections import NonNegative, Positive, PositiveFloat, Section, Share
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+class RewardsConfig(Section):
+    """[rewards]: the reward service."""
+
+    num_replicas: Positive = 1
+    """Service processes."""
+    workers_per_replica: Positive = 1
+    """Worker processes of each service; one that hangs is killed."""
+    timeout_s: PositiveFloat = 10.0
+    """A verifier that takes longer is killed and its verdict is verifier_error."""
+    task_timeout_s: dict[str, float] = Field(default={})
+    """Another limit for single tasks, as { code_stdin = 20.0 }."""
+    memory_bytes: NonNegative = 0
+    """Address space of a worker; a verifier that needs more is a verifier_error, and its worker is replaced.
+    0: no limit."""
+    task_memory_bytes: dict[str, int] = Field(default={})
+    """Another limit while single tasks judge."""
+    max_attempts: Positive = 2
+    """Tries of one completion before its group is dropped."""
+    max_error_share: Share = 0.2
+    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
+
+    def timeout_of(self, task: str) -> float:
+        """Seconds in which a task has to judge a completion."""
+        return self.task_timeout_s.get(task, self.timeout_s)
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """Of all tasks."""
+        return max(self.timeout_s, *self.task_timeout_s.values(), 0.0)
 
 
 class InstructionsConfig(Section):
@@ -65,6 +96,19 @@ def composites_are_made_of_tasks(config: Config) -> None:
                 f"{where}={dataset.reference_field!r} with composite.{dataset.task}.fields, which are of records; "
                 'legal: "*"'
             )
+
+
+def limits_are_of_tasks(config: Config) -> None:
+    """A limit for a task that nobody has would be passed over."""
+    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation if each.task)}
+    for key in ("task_timeout_s", "task_memory_bytes"):
+        for task, limit in getattr(config.rewards, key).items():
+            if task not in named:
+                raise ValueError(
+                    f"rewards.{key} names {task!r}; legal: a task of a dataset: {', '.join(sorted(named))}"
+                )
+            if limit <= 0:
+                raise ValueError(f"rewards.{key}: {task}={limit:g}; legal: above 0")
 
 
 class TaskSettings(Section):

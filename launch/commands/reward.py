@@ -22,9 +22,9 @@ from rlhpc.config_file import load_config, settled
 from rlhpc.data.records import WHOLE_RECORD, Record, records_of_lines
 from rlhpc.errors import ConfigError, DataError
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.pool import Judgement, RewardPool
+from rlhpc.rewards.open_pool import open_pool
+from rlhpc.rewards.pool import Judgement
 from rlhpc.rewards.registry import validate_task
-from rlhpc.rewards.task_settings import worker_environment
 from rlhpc.types import Verdict
 
 EXIT_NOT_JUDGED = 1  # a verifier failed
@@ -98,10 +98,9 @@ async def _judge(
     config: Config, task: str, asked: Sequence[tuple[str, str]], show: Callable[[int, Judgement], None]
 ) -> list[Judgement]:
     """Judgements in the order of what was asked, each shown once it and those before it are there."""
-    rewards, environment = config.rewards, worker_environment(config)
-    num_workers = min(rewards.workers_per_replica, max(1, len(asked)))
+    num_workers = min(config.rewards.workers_per_replica, max(1, len(asked)))
     found: list[Judgement] = []
-    async with RewardPool(num_workers, rewards.timeout_s, preload_tasks=[task], environment=environment) as pool:
+    async with open_pool(config, [task], num_workers) as pool:
         calls = [asyncio.create_task(pool.judge(task, *each)) for each in asked]
         try:
             for place, call in enumerate(calls):

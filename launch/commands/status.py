@@ -14,6 +14,7 @@ from launch.commands.job_status import document_of, is_slurm_run, lines_of, look
 from launch.commands.status_notes import read_notes
 from launch.run_directory.owner import launcher_of
 from rlhpc.errors import RunDirectoryError
+from rlhpc.rewards.failures import FAILURES, FORKED, JUDGED
 from rlhpc.run_layout import RunLayout
 
 
@@ -63,10 +64,23 @@ def _run_lines(status: dict[str, Any], life: str) -> list[str]:
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         "queue   " + "   ".join(f"{name} {count}" for name, count in status["queue"].items()),
+        *verifier_lines(status.get("verifiers", {})),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
     ]
+
+
+def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
+    """What has failed in which way, a line for each task of which anything has."""
+    lines = []
+    for task, figures in sorted(verifiers.items()):
+        failed = [f"{name.replace('_', ' ')} {figures[name]:.0f}" for name in (*FAILURES, FORKED) if figures.get(name)]
+        if failed:
+            lines.append(
+                f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
+            )
+    return lines
 
 
 def _row(role: dict[str, Any]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
+from typing import TYPE_CHECKING
 
-from rlhpc.config import Config
 from rlhpc.config_tasks import TaskSettings
 from rlhpc.rewards import code_place
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
 
 VARIABLE = "RLHPC_TASKS"
 
