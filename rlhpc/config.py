@@ -17,6 +17,7 @@ from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
+from rlhpc.config_judge import JudgeConfig, judge_can_be_asked
 from rlhpc.config_rates import RATES
 from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
@@ -71,6 +72,7 @@ class Config(Section):
     rewards: RewardsConfig = RewardsConfig()
     sandbox: SandboxConfig = SandboxConfig()
     instructions: InstructionsConfig = InstructionsConfig()
+    judge: JudgeConfig = JudgeConfig()
     composite: dict[Name, CompositeConfig] = Field(default={})
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -299,6 +301,7 @@ RULES = (
     sandbox_ends_before_its_verifier,
     composites_are_made_of_tasks,
     limits_are_of_tasks,
+    judge_can_be_asked,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

@@ -173,6 +173,14 @@ def reports_renew_leases(config: Config) -> None:
         _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
 
 
+def somebody_asks_the_judge(config: Config) -> None:
+    """One task does."""
+    if "llm_judge" not in config.tasks:
+        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+        for key in type(config.judge).model_fields:
+            _refuse_without_effect(config, f"judge.{key}", beside, "the task 'llm_judge'")
+
+
 def instructions_are_judged(config: Config) -> None:
     """One task follows them."""
     if "instruction_following" not in config.tasks:
@@ -210,6 +218,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    somebody_asks_the_judge,
     composites_judge,
     instructions_are_judged,
     loss_knows_its_keys,

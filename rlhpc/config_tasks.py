@@ -109,10 +109,3 @@ def limits_are_of_tasks(config: Config) -> None:
                 )
             if limit <= 0:
                 raise ValueError(f"rewards.{key}: {task}={limit:g}; legal: above 0")
-
-
-class TaskSettings(Section):
-    """What a reward worker is given of the run file."""
-
-    composite: dict[str, CompositeConfig] = Field(default={})
-    instructions: InstructionsConfig = InstructionsConfig()

@@ -90,7 +90,7 @@ def _look_at_prompts(
         model,
         shape,
         positions,
-        validate_datasets(config, lambda task: reference_check(task, config.composite)),
+        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge)),
         sandbox,
     )
 

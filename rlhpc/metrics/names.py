@@ -43,6 +43,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "verifier_unsent/*": Metric("completions", "the same: no valid text, or 64 MiB of it"),
         "verifier_forked/*": Metric("processes", "that it left behind, and that were killed"),
         "verifier_mean_s/*": Metric("s", "of judging one completion of this task, waiting for a worker not included"),
+        "verifier_judge_requests/*": Metric("requests", "to the model that judges this task, repeated ones included"),
+        "verifier_judge_retries/*": Metric("requests", "of them, because the one before gave no grade"),
+        "verifier_judge_cached/*": Metric("completions", "whose grade was known, without a request"),
+        "verifier_judge_prompt_tokens/*": Metric("tokens", "that the judge has read"),
+        "verifier_judge_completion_tokens/*": Metric("tokens", "that the judge has written"),
+        "verifier_judge_s/*": Metric("s", "of waiting for it, all requests together"),
         "reward_part/*": Metric("reward", "mean of a part that the reward function names, rollouts finished lately"),
         # Groups.
         "group/all_correct_share": Metric("share", "groups finished lately, all rewarded alike and above 0: too easy"),

@@ -8,13 +8,15 @@ leaves the whole without a verdict.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_tasks import CompositeConfig
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.rewards import registry
-from rlhpc.rewards.returned import as_outcome
+from rlhpc.rewards.returned import JudgedOutcome, as_outcome
 from rlhpc.rewards.task_settings import task_settings
 
 _SHOWN_CHARACTERS = 120  # of each part's detail
@@ -26,11 +28,18 @@ def resolve(task: str) -> RewardFunction:
     return registry.resolve(task) if settings is None else Composite(settings)
 
 
-def reference_check(task: str, composites: Mapping[str, CompositeConfig]) -> Callable[[str], None] | None:
+def reference_check(
+    task: str, composites: Mapping[str, CompositeConfig], judge: JudgeConfig
+) -> Callable[[str], None] | None:
     """What raises ValueError for a reference that the task cannot read; of a composite, one of its parts."""
+    if task == "llm_judge":
+        # Imported here because only this task needs it before a run.
+        from rlhpc.rewards import llm_judge
+
+        return partial(llm_judge.check_reference, settings=judge)
     if (settings := composites.get(task)) is None:
         return registry.reference_check(task)
-    checks = {name: registry.reference_check(part) for name, part in settings.tasks.items()}
+    checks = {name: reference_check(part, {}, judge) for name, part in settings.tasks.items()}
 
     def check(reference: str) -> None:
         given = references(settings, reference)
@@ -79,11 +88,20 @@ class Composite:
             for place, value in outcome.rewards_at.items():
                 rewards_at[place] = rewards_at.get(place, 0.0) + self._settings.weight(name) * value
         deciding = found[self._settings.correct]
-        return RewardOutcome(
+        return JudgedOutcome(
             sum(self._settings.weight(name) * outcome.reward for name, outcome in found.items()),
             deciding.is_correct,
             parts,
             "; ".join(f"{name}: {outcome.detail[:_SHOWN_CHARACTERS]}" for name, outcome in found.items()),
             deciding.answer,
             rewards_at,
+            costs=_sum(outcome.costs for outcome in found.values() if isinstance(outcome, JudgedOutcome)),
         )
+
+
+def _sum(costs: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for each in costs:
+        for name, amount in each.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total

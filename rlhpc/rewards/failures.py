@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
 
 RAISED = "raised"  # an exception
 INVALID = "invalid"  # it returned no finite number, or nothing that could be a reward
@@ -19,7 +20,9 @@ FAILURES = (RAISED, INVALID, TIMED_OUT, DIED, OUT_OF_MEMORY, UNSENT)
 JUDGED = "judged"  # completions, with a verdict or without
 FORKED = "forked"  # processes that were left behind, and killed
 SECONDS = "seconds"  # of judging, waiting for a worker not included
-FIGURES = (JUDGED, *FAILURES, FORKED, SECONDS)
+COSTS = ("judge_requests", "judge_retries", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens", "judge_s")
+FIGURES = (JUDGED, *FAILURES, FORKED, SECONDS, *COSTS)
+NO_COSTS: Mapping[str, float] = MappingProxyType({})
 PREFIX = "task:"  # of these figures in a heartbeat
 
 
@@ -29,10 +32,14 @@ class TaskCounts:
     def __init__(self) -> None:
         self._figures: defaultdict[tuple[str, str], float] = defaultdict(float)  # by task and name
 
-    def count(self, task: str, seconds: float, failure: str = "", num_forked: int = 0) -> None:
-        """One completion; failure: one of FAILURES, or "" for one that was judged."""
+    def count(
+        self, task: str, seconds: float, failure: str = "", num_forked: int = 0, costs: Mapping[str, float] = NO_COSTS
+    ) -> None:
+        """One completion; failure: one of FAILURES, or "" for one that was judged; costs: by names of COSTS."""
         self._figures[task, JUDGED] += 1
         self._figures[task, SECONDS] += seconds
+        for name, amount in costs.items():
+            self._figures[task, name] += amount
         if failure:
             self._figures[task, failure] += 1
         if num_forked:

@@ -39,6 +39,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     rewards_at: dict[int, float] = {}
     failure: str = ""  # where error is not empty: one of failures.FAILURES
     num_forked: int = 0  # processes that were left behind, and killed
+    costs: dict[str, float] = {}  # names of failures.COSTS
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

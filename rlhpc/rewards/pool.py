@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from rlhpc.errors import RoleFailed
-from rlhpc.rewards.failures import OUT_OF_MEMORY, UNSENT, TaskCounts
+from rlhpc.rewards.failures import NO_COSTS, OUT_OF_MEMORY, UNSENT, TaskCounts
 from rlhpc.rewards.frames import Reply, Request, encode_frame
 from rlhpc.rewards.turns import Turns
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
@@ -121,10 +121,10 @@ class RewardPool:
             self.counts.count(task, 0.0, UNSENT)
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
         worker = await self._turns.take(task)
-        is_whole, failure, num_forked, began = False, "", 0, time.monotonic()
+        is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
         try:
             reply = await worker.ask(frame, self._task_timeout_s.get(task, self._timeout_s))
-            failure, num_forked = reply.failure, reply.num_forked
+            failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
             is_whole = failure != OUT_OF_MEMORY  # what it holds now, it may hold for ever
         except WorkerLost as loss:
             if self._end:
@@ -138,13 +138,10 @@ class RewardPool:
             else:
                 self._turns.lose(task)
                 self._replace_in_background(worker)
-            self._count(task, time.monotonic() - began, failure, num_forked)
+            self.counts.count(task, time.monotonic() - began, failure, num_forked, costs)
+            if num_forked:
+                log.warning("%s left %d processes behind, which were killed", task, num_forked)
         return _judgement(task, reply)
-
-    def _count(self, task: str, seconds: float, failure: str, num_forked: int) -> None:
-        self.counts.count(task, seconds, failure, num_forked)
-        if num_forked:
-            log.warning("%s left %d processes behind, which were killed", task, num_forked)
 
     async def close(self) -> None:
         """Kill every worker and wait until it is gone.  Calls of judge() in progress raise RoleFailed.  Idempotent."""

@@ -24,6 +24,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "instruction_following": "rlhpc.rewards.instruction_following:judge",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
         "json_schema": "rlhpc.rewards.json_schema:judge",
+        "llm_judge": "rlhpc.rewards.llm_judge:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
         "regex": "rlhpc.rewards.regex:judge",
@@ -34,7 +35,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 
 # The same for what is asked of a reference before a run; each function raises ValueError, which says what is legal.
 CHECKS: Mapping[str, str] = MappingProxyType(
-    {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items()}
+    {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
     | {"math_answer": "rlhpc.rewards.math_reference:check_reference"}
 )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -21,6 +22,13 @@ from rlhpc.contracts import RewardOutcome
 
 CORRECT_FROM = 1.0
 _REWARD, _IS_CORRECT, _KEPT = ("reward", "score"), ("is_correct", "acc"), ("detail", "answer", "rewards_at")
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedOutcome(RewardOutcome):
+    """With what it has cost, by names of failures.COSTS."""
+
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 class NoReward(TypeError):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhpc.config_tasks import TaskSettings
+from pydantic import Field
+
+from rlhpc.config_judge import JudgeConfig
+from rlhpc.config_sections import Section
+from rlhpc.config_tasks import CompositeConfig, InstructionsConfig
 from rlhpc.rewards import code_place
 
 if TYPE_CHECKING:
@@ -16,9 +21,25 @@ if TYPE_CHECKING:
 VARIABLE = "RLHPC_TASKS"
 
 
-def worker_environment(config: Config) -> dict[str, str]:
+class TaskSettings(Section):
+    """What a reward worker is given."""
+
+    composite: dict[str, CompositeConfig] = Field(default={})
+    instructions: InstructionsConfig = InstructionsConfig()
+    judge: JudgeConfig = JudgeConfig()
+    judge_cache: str = ""  # directory; "": no reply is kept
+    num_workers: int = 1  # of all services, among which the judge's rate is shared
+
+
+def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[str, str]:
     """What reward workers need to judge as the run file says."""
-    settings = TaskSettings(instructions=config.instructions, composite=config.composite)
+    settings = TaskSettings(
+        composite=config.composite,
+        instructions=config.instructions,
+        judge=config.judge,
+        judge_cache=str(judge_cache or ""),
+        num_workers=config.rewards.num_replicas * config.rewards.workers_per_replica,
+    )
     return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox)}
 
 

@@ -82,8 +82,8 @@ def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
     except MemoryError as error:
         return _error(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
-        return _error(_describe(error), RAISED)
-    return _checked(outcome, len(request.completion))
+        return replace(_error(_describe(error), RAISED), costs=getattr(error, "costs", {}))
+    return replace(_checked(outcome, len(request.completion)), costs=getattr(outcome, "costs", {}))
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:

@@ -32,7 +32,7 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
     check_sandbox(context.config.sandbox, [part for task in tasks for part in context.config.parts_of(task)])
-    pool = open_pool(context.config, tasks)
+    pool = open_pool(context.config, tasks, judge_cache=context.layout.judge_replies)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))

@@ -17,7 +17,15 @@ from rlhpc.config_file import settled
 from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
-OPEN = ("data", "generation", "rewards", "sandbox", "instructions", "composite")  # sections that the words may change
+OPEN = (
+    "data",
+    "generation",
+    "rewards",
+    "sandbox",
+    "instructions",
+    "composite",
+    "judge",
+)  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
@@ -75,6 +83,8 @@ def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "instruction_following" in run.parts_of(task):
         found["instructions"] = run.instructions.model_dump(mode="json")
+    if "llm_judge" in run.parts_of(task):
+        found["judge"] = run.judge.model_dump(mode="json")
     if task in run.composite:
         found["composite"] = {task: run.composite[task].model_dump(mode="json")}
     return found

@@ -84,7 +84,7 @@ def test_an_own_function_judges_whole_records_from_standard_input(tmp_path, monk
         (["regex", "--completion", "text"], "answers.jsonl:1: no field 'text', which --completion names"),
         (
             ["regex", "trainer.token_budget=8"],
-            "legal: rewards.…, sandbox.…, instructions.…, composite.…, the others in --run RUN.toml",
+            "legal: rewards.…, sandbox.…, instructions.…, composite.…, judge.…, the others in --run RUN.toml",
         ),
         (["regex", "rewards.timeout_s=0"], "rewards.timeout_s=0: legal: above 0"),
         (["regex", "other.jsonl"], "at most one file"),

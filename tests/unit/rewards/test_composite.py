@@ -7,11 +7,12 @@ import json
 import pytest
 
 from rlhpc.config import Config
-from rlhpc.config_tasks import CompositeConfig, TaskSettings
+from rlhpc.config_judge import JudgeConfig
+from rlhpc.config_tasks import CompositeConfig
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards import composite
 from rlhpc.rewards.pool import RewardPool
-from rlhpc.rewards.task_settings import VARIABLE
+from rlhpc.rewards.task_settings import VARIABLE, TaskSettings
 from rlhpc.types import Verdict
 from tests.patience import PATIENCE_S
 
@@ -83,7 +84,7 @@ async def test_a_worker_knows_the_composites_of_its_run():
 
 
 def test_references_of_all_parts_are_checked_each_in_its_field():
-    check = composite.reference_check("graded", {"graded": GRADED})
+    check = composite.reference_check("graded", {"graded": GRADED}, JudgeConfig())
     assert check is not None
     check(json.dumps(RECORD))
     for change, why in (
@@ -94,7 +95,7 @@ def test_references_of_all_parts_are_checked_each_in_its_field():
     ):
         with pytest.raises(ValueError, match=why):
             check(json.dumps(RECORD | change))
-    assert composite.reference_check("math_answer", {"graded": GRADED}) is not None
+    assert composite.reference_check("math_answer", {"graded": GRADED}, JudgeConfig()) is not None
 
 
 def make_config(**changes: object) -> Config:

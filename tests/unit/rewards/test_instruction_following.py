@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from second_opinion import OPINIONS, is_followed
 
-from rlhpc.config_tasks import InstructionsConfig, TaskSettings
+from rlhpc.config_tasks import InstructionsConfig
 from rlhpc.rewards import instruction_following
 from rlhpc.rewards.instructions import INSTRUCTIONS, num_sentences
+from rlhpc.rewards.task_settings import TaskSettings
 
 CASES_EACH = 60
 WORDS = [
