@@ -8,7 +8,7 @@ back whole: with several workers the other tasks go on as before.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import defaultdict, deque
 from typing import Generic, TypeVar
 
 from rlhpc.errors import RoleFailed
@@ -22,7 +22,7 @@ class Turns(Generic[Worker]):
     def __init__(self) -> None:
         self._idle: deque[Worker] = deque()
         self._waiting: dict[str, deque[asyncio.Future[Worker]]] = {}  # by task; the one served last stands last
-        self._held: Counter[str] = Counter()  # workers by task
+        self._held: defaultdict[str, int] = defaultdict(int)  # workers by task
         self._suspects: set[str] = set()  # tasks that have lost a worker since they gave one back
         self._end = ""
 
@@ -30,6 +30,9 @@ class Turns(Generic[Worker]):
         """Wait for a worker.  Raises RoleFailed once there will be none any more."""
         if self._end:
             raise RoleFailed(self._end)
+        if self._idle and not self._waiting and self._may_take(task):
+            self._held[task] += 1
+            return self._idle.popleft()
         turn: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(task, deque()).append(turn)
         self._serve()
@@ -69,14 +72,18 @@ class Turns(Generic[Worker]):
 
     def _serve(self) -> None:
         while self._idle and (task := self._next()) is not None:
-            turns = self._waiting.pop(task)
+            turns = self._waiting[task]
             turn = turns.popleft()
-            if turns:
-                self._waiting[task] = turns  # now the last one
+            if not turns:
+                del self._waiting[task]
+            elif len(self._waiting) > 1:
+                self._waiting[task] = self._waiting.pop(task)  # now the last one
             if not turn.done():  # else it was cancelled
                 self._held[task] += 1
                 turn.set_result(self._idle.popleft())
 
     def _next(self) -> str | None:
-        allowed = [task for task in self._waiting if not (task in self._suspects and self._held[task])]
-        return min(allowed, key=lambda task: self._held[task], default=None)
+        return min(filter(self._may_take, self._waiting), key=self._held.__getitem__, default=None)
+
+    def _may_take(self, task: str) -> bool:
+        return task not in self._suspects or not self._held[task]

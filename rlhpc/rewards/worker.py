@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
 from rlhpc.rewards.failures import INVALID, OUT_OF_MEMORY, RAISED
-from rlhpc.rewards.forks import children, end_forks
+from rlhpc.rewards.forks import ForkWatch
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
 from rlhpc.rewards.registry import BUILT_IN, resolve
-from rlhpc.rewards.returned import NoReward, as_outcome
+from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome
 from rlhpc.user_code import is_import_path
 
 _LONGEST_DETAIL = 500  # characters
@@ -51,14 +51,14 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction]) -> None:
-    decoder, own_pid = msgspec.msgpack.Decoder(Request), os.getpid()
+    decoder, forks = msgspec.msgpack.Decoder(Request), ForkWatch()
     while header := requests.read(HEADER_BYTES):
-        request = decoder.decode(requests.read(body_length(header)))
-        before = children()
-        reply = _judge(request, functions)
-        if os.getpid() != own_pid:  # a fork that came back out of the function: the answer is its parent's to give
+        reply = _judge(decoder.decode(requests.read(body_length(header))), functions)
+        if forks.is_copy:  # one that came back out of the function: the answer is its parent's to give
             os._exit(1)
-        _send(replies, replace(reply, num_forked=end_forks(before)))
+        if num_forked := forks.end_copies():
+            reply = replace(reply, num_forked=num_forked)
+        _send(replies, reply)
 
 
 def _function_of(task: str) -> RewardFunction:
@@ -83,7 +83,8 @@ def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
         return _error(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
         return replace(_error(_describe(error), RAISED), costs=getattr(error, "costs", {}))
-    return replace(_checked(outcome, len(request.completion)), costs=getattr(outcome, "costs", {}))
+    reply = _checked(outcome, len(request.completion))
+    return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:

@@ -78,7 +78,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("admission", "window_groups", 6, ["admission.window_groups=6", "legal: 1 to 5"]),
         ("trainer", "warmup_steps", 7, ["trainer.warmup_steps=7", "run.num_steps=6"]),
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
-        ("data", "task", "integer_arithmetics", ["data.task=", "integer_arithmetic, json_schema, math_answer"]),
+        ("data", "task", "integer_arithmetics", ["data.task=", "regex, token_f1, or package.module:function"]),
         ("data", "task", "no_such_package_here:judge", ["data.task='no_such_package_here:judge'", "PYTHONPATH"]),
         ("data", "path", "missing.jsonl", ["data.path=", "missing.jsonl does not exist", "run.toml"]),
         ("data", "reference_field", "solution", ["train.jsonl:1", "no field 'solution'", "'prompt', 'answer'"]),
