@@ -110,6 +110,7 @@ bench: setup  ## print the benchmark tables
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/transport.py
 	$(BIN)/python -m bench.journal
+	$(BIN)/python -m bench.rewards
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.checkpoint
 	$(BIN)/python -m bench.logprob_memory --tokens 2048
 	$(BIN)/python -m bench.trainer

@@ -233,6 +233,12 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
+def _reward(options: argparse.Namespace) -> int:
+    from launch.commands.reward import judge_records
+
+    return judge_records(options)
+
+
 def _recipes(options: argparse.Namespace) -> int:
     from launch.commands.recipes import copy_recipe, recipe_table
 
@@ -278,6 +284,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "rollouts": _rollouts,
     "doctor": _doctor,
+    "reward": _reward,
     "export": _export,
     "evaluate": _evaluate,
     "compare": _compare,

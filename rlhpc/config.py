@@ -8,16 +8,16 @@ the others, is asked of whoever writes a run file or an override, and not of a r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
-from rlhpc.config_curriculum import CurriculumConfig
+from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
+from rlhpc.config_judge import JudgeConfig, judge_can_be_asked
 from rlhpc.config_rates import RATES
 from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
@@ -28,7 +28,6 @@ from rlhpc.config_sections import (
     GenerationConfig,
     GuardConfig,
     ModelConfig,
-    RewardsConfig,
     RunConfig,
     Section,
     TrainerConfig,
@@ -36,6 +35,14 @@ from rlhpc.config_sections import (
     WeightsConfig,
 )
 from rlhpc.config_statistics import STATISTICS
+from rlhpc.config_tasks import (
+    CompositeConfig,
+    InstructionsConfig,
+    Name,
+    RewardsConfig,
+    composites_are_made_of_tasks,
+    limits_are_of_tasks,
+)
 
 MOST_DATASETS = 1000  # prompts of each are numbered by the number of datasets
 HAS_BEGUN = "a run with these settings has begun"  # validation context: nobody can take a key back any more
@@ -64,6 +71,9 @@ class Config(Section):
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    instructions: InstructionsConfig = InstructionsConfig()
+    judge: JudgeConfig = JudgeConfig()
+    composite: dict[Name, CompositeConfig] = Field(default={})
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -84,6 +94,17 @@ class Config(Section):
     def has_seeded_samples(self) -> bool:
         """Whether a sample is drawn the same wherever and whenever it is drawn again."""
         return self.generation.seeded_samples or self.run.deterministic
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Every reward function that judges in this run, those of evaluations last; of composites their parts."""
+        named = [*(dataset.task for dataset in self.data), *(each.task for each in self.evaluation)]
+        return tuple(dict.fromkeys(part for task in named if task for part in self.parts_of(task)))
+
+    def parts_of(self, task: str) -> tuple[str, ...]:
+        """The tasks that a composite is made of; another task alone."""
+        composite = self.composite.get(task)
+        return (task,) if composite is None else tuple(composite.tasks.values())
 
     @property
     def has_critic(self) -> bool:
@@ -200,23 +221,6 @@ def limits_of_datasets_are_within_those_of_all(config: Config) -> None:
                 raise ValueError(f"{where}={limit} is above generation.{key}={most}; legal: 1 to {most}")
 
 
-def stages_ascend(config: Config) -> None:
-    """Each bound lets more prompts in than the one before."""
-    stages = config.curriculum.stages
-    if any(after <= before for before, after in pairwise(stages)):
-        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
-
-
-def no_prompt_is_solved_and_hopeless(config: Config) -> None:
-    """A pass rate is on one side of both bounds, or between them."""
-    curriculum = config.curriculum
-    if curriculum.hopeless_at >= curriculum.solved_at:
-        raise ValueError(
-            f"curriculum.hopeless_at={curriculum.hopeless_at:g} is not below curriculum.solved_at="
-            f"{curriculum.solved_at:g}"
-        )
-
-
 # Keys that other backends would have to ignore; what is ignored must not be set.
 _ONLY_FOR = {
     "megatron": (
@@ -301,6 +305,9 @@ RULES = (
     *STATISTICS,
     *RATES,
     sandbox_ends_before_its_verifier,
+    composites_are_made_of_tasks,
+    limits_are_of_tasks,
+    judge_can_be_asked,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

@@ -1,12 +1,16 @@
-"""The table [curriculum] of a run file; see config_sections.py.  Loads without torch."""
+"""The table [curriculum] of a run file, and its rules; see config_sections.py.  Loads without torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from rlhpc.config_sections import NonNegative, Positive, Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
 
 Ascending = Annotated[tuple[float, ...], Field(strict=False)]  # a run file has lists
 
@@ -53,3 +57,20 @@ class CurriculumConfig(Section):
     def goes_by_memory(self) -> bool:
         """Whether the next prompt, or how often it is sampled, depends on what was sampled before."""
         return self.leaves_out or self.max_group_size != "off"
+
+
+def stages_ascend(config: Config) -> None:
+    """Each bound lets more prompts in than the one before."""
+    stages = config.curriculum.stages
+    if any(after <= before for before, after in pairwise(stages)):
+        raise ValueError(f"curriculum.stages={list(stages)} do not ascend; each stage lets harder prompts in")
+
+
+def no_prompt_is_solved_and_hopeless(config: Config) -> None:
+    """A pass rate is on one side of both bounds, or between them."""
+    curriculum = config.curriculum
+    if curriculum.hopeless_at >= curriculum.solved_at:
+        raise ValueError(
+            f"curriculum.hopeless_at={curriculum.hopeless_at:g} is not below curriculum.solved_at="
+            f"{curriculum.solved_at:g}"
+        )

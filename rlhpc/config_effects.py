@@ -176,6 +176,33 @@ def reports_renew_leases(config: Config) -> None:
         _refuse_without_effect(config, "buffer.partial_interval_s", beside, f"up to {longest:g}")
 
 
+def somebody_asks_the_judge(config: Config) -> None:
+    """One task does."""
+    if "llm_judge" not in config.tasks:
+        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+        for key in type(config.judge).model_fields:
+            _refuse_without_effect(config, f"judge.{key}", beside, "the task 'llm_judge'")
+
+
+def instructions_are_judged(config: Config) -> None:
+    """One task follows them."""
+    if "instruction_following" not in config.tasks:
+        beside = f"the tasks {', '.join(map(repr, config.tasks))}"
+        for key in ("accuracy", "reward"):
+            _refuse_without_effect(config, f"instructions.{key}", beside, "the task 'instruction_following'")
+
+
+def composites_judge(config: Config) -> None:
+    """One that no dataset names does nothing."""
+    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation)}
+    for name in config.composite:
+        if name not in named:
+            raise ValueError(
+                f"composite.{name} has no effect: no dataset has the task {name!r}; legal: to leave it out, or "
+                f"data.task={name!r}"
+            )
+
+
 def as_toml(value: object) -> str:
     """The value of a key as a run file or an override has it."""
     if isinstance(value, bool):
@@ -194,6 +221,9 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    somebody_asks_the_judge,
+    composites_judge,
+    instructions_are_judged,
     loss_knows_its_keys,
     clip_has_a_ratio,
     cap_has_a_weight,

@@ -238,10 +238,14 @@ def _is_rare(place: str) -> bool:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The tables of a run file by name; [data] and [evaluation] may be there several times."""
+    """The tables of a run file by name; [data], [evaluation], [composite.NAME] several times."""
     annotations = {name: field.annotation for name, field in Config.model_fields.items()}
-    tables = {name: (get_args(each) or (each,))[0] for name, each in annotations.items()}
-    return {name: each for name, each in tables.items() if isinstance(each, type) and issubclass(each, BaseModel)}
+    return {
+        name: each
+        for name, annotation in annotations.items()
+        for each in (get_args(annotation) or (annotation,))
+        if isinstance(each, type) and issubclass(each, BaseModel)
+    }
 
 
 _SECTIONS = sections()

@@ -34,9 +34,12 @@ class SandboxConfig(Section):
 
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
-    is_code = any(dataset.task in CODE_TASKS for dataset in config.data)
-    if is_code and config.sandbox.wall_s >= config.rewards.timeout_s:
-        raise ValueError(
-            f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.timeout_s={config.rewards.timeout_s:g}: a "
-            "slow program would count as a failed verifier; legal: less than rewards.timeout_s"
-        )
+    for dataset in config.data:
+        is_code = any(task in CODE_TASKS for task in config.parts_of(dataset.task))
+        limit_s = config.rewards.timeout_of(dataset.task)
+        if is_code and config.sandbox.wall_s >= limit_s:
+            key = "task_timeout_s" if dataset.task in config.rewards.task_timeout_s else "timeout_s"
+            raise ValueError(
+                f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.{key}={limit_s:g}: a slow program "
+                f"would count as a failed verifier; legal: less than rewards.{key}"
+            )

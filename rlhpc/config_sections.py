@@ -65,7 +65,7 @@ class DataConfig(Section):
     use_chat_template: bool = False
     """Wrap the filled template as a user message in the tokenizer's chat template."""
     reference_field: str = "answer"
-    """Field of the record that holds the reference."""
+    """Field of the record that holds the reference; "*": the whole record, as JSON."""
     shuffle: bool = True
     """A new seeded order in every epoch; False: file order."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
@@ -166,21 +166,6 @@ class AdmissionConfig(Section):
         window lets pass, so its staleness is at most ⌊(N + W − 2) / P⌋ (docs/design.md, §4); solved for N.
         """
         return (self.max_staleness + 1) * self.groups_per_step + 1 - self.window
-
-
-class RewardsConfig(Section):
-    """[rewards]: the reward service."""
-
-    num_replicas: Positive = 1
-    """Service processes."""
-    workers_per_replica: Positive = 1
-    """Worker processes of each service; one that hangs is killed."""
-    timeout_s: PositiveFloat = 10.0
-    """A verifier that takes longer is killed and its verdict is verifier_error."""
-    max_attempts: Positive = 2
-    """Tries of one completion before its group is dropped."""
-    max_error_share: Share = 0.2
-    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
 
 
 class TrainerConfig(Section):

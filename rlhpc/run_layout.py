@@ -114,6 +114,11 @@ class RunLayout:
         return self.root / "summary.json"
 
     @property
+    def judge_replies(self) -> Path:
+        """Replies of the task llm_judge's model, by what it was asked: JSON lines, a file for each reward worker."""
+        return self.root / "judge"
+
+    @property
     def strikes(self) -> Path:
         """Prompts that lost leases because a generator died: JSON lines, appended; outlives every attempt."""
         return self.root / "strikes.jsonl"

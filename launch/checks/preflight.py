@@ -19,7 +19,8 @@ from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.registry import validate_task
+from rlhpc.rewards.composite import reference_check
+from rlhpc.rewards.registry import BUILT_IN, validate_task
 from rlhpc.user_code import look_up
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -65,7 +66,9 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
     try:
-        layers = check_sandbox(config.sandbox, [dataset.task for dataset in config.data])
+        layers = check_sandbox(
+            config.sandbox, [task for dataset in config.data for task in config.parts_of(dataset.task)]
+        )
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     return layers.described() if layers else ""
@@ -74,8 +77,7 @@ def _sandbox_here(config: Config) -> str:
 def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
-    for dataset in config.data:
-        validate_task(dataset.task)
+    _tasks_are_there(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
@@ -84,7 +86,22 @@ def _look_at_prompts(
             f"generation.max_prompt_tokens + generation.max_completion_tokens = {longest} is more than the model's "
             f"context of {positions} (max_position_embeddings in {config.model.path / 'config.json'})"
         )
-    return Findings(model, shape, positions, validate_datasets(config), sandbox)
+    return Findings(
+        model,
+        shape,
+        positions,
+        validate_datasets(config, lambda task: reference_check(task, config.composite, config.judge)),
+        sandbox,
+    )
+
+
+def _tasks_are_there(config: Config) -> None:
+    for name in config.composite:
+        if name in BUILT_IN:
+            raise ConfigError(f"composite.{name}: there is a task {name!r} already; legal: another name")
+    for dataset in config.data:
+        for task in config.parts_of(dataset.task):
+            validate_task(task)
 
 
 def _own_code_is_there(config: Config) -> None:

@@ -110,49 +110,18 @@ def takes_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the job's script; submit nothing (with --site)")
 
 
-def takes_evaluations(parser: argparse.ArgumentParser) -> None:
-    """Directories of two evaluations."""
-    parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
-    parser.add_argument("second", type=Path, metavar="SECOND", help="another one, on the same data")
-    parser.add_argument("--json", action="store_true", help="JSON output for programs")
-
-
-def takes_recipe(parser: argparse.ArgumentParser) -> None:
-    """Nothing, or the action copy with a name and a directory."""
-    actions = parser.add_subparsers(metavar="ACTION", dest="action")
-    text = "Copy a recipe into a directory."
-    copy = actions.add_parser("copy", help=text, description=text)
-    copy.add_argument("name", metavar="NAME", help="one that `rlhpc recipes` shows")
-    copy.add_argument(
-        "directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: the current one"
-    )
-
-
-def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
-    """The actions up, status and down of a private Slurm."""
-    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    for action, text in (
-        ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
-        ("status", "Show every daemon with its pid, and the nodes."),
-        ("down", "End every job and every daemon."),
-    ):
-        sub = actions.add_parser(action, help=text, description=text)
-        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one for each user in /tmp")
-        if action == "down":
-            sub.add_argument("--delete", action="store_true", help="delete the directory too")
-        if action == "up":
-            for name in ("train", "gen", "cpu"):
-                sub.add_argument(f"--{name}", type=int, metavar="N", help=f"number of {name} nodes")
-            sub.add_argument("--gpus", type=int, metavar="N", help="number of fake GPUs on each GPU node")
-            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
-            sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
-            sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
-            sub.add_argument(
-                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
-            )
-            sub.add_argument(
-                "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
-            )
+def takes_records(parser: argparse.ArgumentParser) -> None:
+    """A task, a file of completions, and how to judge them."""
+    parser.add_argument("task", metavar="TASK", help="as data.task of a run file; also package.module:function")
+    text = "completions and references, an object a line; default: standard input; settings of rewards and sandbox"
+    parser.add_argument("words", nargs="*", default=[], metavar="FILE.jsonl|key=value", help=text)
+    text = "take settings from this run file"
+    parser.add_argument("--run", type=Path, metavar="RUN.toml", help=text)
+    text = "field of a record that holds the completion (default: completion)"
+    parser.add_argument("--completion", default="completion", metavar="FIELD", help=text)
+    text = "field that holds the reference (default: reference); '*': the whole record, as JSON"
+    parser.add_argument("--reference", default="reference", metavar="FIELD", help=text)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
 
 
 def takes_run_file(parser: argparse.ArgumentParser) -> None:
@@ -205,28 +174,6 @@ def takes_rollouts(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="a JSON line each, for programs")
     how.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser")
-
-
-def takes_demo(parser: argparse.ArgumentParser) -> None:
-    """Another run file, or a private Slurm."""
-    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
-    parser.add_argument(
-        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
-    )
-    parser.add_argument(
-        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
-    )
-    takes_overrides(parser)
-
-
-def takes_doctor(parser: argparse.ArgumentParser) -> None:
-    """A site, and how thoroughly it is looked at."""
-    takes_site_file(parser)
-    which = "the run to check for, with overrides; default: a minimal one"
-    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
 
 
 def takes_list(parser: argparse.ArgumentParser) -> None:

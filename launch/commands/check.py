@@ -36,6 +36,8 @@ def check_run_file(options: argparse.Namespace) -> int:
             f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
             f"average, {found.longest_prompt_tokens} at most ({found.longest_source})"
         )
+        if 0 < found.num_references_checked < found.num_records:
+            print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
     return 0

@@ -11,17 +11,13 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     Version,
-    takes_cluster_commands,
-    takes_demo,
-    takes_doctor,
     takes_evaluation,
-    takes_evaluations,
     takes_export,
     takes_list,
     takes_local_run,
     takes_logs,
     takes_overrides,
-    takes_recipe,
+    takes_records,
     takes_report,
     takes_resume,
     takes_rollouts,
@@ -77,13 +73,76 @@ def _takes_kind_of_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("run", "site"), help="of which files")
 
 
+def _takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
+    """The actions up, status and down of a private Slurm."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    for action, text in (
+        ("up", "Start a cluster, or restart its dead daemons; print how to use it."),
+        ("status", "Show every daemon with its pid, and the nodes."),
+        ("down", "End every job and every daemon."),
+    ):
+        sub = actions.add_parser(action, help=text, description=text)
+        sub.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="default: one for each user in /tmp")
+        if action == "down":
+            sub.add_argument("--delete", action="store_true", help="delete the directory too")
+        if action == "up":
+            for name in ("train", "gen", "cpu"):
+                sub.add_argument(f"--{name}", type=int, metavar="N", help=f"number of {name} nodes")
+            sub.add_argument("--gpus", type=int, metavar="N", help="number of fake GPUs on each GPU node")
+            sub.add_argument("--accounting", action="store_true", help="with slurmdbd: sacct, accounts, QOS")
+            sub.add_argument("--networks", action="store_true", help="give every node its own network; needs root")
+            sub.add_argument("--private", action="store_true", help="use unpacked packages even if Slurm is installed")
+            sub.add_argument(
+                "--release", metavar="SUITE", help="Slurm of Debian bookworm, trixie or sid (22.05 to 26.05)"
+            )
+            sub.add_argument(
+                "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
+            )
+
+
+def _takes_recipe(parser: argparse.ArgumentParser) -> None:
+    """Nothing, or the action copy with a name and a directory."""
+    actions = parser.add_subparsers(metavar="ACTION", dest="action")
+    text = "Copy a recipe into a directory."
+    copy = actions.add_parser("copy", help=text, description=text)
+    copy.add_argument("name", metavar="NAME", help="one that `rlhpc recipes` shows")
+    copy.add_argument(
+        "directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: the current one"
+    )
+
+
+def _takes_demo(parser: argparse.ArgumentParser) -> None:
+    """Another run file, or a private Slurm."""
+    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    parser.add_argument(
+        "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
+    )
+    parser.add_argument(
+        "--time", default="0:30:00", metavar="T", help="time limit of the job of --slurm (default 0:30:00)"
+    )
+    takes_overrides(parser)
+
+
+def _takes_doctor(parser: argparse.ArgumentParser) -> None:
+    """A site, and how thoroughly it is looked at."""
+    takes_site_file(parser)
+    which = "the run to check for, with overrides; default: a minimal one"
+    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
+def _takes_evaluations(parser: argparse.ArgumentParser) -> None:
+    """Directories of two evaluations."""
+    parser.add_argument("first", type=Path, metavar="FIRST", help="directory of an evaluation")
+    parser.add_argument("second", type=Path, metavar="SECOND", help="another one, on the same data")
+    parser.add_argument("--json", action="store_true", help="JSON output for programs")
+
+
 _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...] = (
     ("run", takes_local_run, "Start a run as processes on this machine and watch it."),
-    (
-        "check",
-        _takes_check,
-        "Validate a run file, its model and its data; or verify all that a run has written.",
-    ),
+    ("check", _takes_check, "Validate a run file, its model and its data; or verify all that a run has written."),
     ("audit", _takes_audit, "Prove from a run's files that every prompt is in exactly one place."),
     ("plan", _takes_plan, "Print the Slurm jobs of a run and their exact scripts; submit nothing."),
     ("submit", takes_submission, "Check a run, and submit its Slurm jobs."),
@@ -95,16 +154,13 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("logs", takes_logs, "Show the logs of a run's processes."),
     ("report", takes_report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."),
     ("rollouts", takes_rollouts, "Read what a run has sampled: prompts, completions, rewards."),
-    ("doctor", takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
+    ("doctor", _takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
+    ("reward", takes_records, "Judge completions in a JSONL file by a reward function."),
     ("export", takes_export, "Write the trained model as an HF checkpoint."),
     ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k, with intervals."),
-    ("compare", takes_evaluations, "Say whether one of two evaluated models is better, and how surely."),
-    ("demo", takes_demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."),
+    ("compare", _takes_evaluations, "Say whether one of two evaluated models is better, and how surely."),
+    ("demo", _takes_demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU."),
     ("schema", _takes_kind_of_file, "Print the JSON schema of run or site files, for editors."),
-    ("recipes", takes_recipe, "List run files that reproduce published runs; copy one."),
-    (
-        "cluster",
-        takes_cluster_commands,
-        "Start, show or end a private Slurm in one directory, without root.",
-    ),
+    ("recipes", _takes_recipe, "List run files that reproduce published runs; copy one."),
+    ("cluster", _takes_cluster_commands, "Start, show or end a private Slurm in one directory, without root."),
 )

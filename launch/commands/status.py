@@ -17,6 +17,7 @@ from launch.plan.processes import process_names
 from launch.run_directory.owner import launcher_of
 from rlhpc.config_file import read_resolved
 from rlhpc.errors import ConfigError, RunDirectoryError
+from rlhpc.rewards.failures import FAILURES, FORKED, JUDGED
 from rlhpc.run_layout import RunLayout
 
 NUM_FIGURES = 2  # lines of them at the head of a status
@@ -92,6 +93,7 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
         *_queue_lines(status["queue"]),
+        *verifier_lines(status.get("verifiers", {})),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
@@ -108,6 +110,18 @@ def _queue_lines(queue: dict[str, Any]) -> list[str]:
         "queue   " + "   ".join(f"{name} {count}" for name, count in now.items()),
         "so far  " + "   ".join(f"{name} {count}" for name, count in shown.items()),
     ]
+
+
+def verifier_lines(verifiers: dict[str, dict[str, float]]) -> list[str]:
+    """What has failed in which way, a line for each task of which anything has."""
+    lines = []
+    for task, figures in sorted(verifiers.items()):
+        failed = [f"{name.replace('_', ' ')} {figures[name]:.0f}" for name in (*FAILURES, FORKED) if figures.get(name)]
+        if failed:
+            lines.append(
+                f"verifier {task}   judged {figures.get(JUDGED, 0):.0f}, without a verdict: {', '.join(failed)}"
+            )
+    return lines
 
 
 def _row(role: dict[str, Any]) -> str:

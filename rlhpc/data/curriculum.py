@@ -21,6 +21,7 @@ from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.contracts import PromptSource
 from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
 from rlhpc.data.prompts import DatasetSummary, SeededPrompts, open_prompts, raw_draws, seed_of_dataset
+from rlhpc.data.references import ReferenceCheck
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
 
@@ -77,9 +78,9 @@ class Curriculum(PromptSource):
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
         return self._prompts.peek(prompt_id)
 
-    def validate(self) -> DatasetSummary:
-        """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
-        return self._prompts.validate()
+    def validate(self, check: ReferenceCheck | None = None) -> DatasetSummary:
+        """Make every prompt and reference once, without drawing.  Raises DataError as SeededPrompts.validate."""
+        return self._prompts.validate(check)
 
     # ------------------------------------------------------------------------------------------------------ learning
 

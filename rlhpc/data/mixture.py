@@ -7,7 +7,7 @@ Prompt n of dataset d of D has the number n·D + d: whose it is can be read off 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlhpc.config import Config
 from rlhpc.contracts import PromptSource
 from rlhpc.data.curriculum import Curriculum, open_curriculum
 from rlhpc.data.prompts import DatasetSummary
+from rlhpc.data.references import ReferenceCheck
 from rlhpc.errors import CheckpointError
 from rlhpc.types import Prompt
 
@@ -117,6 +118,11 @@ def open_prompt_source(config: Config) -> PromptSource:
     return Mixture([each.title for each in config.data], [each.weight for each in config.data], parts)
 
 
-def validate_datasets(config: Config) -> list[DatasetSummary]:
-    """Read, fill and tokenise all datasets, before anything is started.  Raises DataError, ConfigError."""
-    return [open_curriculum(config, place).validate() for place in range(len(config.data))]
+def validate_datasets(
+    config: Config, check_of: Callable[[str], ReferenceCheck | None] = lambda _task: None
+) -> list[DatasetSummary]:
+    """Read, fill and tokenise all datasets, before anything is started.  Raises DataError, ConfigError.
+
+    check_of: task → what checks its references (SeededPrompts.validate).
+    """
+    return [open_curriculum(config, place).validate(check_of(each.task)) for place, each in enumerate(config.data)]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rlhpc.config import Config
 from rlhpc.data.records import Record, read_records
+from rlhpc.data.references import ReferenceCheck, refuse_bad_references
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
 from rlhpc.types import Int32, Prompt
@@ -31,6 +32,7 @@ class DatasetSummary:
     longest_prompt_tokens: int
     mean_prompt_tokens: float
     longest_source: str  # file and line of the longest prompt
+    num_references_checked: int = 0  # by the task; all, where it is a task that checks them and there is time
 
 
 class SeededPrompts:
@@ -137,18 +139,21 @@ class SeededPrompts:
             raise CheckpointError(f"the checkpoint's prompts have cursor={cursor!r}")
         self._cursor = cursor
 
-    def validate(self) -> DatasetSummary:
-        """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
-        lengths = []
-        for record in self._records:
-            record.reference(self._reference_field)
-            lengths.append(len(self.prompt_tokens(record)))
+    def validate(self, check: ReferenceCheck | None = None) -> DatasetSummary:
+        """Make every prompt and reference once, without drawing.
+
+        check: what raises ValueError for a reference that the task cannot read.
+        Raises DataError for the first prompt that fails, or naming the first bad references.
+        """
+        lengths = [len(self.prompt_tokens(record)) for record in self._records]
+        num_checked = refuse_bad_references(self._records, self._reference_field, self._task, check)
         longest = int(np.argmax(lengths))
         return DatasetSummary(
             num_records=len(lengths),
             longest_prompt_tokens=lengths[longest],
             mean_prompt_tokens=float(np.mean(lengths)),
             longest_source=self._records[longest].source,
+            num_references_checked=num_checked,
         )
 
     def _identity(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rlhpc.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
+WHOLE_RECORD = "*"  # as the name of the field that holds the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,23 @@ class Record:
     fields: dict[str, Any]
     source: str  # "train.jsonl:17", for messages; of Parquet it is the row
 
-    def text(self, name: str) -> str:
-        """A field as text for a prompt: a string, or a number in JSON's spelling.  Raises DataError otherwise."""
-        return self._as_text(name, "data.prompt_template")
+    def text(self, name: str, key: str = "data.prompt_template") -> str:
+        """A field as text: a string, or a number in JSON's spelling; `key` names it.  Raises DataError otherwise."""
+        return self._as_text(name, key)
 
-    def reference(self, name: str) -> str:
-        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
-        if isinstance(value := self.fields.get(name), list | dict):
+    def reference(self, name: str, key: str = "data.reference_field") -> str:
+        """A field as a reference: text as it is, lists and objects (test cases) as JSON; "*" is the whole record.
+
+        Raises DataError.
+        """
+        value = self.fields if name == WHOLE_RECORD else self.fields.get(name)
+        if not isinstance(value, list | dict):
+            return self._as_text(name, key)
+        try:
             return json.dumps(value)
-        return self._as_text(name, "data.reference_field")
+        except TypeError as error:  # Parquet has dates and bytes
+            what = "the record" if name == WHOLE_RECORD else f"field {name!r}"
+            raise DataError(f"{self.source}: {what}, which {key} names, is no JSON: {error}") from error
 
     def number(self, name: str, key: str) -> float:
         """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
@@ -92,21 +101,29 @@ def _read_file(file: Path) -> Iterator[Record]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Record]:
-    with file.open("rb") as lines:  # bytes, so that a wrong encoding is found on its line
-        for number, line in enumerate(lines, start=1):
-            source = f"{file}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                fields = json.loads(text) if text.strip() else None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
-            except json.JSONDecodeError as error:
-                raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}") from error
-            if not text.strip():
-                continue
-            if not isinstance(fields, dict):
-                raise DataError(f'{source}: the line is {_kind(fields)}; legal: an object, {{"question": …}}')
-            yield Record(fields, source)
+    with file.open("rb") as lines:
+        yield from records_of_lines(lines, str(file))
+
+
+def records_of_lines(lines: Iterable[bytes], name: str) -> Iterator[Record]:
+    """The records of JSON lines, blank ones left out; bytes, so that a wrong encoding is found on its line.
+
+    Raises DataError, which names the line.
+    """
+    for number, line in enumerate(lines, start=1):
+        source = f"{name}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            fields = json.loads(text) if text.strip() else None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
+        except json.JSONDecodeError as error:
+            raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}") from error
+        if not text.strip():
+            continue
+        if not isinstance(fields, dict):
+            raise DataError(f'{source}: the line is {_kind(fields)}; legal: an object, {{"question": …}}')
+        yield Record(fields, source)
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:

@@ -40,6 +40,24 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, detail=f"{len(wanted)} tests")
 
 
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it holds no tests, or they cannot be called."""
+    entry_point, calls, _ = _tests(reference)
+    if not entry_point.isidentifier():
+        raise ValueError(f"the reference of code_functions: entry_point={entry_point!r}; legal: the name of a function")
+    for number, call in enumerate(calls, 1):
+        is_callable = isinstance(call["args"], list) and isinstance(call["kwargs"], dict)
+        if not is_callable:
+            raise ValueError(
+                f"the reference of code_functions: test {number} has args={str(call['args'])[:40]}, "
+                f"kwargs={str(call['kwargs'])[:40]}; legal: a list, and an object"
+            )
+        try:
+            values.decode([call["args"], *call["kwargs"].values()])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"the reference of code_functions: arguments of test {number}: {error}") from error
+
+
 def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any]]:
     try:
         read = json.loads(reference)
@@ -52,7 +70,7 @@ def _tests(reference: str) -> tuple[str, list[dict[str, Any]], list[Any]]:
             f"{type(error).__name__}: {error}"
         ) from error
     if not wanted or not isinstance(entry_point, str):
-        raise ValueError("the reference of code_functions has no tests, or an entry_point that is no text")
+        raise ValueError("the reference of code_functions has no tests, or an entry_point that is no text; legal: both")
     return entry_point, calls, wanted
 
 

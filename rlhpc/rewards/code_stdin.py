@@ -31,6 +31,11 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(1.0, is_correct=True, detail=f"{len(tests)} tests")
 
 
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it holds no tests, or not in one of the two forms."""
+    _tests(reference)
+
+
 def _tests(reference: str) -> list[tuple[str, str]]:
     try:
         read = json.loads(reference)
@@ -43,8 +48,12 @@ def _tests(reference: str) -> list[tuple[str, str]]:
             'the reference of code_stdin is {"inputs": [...], "outputs": [...]} or [{"input", "output"}, ...] as JSON: '
             f"{type(error).__name__}: {error}"
         ) from error
-    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise ValueError("the reference of code_stdin has no tests, or an input or output that is no text")
+    if not pairs:
+        raise ValueError("the reference of code_stdin has no tests; legal: one or more")
+    for number, pair in enumerate(pairs, 1):
+        kinds = {what: type(text).__name__ for what, text in zip(("input", "output"), pair, strict=True)}
+        if wrong := [f"{what} is of type {kind}" for what, kind in kinds.items() if kind != "str"]:
+            raise ValueError(f"the reference of code_stdin: test {number}: {' and '.join(wrong)}; legal: texts")
     return pairs
 
 

@@ -24,6 +24,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     task: str
     completion: str
     reference: str
+    memory_limit_bytes: int = 0  # address space of the worker meanwhile; 0: no limit
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -36,6 +37,9 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     error: str
     answer: str = ""
     rewards_at: dict[int, float] = {}
+    failure: str = ""  # where error is not empty: one of failures.FAILURES
+    num_forked: int = 0  # processes that were left behind, and killed
+    costs: dict[str, float] = {}  # names of failures.COSTS
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -21,9 +21,7 @@ _SHOWN_CHARACTERS = 80
 
 def judge(completion: str, reference: str) -> RewardOutcome:
     """Reward 1.0 if the answer equals the reference, else 0.0.  Raises ValueError if the reference is no integer."""
-    wanted = reference.strip()
-    if _INTEGER.fullmatch(wanted) is None:
-        raise ValueError(f"reference {reference[:_SHOWN_CHARACTERS]!r} is not an integer in canonical spelling")
+    wanted = _integer(reference)
     answer = final_answer(completion)
     if answer is None:
         tail = completion[-_SHOWN_CHARACTERS:]
@@ -31,6 +29,21 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     # Both spellings are canonical, so text equality is integer equality, for any number of digits.
     is_correct = answer == wanted
     return RewardOutcome(float(is_correct), is_correct, detail=f"answer {answer[:_SHOWN_CHARACTERS]}", answer=answer)
+
+
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it is no integer."""
+    _integer(reference)
+
+
+def _integer(reference: str) -> str:
+    wanted = reference.strip()
+    if _INTEGER.fullmatch(wanted) is None:
+        raise ValueError(
+            f"reference {reference[:_SHOWN_CHARACTERS]!r} is not an integer in canonical spelling; legal: digits, a "
+            "minus sign where it is negative, no leading zero, no comma"
+        )
+    return wanted
 
 
 def final_answer(completion: str) -> str | None:

@@ -20,6 +20,7 @@ import math_verify
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import LONGEST_ANSWER, braced, last_marked_answer
+from rlhpc.rewards.math_reference import answer_in
 from rlhpc.rewards.plain_numbers import PlainNumber, parse_plain_number
 from rlhpc.types import Verdict
 
@@ -49,8 +50,7 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     reference: a GSM8K solution ("… #### 1,234"), a text with \boxed{…}, or the bare answer (LaTeX or a number).
     Raises ValueError if the reference cannot be read: that says nothing about the completion.
     """
-    wanted_text = last_marked_answer(reference)
-    wanted = _parse_reference(reference.strip() if wanted_text is None else wanted_text)
+    wanted = read_reference(reference)
     answer_text = last_marked_answer(completion)
     if answer_text is None:
         return RewardOutcome(0.0, is_correct=False, detail=r"no \boxed{…} and no ####")
@@ -61,13 +61,18 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(is_correct), is_correct, detail=shown, answer=answer_text)
 
 
-def _parse_reference(text: str) -> PlainNumber | list[Any]:
+def read_reference(reference: str) -> PlainNumber | list[Any]:
+    """Return the number, or the expression as math-verify reads it.  Raises ValueError if it is neither."""
+    text = answer_in(reference)
     number = parse_plain_number(text)
     if number is not None:
         return number
     parsed = _parse_latex(text)
     if not parsed:
-        raise ValueError(f"reference {text[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics")
+        raise ValueError(
+            f"reference {text[:_SHOWN_CHARACTERS]!r} cannot be read as mathematics; legal: a number, or one expression "
+            r"in LaTeX, alone, in \boxed{…} or behind ####"
+        )
     return parsed
 
 

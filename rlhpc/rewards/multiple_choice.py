@@ -22,15 +22,25 @@ _SECOND = re.compile(r"[(\[][A-Za-z][)\]]|\b[A-Z]\)|\b(?:or|and)\s+[A-Z]\b")
 
 def judge(completion: str, reference: str) -> RewardOutcome:
     """Reward 1.0 if the letters are equal, in either case.  Raises ValueError if the reference is not one letter."""
-    wanted = _letter(reference)
-    if wanted is None:
-        raise ValueError(f"reference {reference[:80]!r} is not one letter, as in B, (B) or B.")
+    wanted = _wanted(reference)
     marked = [(match.start(), match[1]) for match in _ANSWER_LINE.finditer(completion)]
     if (mark := last_mark(completion)) is not None:
         marked.append(mark)
     chosen = _letter(max(marked)[1] if marked else completion)
     is_correct = chosen == wanted
     return outcome(float(is_correct), chosen or "", is_correct=is_correct)
+
+
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it is not one letter."""
+    _wanted(reference)
+
+
+def _wanted(reference: str) -> str:
+    letter = _letter(reference)
+    if letter is None:
+        raise ValueError(f"reference {reference[:80]!r} is not one letter; legal: B, (B) or B.")
+    return letter
 
 
 def _letter(text: str) -> str | None:

@@ -4,22 +4,28 @@ Input: (task, completion, reference).  Output: Judgement.  Each worker has one c
 verifier_error is always assigned to the completion that caused it.  A hung worker is killed, a dead one is replaced;
 the others continue.  A verifier's failure is never a reward of zero.
 
-    judge() ── takes an idle worker ── asks ── gives it back
-                                        └ lost: killed, replaced in the background, verdict verifier_error
+    judge() ── takes an idle worker (turns.py) ── asks ── gives it back
+                                                   └ lost: killed, replaced in the background, verdict verifier_error
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from rlhpc.errors import RoleFailed
+from rlhpc.rewards.failures import NO_COSTS, OUT_OF_MEMORY, UNSENT, TaskCounts
 from rlhpc.rewards.frames import Reply, Request, encode_frame
+from rlhpc.rewards.turns import Turns
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
 from rlhpc.types import Verdict
+
+log = logging.getLogger("rlhpc.rewards")
 
 _MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
@@ -47,6 +53,8 @@ class RewardPool:
         *,
         preload_tasks: Sequence[str] = (),
         memory_limit_bytes: int = 0,
+        task_timeout_s: Mapping[str, float] | None = None,
+        task_memory_bytes: Mapping[str, int] | None = None,
         start_timeout_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -55,17 +63,20 @@ class RewardPool:
         timeout_s: for judging one completion, waiting for a free worker not included.
         preload_tasks: reward functions that a worker imports before it takes its first completion.
         memory_limit_bytes: address space of one worker (RLIMIT_AS); 0 for no limit.
+        task_timeout_s, task_memory_bytes: other limits, of single tasks.
         environment: variables of the workers, beside those of this process.
         """
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._preload_tasks = tuple(preload_tasks)
         self._memory_limit_bytes, self._start_timeout_s = memory_limit_bytes, start_timeout_s
+        self._task_timeout_s, self._task_memory_bytes = dict(task_timeout_s or {}), dict(task_memory_bytes or {})
         self._environment = dict(environment or {})
         self._workers: set[WorkerProcess] = set()  # all that may be alive
-        self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: the pool has ended, pass it on
+        self._turns: Turns[WorkerProcess] = Turns()
         self._replacements: set[asyncio.Task[None]] = set()
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
+        self.counts = TaskCounts()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -103,25 +114,33 @@ class RewardPool:
         Returns verdict VERIFIER_ERROR if the function raised, returned no finite float, ran out of time or killed its
         process.  Raises RoleFailed if the pool is closed or can start no more workers.  Cancelling costs a worker.
         """
+        memory_bytes = self._task_memory_bytes.get(task, self._memory_limit_bytes)
         try:
-            frame = encode_frame(Request(task, completion, reference))
+            frame = encode_frame(Request(task, completion, reference, memory_bytes))
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
+            self.counts.count(task, 0.0, UNSENT)
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
-        worker = await self._take_idle()
-        is_whole = False
+        worker = await self._turns.take(task)
+        is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
         try:
-            reply = await worker.ask(frame, self._timeout_s)
-            is_whole = True
+            reply = await worker.ask(frame, self._task_timeout_s.get(task, self._timeout_s))
+            failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
+            is_whole = failure != OUT_OF_MEMORY  # what it holds now, it may hold for ever
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
+            failure = loss.failure
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
         finally:
             # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
-                self._idle.put_nowait(worker)
+                self._turns.give_back(task, worker)
             else:
+                self._turns.lose(task)
                 self._replace_in_background(worker)
+            self.counts.count(task, time.monotonic() - began, failure, num_forked, costs)
+            if num_forked:
+                log.warning("%s left %d processes behind, which were killed", task, num_forked)
         return _judgement(task, reply)
 
     async def close(self) -> None:
@@ -132,13 +151,6 @@ class RewardPool:
         await asyncio.gather(*self._replacements, return_exceptions=True)
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
 
-    async def _take_idle(self) -> WorkerProcess:
-        worker = await self._idle.get()
-        if worker is None or self._end:
-            self._idle.put_nowait(None)
-            raise RoleFailed(f"reward pool: {self._end}")
-        return worker
-
     async def _add_worker(self) -> None:
         worker = await WorkerProcess.spawn(self._preload_tasks, self._memory_limit_bytes, self._environment)
         self._workers.add(worker)
@@ -147,7 +159,7 @@ class RewardPool:
         except WorkerLost:
             await self._discard(worker)
             raise
-        self._idle.put_nowait(worker)
+        self._turns.add(worker)
 
     def _replace_in_background(self, worker: WorkerProcess) -> None:
         if self._end:
@@ -178,7 +190,7 @@ class RewardPool:
     def _finish(self, why: str) -> None:
         if not self._end:
             self._end = why
-            self._idle.put_nowait(None)
+            self._turns.end(f"reward pool: {why}")
 
 
 def _judgement(task: str, reply: Reply) -> Judgement:

@@ -22,9 +22,16 @@ def judge(completion: str, reference: str) -> RewardOutcome:
     return outcome(float(is_correct), answer, is_correct=is_correct)
 
 
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it is no regular expression."""
+    _compiled(reference)
+
+
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"reference {pattern[:80]!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"reference {pattern[:80]!r} is no regular expression: {error}; legal: one of Python's re"
+        ) from error

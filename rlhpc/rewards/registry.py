@@ -6,7 +6,7 @@ user's own.  Functions are named as text, so that the table can be read without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import cast
 
@@ -21,12 +21,22 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "code_functions": "rlhpc.rewards.code_functions:judge",
         "code_stdin": "rlhpc.rewards.code_stdin:judge",
         "exact_match": "rlhpc.rewards.text_match:exact_match",
+        "instruction_following": "rlhpc.rewards.instruction_following:judge",
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
+        "json_schema": "rlhpc.rewards.json_schema:judge",
+        "llm_judge": "rlhpc.rewards.llm_judge:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
         "regex": "rlhpc.rewards.regex:judge",
         "token_f1": "rlhpc.rewards.text_match:token_f1",
     }
+)
+
+
+# The same for what is asked of a reference before a run; each function raises ValueError, which says what is legal.
+CHECKS: Mapping[str, str] = MappingProxyType(
+    {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
+    | {"math_answer": "rlhpc.rewards.math_reference:check_reference"}
 )
 
 
@@ -46,6 +56,15 @@ def validate_task(task: str) -> None:
 def resolve(task: str) -> RewardFunction:
     """Import the task's function.  Raises ConfigError if the name is illegal, or as user_code.load."""
     return cast(RewardFunction, load(KEY, _import_path(task), repr(task)))
+
+
+def reference_check(task: str) -> Callable[[str], None] | None:
+    """What raises ValueError for a reference that the task cannot read; None for a task of the user's own.
+
+    Those are not imported before a run: a login node may not have what they need.
+    """
+    path = CHECKS.get(task)
+    return None if path is None else cast(Callable[[str], None], load(KEY, path, repr(task)))
 
 
 def _import_path(task: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -23,8 +24,19 @@ CORRECT_FROM = 1.0
 _REWARD, _IS_CORRECT, _KEPT = ("reward", "score"), ("is_correct", "acc"), ("detail", "answer", "rewards_at")
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedOutcome(RewardOutcome):
+    """With what it has cost, by names of failures.COSTS."""
+
+    costs: dict[str, float] = field(default_factory=dict)
+
+
+class NoReward(TypeError):
+    """What was returned is none of these."""
+
+
 def as_outcome(returned: object) -> RewardOutcome:
-    """Raises TypeError for anything that is none of these, naming it."""
+    """Raises NoReward for anything that is none of these, naming it; what a coroutine raises."""
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     match returned:
@@ -36,7 +48,7 @@ def as_outcome(returned: object) -> RewardOutcome:
             return RewardOutcome(float(returned), is_correct=float(returned) >= CORRECT_FROM)
         case Mapping():
             return _of_mapping(returned)
-    raise TypeError(
+    raise NoReward(
         f"a reward function returns a RewardOutcome, a number, True or False, or a dict with a reward, "
         f"not {type(returned).__name__}"
     )
@@ -45,7 +57,7 @@ def as_outcome(returned: object) -> RewardOutcome:
 def _of_mapping(returned: Mapping[Any, Any]) -> RewardOutcome:
     named = [key for key in _REWARD if key in returned]
     if len(named) != 1:
-        raise TypeError(
+        raise NoReward(
             f"a dict that a reward function returns has 'reward' or 'score', not {sorted(map(str, returned))}"
         )
     reward = returned[named[0]]

@@ -40,6 +40,11 @@ def token_f1(completion: str, reference: str) -> RewardOutcome:
     return outcome(best, answer, is_correct=best == 1.0)
 
 
+def check_reference(reference: str) -> None:
+    """Raises ValueError as `references`."""
+    references(reference)
+
+
 def references(reference: str) -> list[str]:
     """The texts that a reference stands for.  Raises ValueError for a JSON list that is empty or holds other things."""
     if not reference.lstrip().startswith("["):
@@ -50,7 +55,7 @@ def references(reference: str) -> list[str]:
         return [reference]  # a text that begins with a bracket
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"reference {reference[:80]!r} is a JSON list; it must hold one text or more, and nothing else"
+            f"reference {reference[:80]!r} is a JSON list; legal: one that holds one text or more, and nothing else"
         )
     return list(texts)
 

@@ -17,12 +17,16 @@ from types import FrameType
 from typing import BinaryIO
 
 import msgspec
+from msgspec.structs import replace
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
+from rlhpc.rewards.failures import INVALID, OUT_OF_MEMORY, RAISED
+from rlhpc.rewards.forks import ForkWatch
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
-from rlhpc.rewards.registry import resolve
-from rlhpc.rewards.returned import as_outcome
+from rlhpc.rewards.registry import BUILT_IN, resolve
+from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome
+from rlhpc.user_code import is_import_path
 
 _LONGEST_DETAIL = 500  # characters
 
@@ -31,12 +35,13 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
     """Serve until the pipe closes.  Returns the exit status."""
     _die_with(parent_pid)
     _leave_signals_to_the_service()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(memory_limit_bytes)
     requests, replies = _take_pipes()
     functions: dict[str, RewardFunction] = {}
     try:
         for task in tasks:
-            functions[task] = resolve(task)
+            functions[task] = _function_of(task)
     except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
         _send(replies, Ready(error=_describe(error)))
         return 1
@@ -46,21 +51,40 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction]) -> None:
-    decoder = msgspec.msgpack.Decoder(Request)
+    decoder, forks = msgspec.msgpack.Decoder(Request), ForkWatch()
     while header := requests.read(HEADER_BYTES):
-        request = decoder.decode(requests.read(body_length(header)))
-        _send(replies, _judge(request, functions))
+        reply = _judge(decoder.decode(requests.read(body_length(header))), functions)
+        if forks.is_copy:  # one that came back out of the function: the answer is its parent's to give
+            os._exit(1)
+        if num_forked := forks.end_copies():
+            reply = replace(reply, num_forked=num_forked)
+        _send(replies, reply)
+
+
+def _function_of(task: str) -> RewardFunction:
+    if task in BUILT_IN or is_import_path(task):
+        return resolve(task)
+    # Imported here because settings take pydantic, for which every new worker would wait.
+    from rlhpc.rewards.composite import resolve as resolve_composite
+
+    return resolve_composite(task)
 
 
 def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
     try:
+        _limit_memory(request.memory_limit_bytes)
         function = functions.get(request.task)
         if function is None:
-            function = functions[request.task] = resolve(request.task)
+            function = functions[request.task] = _function_of(request.task)
         outcome = as_outcome(function(request.completion, request.reference))
+    except NoReward as error:
+        return _error(_describe(error), INVALID)
+    except MemoryError as error:
+        return _error(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
-        return _error(_describe(error))
-    return _checked(outcome, len(request.completion))
+        return replace(_error(_describe(error), RAISED), costs=getattr(error, "costs", {}))
+    reply = _checked(outcome, len(request.completion))
+    return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
@@ -82,8 +106,9 @@ def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
     return Reply(float(outcome.reward), bool(outcome.is_correct), parts, detail, "", answer, places)
 
 
-def _error(why: str) -> Reply:
-    return Reply(0.0, is_correct=False, parts={}, detail="", error=why[:_LONGEST_DETAIL] or "error without a message")
+def _error(why: str, failure: str = INVALID) -> Reply:
+    said = why[:_LONGEST_DETAIL] or "error without a message"
+    return Reply(0.0, is_correct=False, parts={}, detail="", error=said, failure=failure)
 
 
 def _describe(error: Exception) -> str:
@@ -116,9 +141,12 @@ def _leave_signals_to_the_service() -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if limit_bytes > 0:
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    """Of this process's address space; tasks may have other limits, so that the hard one stays as it was."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    is_above = hard != resource.RLIM_INFINITY and limit_bytes > hard
+    wanted = hard if limit_bytes <= 0 or is_above else limit_bytes
+    if soft != wanted:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rlhpc.rewards.failures import DIED, TIMED_OUT
 from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, body_length
 
 _READY = msgspec.msgpack.Decoder(Ready)
@@ -27,6 +28,11 @@ _LAST_MOMENT_S = 0.5
 
 class WorkerLost(Exception):
     """The process died, did not reply in time or sent an invalid reply; never leaves this package."""
+
+    def __init__(self, why: str, failure: str = DIED) -> None:
+        """failure: TIMED_OUT or DIED."""
+        super().__init__(why)
+        self.failure = failure
 
 
 class WorkerProcess:
@@ -84,7 +90,7 @@ class WorkerProcess:
                 body = await self._replies.readexactly(body_length(header))
             return decoder.decode(body)
         except TimeoutError:
-            raise WorkerLost(f"no answer within {timeout_s:g} s; killed") from None
+            raise WorkerLost(f"no answer within {timeout_s:g} s; killed", TIMED_OUT) from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerLost(f"worker died: {await self._how_it_ended()}") from error
         except (ValueError, msgspec.MsgspecError) as error:

@@ -24,7 +24,8 @@ from rlhpc.evaluation.samples_file import EvaluatedSample, SamplesFile, read_sam
 from rlhpc.evaluation.settings import NAME, EvaluationSettings, read_settings
 from rlhpc.generation.factory import engine_seed, start_engine
 from rlhpc.privacy import leave_no_core_file
-from rlhpc.rewards.code_place import check_sandbox, environment_of
+from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import Judgement, RewardPool
 from rlhpc.roles.common.lifecycle import exit_status_of, stop_event
 from rlhpc.types import FinishReason, RolloutRequest, SamplingParams, Verdict
@@ -62,11 +63,9 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         file = stack.enter_context(SamplesFile(directory, index))
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
-        rewards = config.rewards
-        tasks, environment = (config.data[0].task,), environment_of(config.sandbox)
-        check_sandbox(config.sandbox, tasks)
-        pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
-        await stack.enter_async_context(pool)
+        tasks = (config.data[0].task,)
+        check_sandbox(config.sandbox, config.parts_of(config.data[0].task))
+        pool = await stack.enter_async_context(open_pool(config, tasks))
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
 
 

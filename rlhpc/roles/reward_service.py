@@ -13,7 +13,8 @@ from functools import partial
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
 from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
-from rlhpc.rewards.code_place import check_sandbox, environment_of
+from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
 from rlhpc.roles.common.heartbeat import beat, hello
@@ -29,12 +30,9 @@ def run(context: RoleContext) -> None:
 
 async def _serve(context: RoleContext) -> None:
     stop = stop_event()
-    rewards = context.config.rewards
     tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
-    sandbox = context.config.sandbox
-    check_sandbox(sandbox, tasks)
-    environment = environment_of(sandbox)
-    pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
+    check_sandbox(context.config.sandbox, [part for task in tasks for part in context.config.parts_of(task)])
+    pool = open_pool(context.config, tasks, judge_cache=context.layout.judge_replies)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))
@@ -87,6 +85,7 @@ class RewardService:
                 "queued": float(self._num_waiting),
                 "judged": float(self._num_judged),
                 "restarts": float(self._pool.num_restarts),
+                **self._pool.counts.as_metrics(),
             },
         )
 

@@ -188,6 +188,8 @@ def test_batches_are_in_strict_order_unless_a_window_is_asked_for(run_file: Path
          ["algorithm.advantage=gae"]),
         (["critic.follows_schedule=true", "algorithm.advantage=gae"], "critic.follows_schedule=true",
          ["trainer.warmup_steps=1"]),
+        (["instructions.accuracy=loose"], "instructions.accuracy=loose", ["data.task=instruction_following"]),
+        (["instructions.reward=fraction"], "instructions.reward=fraction", ["data.task=instruction_following"]),
         (["trainer.overlap_grad_reduce=true"], "trainer.overlap_grad_reduce=true", ["trainer.num_ranks=2"]),
         (["buffer.partial_interval_s=30.0", "admission.lease_deadline_s=80.0"], "buffer.partial_interval_s=30",
          ["buffer.partial_interval_s=20.0"]),
@@ -510,3 +512,25 @@ def test_settings_that_make_the_statistics_wrong_are_refused_with_the_reason(
     with pytest.raises(ConfigError, match=message):
         load_config(run_file, words)
     load_config(run_file, [*words, *way_out])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["rewards.task_timeout_s={regex=2.0}"], "rewards.task_timeout_s names 'regex'; legal: a task of a dataset"),
+        (["data.task=regex", "rewards.task_timeout_s={regex=0.0}"], "rewards.task_timeout_s: regex=0; legal: above 0"),
+        (["data.task=regex", "rewards.task_memory_bytes={regex=-1}"], "regex=-1; legal: above 0"),
+        (
+            ["data.task=code_stdin", "rewards.task_timeout_s={code_stdin=5.0}"],
+            "sandbox.wall_s=8 is not below rewards.task_timeout_s=5",
+        ),
+    ],
+)
+def test_limits_of_single_tasks_are_of_tasks_that_are_there(run_file: Path, words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, words)
+    assert why in str(error.value)
+    assert (
+        load_config(run_file, ["data.task=regex", "rewards.task_timeout_s={regex=20.0}"]).rewards.timeout_of("regex")
+        == 20
+    )

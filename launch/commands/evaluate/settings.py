@@ -17,7 +17,15 @@ from rlhpc.config_file import settled
 from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
-OPEN = ("data", "generation", "rewards", "sandbox")  # sections that the words may change
+OPEN = (
+    "data",
+    "generation",
+    "rewards",
+    "sandbox",
+    "instructions",
+    "composite",
+    "judge",
+)  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
 UNUSED = {
@@ -53,9 +61,33 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         document["data"] = like.model_dump(mode="json", exclude={*_LIMITS, "weight"}) | data_here
         limits = {key: limit for key in _LIMITS if (limit := getattr(like, key)) is not None}
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
-        document["rewards"] = run.rewards.model_dump(mode="json")
+        document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), _task(like, words))
         document["sandbox"] = run.sandbox.model_dump(mode="json")
+        document |= _settings_of_task(run, _task(like, words))
     return settled(document, words, "evaluation")
+
+
+def _task(like: DataConfig, words: Sequence[str]) -> str:
+    said = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.task"]
+    return said[-1] if said else like.task
+
+
+def _limits_of_task(rewards: dict[str, Any], task: str) -> dict[str, Any]:
+    for key in ("task_timeout_s", "task_memory_bytes"):
+        rewards[key] = {name: limit for name, limit in rewards[key].items() if name == task}
+    return rewards
+
+
+def _settings_of_task(run: Config, task: str) -> dict[str, Any]:
+    """Tables of the run's file that are about the task alone; others would have no effect."""
+    found: dict[str, Any] = {}
+    if "instruction_following" in run.parts_of(task):
+        found["instructions"] = run.instructions.model_dump(mode="json")
+    if "llm_judge" in run.parts_of(task):
+        found["judge"] = run.judge.model_dump(mode="json")
+    if task in run.composite:
+        found["composite"] = {task: run.composite[task].model_dump(mode="json")}
+    return found
 
 
 def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:

@@ -91,6 +91,15 @@ class ProcessRegistry:
         """Sum of one heartbeat metric over all members of a role."""
         return sum(self._members[name].beat.metrics.get(metric, 0.0) for name in self.names(role))
 
+    def totals(self, prefix: str, role: str) -> dict[str, float]:
+        """Sums of all heartbeat metrics that begin so, over all members of a role."""
+        found: dict[str, float] = {}
+        for name in self.names(role):
+            for metric, value in self._members[name].beat.metrics.items():
+                if metric.startswith(prefix):
+                    found[metric] = found.get(metric, 0.0) + value
+        return found
+
     def report(self) -> list[dict[str, Any]]:
         """One row per process, for status.json."""
         now = self._clock()

@@ -85,7 +85,7 @@ async def _serve(engine: GenerationEngine, sampling: Sampling, session: Controll
         leases, services, control = channels
         rewards = context.config.rewards
         judges = await stack.enter_async_context(
-            RpcClient(services, max_attempts=rewards.max_attempts, silence_s=rewards.timeout_s + SILENT_S)
+            RpcClient(services, max_attempts=rewards.max_attempts, silence_s=rewards.longest_timeout_s + SILENT_S)
         )
         await control.send(hello(context, engine.weight_devices))
         stack.callback(sampling.detach)

@@ -204,7 +204,7 @@ class Sampling:
 
     async def _ask(self, judges: RpcClient, request: RewardRequest, rollout: Rollout) -> ScoredRollout:
         rewards = self._config.rewards
-        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.timeout_s)
+        timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s)
         try:
             reply = await judges.call(request, timeout_s)
             for _ in range(1, rewards.max_attempts):

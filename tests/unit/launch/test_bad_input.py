@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import h5py  # noqa: F401  its first import starts uname, which is not what these tests are about
 import pytest
 
 from launch.cli import main
@@ -78,7 +80,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("admission", "window_groups", 6, ["admission.window_groups=6", "legal: 1 to 5"]),
         ("trainer", "warmup_steps", 7, ["trainer.warmup_steps=7", "run.num_steps=6"]),
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
-        ("data", "task", "integer_arithmetics", ["data.task='integer_arithmetics'", "integer_arithmetic, math_answer"]),
+        ("data", "task", "integer_arithmetics", ["data.task=", "regex, token_f1, or package.module:function"]),
         ("data", "task", "no_such_package_here:judge", ["data.task='no_such_package_here:judge'", "PYTHONPATH"]),
         ("data", "path", "missing.jsonl", ["data.path=", "missing.jsonl does not exist", "run.toml"]),
         ("data", "reference_field", "solution", ["train.jsonl:1", "no field 'solution'", "'prompt', 'answer'"]),
@@ -97,6 +99,17 @@ def test_a_fault_is_one_line_with_its_place(
     for word in words:
         assert word in line
     assert bench.refusal(command="check") == [line]
+
+
+def test_references_that_the_task_cannot_read_are_named_line_by_line(bench: Bench) -> None:
+    bench.settings["data"] |= {"task": "multiple_choice"}
+    lines = bench.refusal()
+    assert len(lines) == 6
+    for number, line in enumerate(lines[:5], 1):
+        assert f"train.jsonl:{number}: field 'answer' (data.reference_field), for data.task='multiple_choice': " in line
+        assert "is not one letter; legal: B, (B) or B." in line
+    assert re.fullmatch(r"and \d+ more of \d+ records", lines[5])
+    assert bench.refusal(command="check") == lines
 
 
 @pytest.mark.parametrize(

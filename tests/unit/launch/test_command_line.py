@@ -52,7 +52,21 @@ def layout(config: Config) -> RunLayout:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "check", "submit", "resume", "status", "list", "stop", "scale", "logs", "doctor", "export", "demo"],
+    [
+        "run",
+        "check",
+        "submit",
+        "resume",
+        "status",
+        "list",
+        "stop",
+        "scale",
+        "logs",
+        "doctor",
+        "export",
+        "demo",
+        "reward",
+    ],
 )
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -45,6 +45,37 @@ def allocate(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(len(bytearray(8 << 30))), is_correct=True)
 
 
+def hold_memory(completion: str, reference: str) -> RewardOutcome:
+    held.append(bytearray(64 << 20))
+    return RewardOutcome(float(len(held)), is_correct=True)
+
+
+held: list[bytearray] = []
+
+
+def fork_and_leave(completion: str, reference: str) -> RewardOutcome:
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    return RewardOutcome(1.0, is_correct=True)
+
+
+def fork_and_come_back(completion: str, reference: str) -> RewardOutcome:
+    pid = os.fork()
+    if pid and completion == "wait":
+        time.sleep(0.5)  # the child is back before its parent
+    return RewardOutcome(2.0 if pid == 0 else 1.0, is_correct=True)
+
+
+def keep_program(completion: str, reference: str) -> RewardOutcome:
+    if not kept:
+        kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+    return RewardOutcome(float(kept[0].pid), is_correct=kept[0].poll() is None)
+
+
+kept: list[subprocess.Popen[bytes]] = []
+
+
 def read_input(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(len(sys.stdin.read())), is_correct=True)
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from rlhpc.errors import RoleFailed
+from rlhpc.rewards.failures import by_task
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.reward_service import RewardService
 from rlhpc.topology import REWARDS
 from rlhpc.transport.memory import MemoryServer
 from rlhpc.types import Verdict
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.starts
 
@@ -135,6 +137,82 @@ async def test_a_memory_limit_is_an_error_of_the_completion_that_passes_it():
     async with RewardPool(1, 10.0, memory_limit_bytes=2 << 30) as pool:
         assert "MemoryError" in (await pool.judge(TASK + "allocate", "", "")).detail
         assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
+
+
+async def test_a_leak_that_reaches_its_limit_costs_one_completion_and_the_worker():
+    limits = {"hold_memory": 1 << 30}
+    async with RewardPool(
+        1, PATIENCE_S, task_memory_bytes={TASK + name: limit for name, limit in limits.items()}
+    ) as pool:
+        judgements = [await pool.judge(TASK + "hold_memory", "", "") for _ in range(16)]
+        failed = [judgement for judgement in judgements if judgement.verdict is Verdict.VERIFIER_ERROR]
+        assert failed
+        assert "MemoryError" in failed[0].detail
+        assert "of 1073741824 bytes" in failed[0].detail
+        assert judgements[judgements.index(failed[0]) + 1].reward == 1.0  # another process, which holds nothing yet
+        assert pool.counts.of(TASK + "hold_memory", "out_of_memory") == len(failed) == pool.num_restarts
+        # The limit is of that task alone.
+        assert (await pool.judge(TASK + "hold_memory", "", "")).verdict is Verdict.CORRECT
+        assert "MemoryError" not in (await pool.judge(TASK + "length", "abc", "")).detail
+
+
+async def test_a_task_has_a_time_limit_of_its_own():
+    async with RewardPool(1, PATIENCE_S, task_timeout_s={TASK + "hang": 0.5}) as pool:
+        assert "no answer within 0.5 s" in (await pool.judge(TASK + "hang", "", "")).detail
+
+
+async def test_what_failed_is_counted_by_task_and_kind(pool):
+    for function in ("fail", "return_nan", "return_text", "return_nothing", "die", "hang", "length", "length"):
+        await pool.judge(TASK + function, "abc", "")
+    await pool.judge(TASK + "length", "\ud800", "")
+    kinds = {
+        "fail": "raised", "return_nan": "invalid", "return_text": "invalid", "return_nothing": "invalid", "die": "died",
+        "hang": "timed_out", "length": "unsent",
+    }  # fmt: skip
+    counted = by_task(RewardService(MemoryServer(REWARDS), pool).heartbeat().metrics)
+    for function, kind in kinds.items():
+        figures = counted[TASK + function]
+        assert {name: value for name, value in figures.items() if name != "seconds"} == {
+            "judged": 3.0 if function == "length" else 1.0, kind: 1.0
+        }  # fmt: skip
+    assert counted[TASK + "hang"]["seconds"] >= 1.0
+
+
+async def test_processes_that_are_forked_and_left_behind_are_killed_and_counted(pool):
+    (worker,) = pool.worker_pids
+    assert (await pool.judge(TASK + "fork_and_leave", "", "")).reward == 1.0
+    for completion in ("", "wait"):
+        # The child returns from the function, too, and would give the worker's next answer.
+        assert (await pool.judge(TASK + "fork_and_come_back", completion, "")).reward == 1.0
+        assert (await pool.judge(TASK + "length", "abc", "")).reward == 3.0
+    assert pool.counts.of(TASK + "fork_and_leave", "forked") == 1.0
+    assert pool.counts.of(TASK + "fork_and_come_back", "forked") == 2.0
+    assert pool.worker_pids == (worker,)
+    assert children_of(worker) == []
+
+
+async def test_a_program_that_a_function_started_and_keeps_is_left_alone(pool):
+    first, second = [await pool.judge(TASK + "keep_program", "", "") for _ in range(2)]
+    assert first.reward == second.reward
+    assert second.verdict is Verdict.CORRECT
+    assert is_alive(int(first.reward))
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+async def test_tasks_that_hang_leave_all_workers_but_one_to_the_others():
+    async with RewardPool(2, 1.0, preload_tasks=[TASK + "length"]) as pool:
+        hung = [asyncio.create_task(pool.judge(TASK + "hang", "", "")) for _ in range(6)]
+        await asyncio.sleep(0)
+        await hung[0]  # a first one shows what the task is like
+        others = [pool.judge(TASK + "length", "abc", "") for _ in range(50)]
+        assert all(judgement.reward == 3.0 for judgement in await asyncio.gather(*others))
+        assert not all(call.done() for call in hung)  # judged while the others were waited for
+        for call in hung:
+            call.cancel()
+        await asyncio.gather(*hung, return_exceptions=True)
 
 
 async def test_a_reward_function_finds_its_input_empty(pool):

@@ -15,6 +15,7 @@ from rlhpc.contracts import Clock, ServerChannel
 from rlhpc.metrics.meters import Eta, LoopLag, Rate
 from rlhpc.metrics.recorder import Recorder, Sample, Seam
 from rlhpc.packing.layout import packing_fill, tokens_trained
+from rlhpc.rewards.failures import PREFIX, by_task
 from rlhpc.roles.common.lifecycle import RoleContext
 from rlhpc.roles.controller.metrics.status_board import LiveFigures
 from rlhpc.roles.controller.metrics.step_figures import (
@@ -23,6 +24,7 @@ from rlhpc.roles.controller.metrics.step_figures import (
     histograms,
     sampling_figures,
     training_figures,
+    verifier_figures,
 )
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
@@ -189,6 +191,7 @@ class RunRecorder:
             "reward/queued": self._registry.total("queued", "reward"),
             "reward/worker_restarts": self._registry.total("restarts", "reward"),
             "reward/retries": self._registry.total("reward_retries", "generator"),
+            **verifier_figures(by_task(self._registry.totals(PREFIX, "reward"))),
             "transport/lost_total": float(sum(one.messages_lost for one in channels)),
             "transport/rejected_total": float(sum(one.messages_rejected for one in channels)),
             "transport/denied_total": float(sum(one.connections_denied for one in channels)),

@@ -14,6 +14,7 @@ from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.config import Config
 from rlhpc.files import write_atomically
 from rlhpc.ownership import Fence
+from rlhpc.rewards.failures import PREFIX, by_task
 from rlhpc.roles.controller.metrics.timeline import Timeline
 from rlhpc.roles.controller.process_registry import ProcessRegistry
 from rlhpc.run_layout import RunLayout
@@ -67,6 +68,7 @@ class StatusBoard:
             "staleness_bound": self._buffer.staleness_bound,
             "queue": self._buffer.counts() | {"oldest_in_flight_s": round(self._buffer.oldest_in_flight_age_s)},
             "roles": roles,
+            "verifiers": by_task(self._registry.totals(PREFIX, "reward")),
             **{name: getattr(figures, name) for name in LiveFigures.__slots__},
         }
         return json.dumps(document).encode()

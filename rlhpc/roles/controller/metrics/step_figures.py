@@ -5,7 +5,7 @@ Input: StepRecord and the rollouts since the previous step.  Output: scalars.  N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from rlhpc.algorithms.diagnostics import (
     staleness_figures,
 )
 from rlhpc.packing.layout import packing_fill
+from rlhpc.rewards.failures import JUDGED, SECONDS
 from rlhpc.roles.controller.rollout_sink import IntakeStats
 from rlhpc.roles.controller.saved_state import Totals
 from rlhpc.roles.controller.step_record import StepRecord
@@ -82,6 +83,15 @@ def sampling_figures(stats: IntakeStats) -> dict[str, float]:
     """Metrics of all groups finished since the last step, zero-variance groups included: what the policy can do now."""
     shaped = {"reward/shaped_mean": float(np.mean(stats.shaped_rewards))} if stats.shaped_rewards else {}
     return reward_figures(stats.groups) | length_figures(stats.groups) | shaped
+
+
+def verifier_figures(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of each task: what failures.py counts, and the mean time of a completion."""
+    found: dict[str, float] = {}
+    for task, figures in tasks.items():
+        found |= {f"verifier_{name}/{task}": value for name, value in figures.items() if name != SECONDS}
+        found[f"verifier_mean_s/{task}"] = figures.get(SECONDS, 0.0) / max(1.0, figures.get(JUDGED, 0.0))
+    return found
 
 
 def cut_figures(totals: Totals) -> dict[str, float]:

@@ -1,0 +1,153 @@
+"""`rlhpc reward`: judge completions of a file by a task, as the reward service of a run does.
+
+Input: JSON lines with a completion and a reference each.  Output: verdict, reward and parts of each, in their order, as
+a table or JSON lines.  Workers, time and memory are those of [rewards] and [sandbox].
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.commands.evaluate.settings import UNUSED
+from launch.common.text_table import aligned, printable
+from rlhpc.config import Config
+from rlhpc.config_file import load_config, settled
+from rlhpc.data.records import WHOLE_RECORD, Record, records_of_lines
+from rlhpc.errors import ConfigError, DataError
+from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.open_pool import open_pool
+from rlhpc.rewards.pool import Judgement
+from rlhpc.rewards.registry import validate_task
+from rlhpc.types import Verdict
+
+EXIT_NOT_JUDGED = 1  # a verifier failed
+OPEN = ("rewards", "sandbox", "instructions", "composite", "judge")  # sections that the words may change
+_SHOWN_CHARACTERS = 60
+
+
+def judge_records(options: argparse.Namespace) -> int:
+    """Print a verdict for each record.  Returns 1 if a verifier failed on one, 0 otherwise, also where all are wrong.
+
+    Raises ConfigError, DataError, SandboxError; RoleFailed if the function cannot be imported.
+    """
+    overrides = [word for word in options.words if "=" in word]
+    files = [word for word in options.words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: legal: at most one file, and settings (key=value)")
+    config = _settings(options.task, options.run, overrides)
+    for part in config.parts_of(options.task):
+        validate_task(part)
+    check_sandbox(config.sandbox, config.parts_of(options.task))
+    records = _records(files[0] if files else "-")
+    asked = [(record.text(options.completion, "--completion"), _reference(record, options)) for record in records]
+
+    def show(place: int, judgement: Judgement) -> None:
+        if options.json:
+            print(json.dumps(_document(records[place], judgement), ensure_ascii=False), flush=True)
+
+    found = asyncio.run(_judge(config, options.task, asked, show))
+    if not options.json:
+        print(_table(records, found))
+    return EXIT_NOT_JUDGED if any(each.verdict is Verdict.VERIFIER_ERROR for each in found) else 0
+
+
+def _settings(task: str, run_file: Path | None, words: Sequence[str]) -> Config:
+    for word in words:
+        if word.partition(".")[0].strip() not in OPEN:
+            legal = ", ".join(f"{section}.…" for section in OPEN)
+            raise ConfigError(
+                f"{word!r}: not a setting of `rlhpc reward`; legal: {legal}, the others in --run RUN.toml"
+            )
+    if run_file is not None:
+        return load_config(run_file, words)
+    document: dict[str, Any] = {
+        "run": {"name": "reward", "num_steps": 1},
+        "model": {"path": "."},
+        "data": {"path": ".", "task": task},
+        "generation": {"max_prompt_tokens": 1, "max_completion_tokens": 1},
+        **UNUSED,
+    }
+    return settled(document, words, "rlhpc reward")
+
+
+def _records(file: str) -> list[Record]:
+    if file == "-":
+        return [*records_of_lines(sys.stdin.buffer, "standard input")]
+    try:
+        with Path(file).open("rb") as lines:
+            return [*records_of_lines(lines, file)]
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _reference(record: Record, options: argparse.Namespace) -> str:
+    if options.reference == WHOLE_RECORD:  # as it is in a dataset, which has no completion
+        rest = {name: value for name, value in record.fields.items() if name != options.completion}
+        record = Record(rest, record.source)
+    return record.reference(options.reference, "--reference")
+
+
+async def _judge(
+    config: Config, task: str, asked: Sequence[tuple[str, str]], show: Callable[[int, Judgement], None]
+) -> list[Judgement]:
+    """Judgements in the order of what was asked, each shown once it and those before it are there."""
+    num_workers = min(config.rewards.workers_per_replica, max(1, len(asked)))
+    found: list[Judgement] = []
+    async with open_pool(config, [task], num_workers) as pool:
+        calls = [asyncio.create_task(pool.judge(task, *each)) for each in asked]
+        try:
+            for place, call in enumerate(calls):
+                found.append(await call)
+                show(place, found[-1])
+        finally:
+            await pool.close()
+            await asyncio.gather(*calls, return_exceptions=True)
+    return found
+
+
+def _document(record: Record, judgement: Judgement) -> dict[str, Any]:
+    """For programs; a verifier that failed has said nothing of a reward."""
+    is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
+    return {
+        "line": _line_of(record),
+        "verdict": judgement.verdict.value,
+        "reward": judgement.reward if is_judged else None,
+        "parts": judgement.parts,
+        "answer": judgement.answer,
+        "detail": judgement.detail,
+        **({"rewards_at": judgement.rewards_at} if judgement.rewards_at else {}),
+    }
+
+
+def _table(records: Sequence[Record], found: Sequence[Judgement]) -> str:
+    rows: list[tuple[str, ...]] = [("LINE", "VERDICT", "REWARD", "PARTS", "DETAIL")]
+    rows += [_row(record, judgement) for record, judgement in zip(records, found, strict=True)]
+    return "\n".join([*aligned(rows), _total(found)])
+
+
+def _row(record: Record, judgement: Judgement) -> tuple[str, ...]:
+    is_judged = judgement.verdict is not Verdict.VERIFIER_ERROR
+    parts = ", ".join(f"{name} {value:g}" for name, value in judgement.parts.items())
+    # What a verifier failed of is said in full.
+    detail = printable(judgement.detail)[: _SHOWN_CHARACTERS if is_judged else None]
+    reward = f"{judgement.reward:g}" if is_judged else "-"
+    return str(_line_of(record)), judgement.verdict.value, reward, parts or "-", detail or "-"
+
+
+def _total(found: Sequence[Judgement]) -> str:
+    counts = Counter(judgement.verdict for judgement in found)
+    rewards = [judgement.reward for judgement in found if judgement.verdict is not Verdict.VERIFIER_ERROR]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
+    words = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
+    return f"{len(found)} judged: {words}{mean}"
+
+
+def _line_of(record: Record) -> int:
+    return int(record.source.rpartition(":")[2])

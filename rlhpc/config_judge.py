@@ -1,0 +1,100 @@
+"""[judge]: the model that the task llm_judge asks (docs/rewards.md).  Loads without torch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field, model_validator
+
+from rlhpc.config_sections import Positive, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+TASK = "llm_judge"
+TEMPLATE = (
+    "Compare an answer with a reference.\n\nReference:\n{reference}\n\nAnswer:\n{completion}\n\n"
+    "How well does the answer agree with the reference? Give reasons in one or two sentences. End with a line "
+    '"Grade: N", where N is a whole number from 0 (wrong) to 10 (right).'
+)
+
+
+class JudgeConfig(Section):
+    """[judge]: an OpenAI-compatible endpoint, what it is asked, and how its grade is read."""
+
+    endpoint: str = ""
+    """Such as "http://node7:8000/v1"; asked is POST endpoint/chat/completions.  Required by the task llm_judge."""
+    model: str = ""
+    """Its name there.  Required."""
+    system: str = ""
+    """System message; default: none."""
+    template: str = TEMPLATE
+    """User message, filled with completion and reference, or with the fields of the record where
+    data.reference_field = "*"; a brace of its own is written twice."""
+    template_file: str = ""
+    """A file with the template instead."""
+    grade_pattern: str = r"(?i)\bgrade:[\s*]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match in the reply, group 1, is the grade."""
+    grade_key: str = ""
+    """Instead: the reply is a JSON object, or ends with one, and this key of it is the grade."""
+    worst: float = 0.0
+    """Grade of reward 0; a grade outside of worst and best is none."""
+    best: float = 10.0
+    """Grade of reward 1; grades between have their share."""
+    correct_from: float = 7.0
+    """Grade from which on a completion counts as correct."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Of the judge's sampling."""
+    max_tokens: Positive = 512
+    """Of its reply."""
+    timeout_s: PositiveFloat = 8.0
+    """All attempts for a completion together.  Less than rewards.timeout_s, or task_timeout_s of the task."""
+    attempts: Positive = 4
+    """Requests for a completion before its verifier has failed: endpoint down, 429, 5xx, or no grade in the reply."""
+    backoff_s: PositiveFloat = 0.5
+    """Wait before the second attempt, doubled before each further one; Retry-After of the endpoint counts instead."""
+    requests_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Of all workers of all services together, at most; 0: no limit."""
+    key_variable: str = ""
+    """Environment variable of the reward service that holds the endpoint's key; default: no key is sent."""
+    key_file: str = ""
+    """Instead: a file that holds it, readable by its owner only.  Keys do not stand in run files."""
+    cache: bool = True
+    """Keep replies in the run directory, by model, messages and sampling; the same completion is not asked twice."""
+
+    @model_validator(mode="after")
+    def _grades_can_be_read(self) -> Self:
+        if self.best <= self.worst:
+            raise ValueError(f"judge.best={self.best:g} is not above judge.worst={self.worst:g}")
+        if not self.worst <= self.correct_from <= self.best:
+            raise ValueError(f"judge.correct_from={self.correct_from:g}; legal: {self.worst:g} to {self.best:g}")
+        try:
+            groups = re.compile(self.grade_pattern).groups
+        except re.error as error:
+            raise ValueError(f"judge.grade_pattern={self.grade_pattern!r} is no regular expression: {error}") from error
+        if groups < 1:
+            raise ValueError(f"judge.grade_pattern={self.grade_pattern!r} has no group; legal: one around the grade")
+        if self.key_variable and self.key_file:
+            raise ValueError(f"judge.key_variable={self.key_variable!r} beside judge.key_file; legal: one of them")
+        return self
+
+
+def judge_can_be_asked(config: Config) -> None:
+    """Who names the task needs an endpoint, and time for it."""
+    if TASK not in config.tasks:
+        return
+    judge = config.judge
+    for key in ("endpoint", "model"):
+        if not getattr(judge, key):
+            raise ValueError(f"judge.{key} is missing, which the task {TASK!r} needs")
+    if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", judge.endpoint):
+        said = "…" if re.search("[@?]", judge.endpoint) else repr(judge.endpoint)  # there may be a key in it
+        raise ValueError(f"judge.endpoint={said}; legal: http://HOST:PORT/v1 or https://…, without a key in it")
+    for dataset in config.data:
+        limit_s = config.rewards.timeout_of(dataset.task)
+        if TASK in config.parts_of(dataset.task) and judge.timeout_s >= limit_s:
+            raise ValueError(
+                f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {dataset.task!r} has "
+                "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before it gives up"
+            )

@@ -1,0 +1,111 @@
+"""Tables of the run file for reward functions (docs/rewards.md).  Loads without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhpc.config_sections import NonNegative, Positive, PositiveFloat, Section, Share
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+class RewardsConfig(Section):
+    """[rewards]: the reward service."""
+
+    num_replicas: Positive = 1
+    """Service processes."""
+    workers_per_replica: Positive = 1
+    """Worker processes of each service; one that hangs is killed."""
+    timeout_s: PositiveFloat = 10.0
+    """A verifier that takes longer is killed and its verdict is verifier_error."""
+    task_timeout_s: dict[str, float] = Field(default={})
+    """Another limit for single tasks, as { code_stdin = 20.0 }."""
+    memory_bytes: NonNegative = 0
+    """Address space of a worker; a verifier that needs more is a verifier_error, and its worker is replaced.
+    0: no limit."""
+    task_memory_bytes: dict[str, int] = Field(default={})
+    """Another limit while single tasks judge."""
+    max_attempts: Positive = 2
+    """Tries of one completion before its group is dropped."""
+    max_error_share: Share = 0.2
+    """The run stops when more than this share of the last 200 verdicts are verifier errors."""
+
+    def timeout_of(self, task: str) -> float:
+        """Seconds in which a task has to judge a completion."""
+        return self.task_timeout_s.get(task, self.timeout_s)
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """Of all tasks."""
+        return max(self.timeout_s, *self.task_timeout_s.values(), 0.0)
+
+
+class InstructionsConfig(Section):
+    """[instructions]: what the task instruction_following rewards."""
+
+    accuracy: Literal["strict", "loose"] = "strict"
+    """What counts as followed: the completion as it is, or also without its first line, its last line or asterisks."""
+    reward: Literal["all", "fraction"] = "all"
+    """1.0 when all instructions of a prompt are followed, or their fraction."""
+
+
+class CompositeConfig(Section):
+    """[composite.NAME]: a task that is made of others."""
+
+    tasks: dict[str, str]
+    """Its parts by name, as { answer = "math_answer", format = "regex" }; each is plotted as reward_part/NAME."""
+    weights: dict[str, float] = Field(default={})
+    """The reward is the sum of the parts' rewards by these weights; a part that is not named here has weight 1."""
+    correct: str
+    """The part that says whether a completion is correct."""
+    fields: dict[str, str] = Field(default={})
+    """Fields of the record that hold a part's reference; a part that is not named gets the whole record.  Needs
+    data.reference_field = "*".  Default: all parts have the record's reference."""
+
+    @model_validator(mode="after")
+    def _parts_are_named(self) -> Self:
+        if not self.tasks:
+            raise ValueError("composite.tasks={} has no part; legal: one or more")
+        named = ", ".join(self.tasks)
+        for key, names in (("weights", self.weights), ("fields", self.fields), ("correct", [self.correct])):
+            if strange := [name for name in names if name not in self.tasks]:
+                raise ValueError(f"composite.{key} names {strange[0]!r}, which is no part of it; legal: {named}")
+        return self
+
+    def weight(self, part: str) -> float:
+        """By which a part's reward counts."""
+        return self.weights.get(part, 1.0)
+
+
+def composites_are_made_of_tasks(config: Config) -> None:
+    """One level, and records where parts take fields."""
+    for name, composite in config.composite.items():
+        for part, task in composite.tasks.items():
+            if task in config.composite:
+                raise ValueError(f"composite.{name}.tasks: {part}={task!r} is a composite; legal: a task that is none")
+    for place, dataset in enumerate(config.data):
+        named = config.composite.get(dataset.task)
+        if named and named.fields and dataset.reference_field != "*":
+            where = f"data.{place}.reference_field" if len(config.data) > 1 else "data.reference_field"
+            raise ValueError(
+                f"{where}={dataset.reference_field!r} with composite.{dataset.task}.fields, which are of records; "
+                'legal: "*"'
+            )
+
+
+def limits_are_of_tasks(config: Config) -> None:
+    """A limit for a task that nobody has would be passed over."""
+    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation if each.task)}
+    for key in ("task_timeout_s", "task_memory_bytes"):
+        for task, limit in getattr(config.rewards, key).items():
+            if task not in named:
+                raise ValueError(
+                    f"rewards.{key} names {task!r}; legal: a task of a dataset: {', '.join(sorted(named))}"
+                )
+            if limit <= 0:
+                raise ValueError(f"rewards.{key}: {task}={limit:g}; legal: above 0")

@@ -1,0 +1,104 @@
+"""Task "json_schema": is the completion JSON that is valid under the schema of its record?
+
+Input: a completion; reference: a JSON Schema, of the draft that its $schema names, 2020-12 where it names none.
+Output: a RewardOutcome of 1.0 or 0.0; part `json` says whether it is JSON at all.
+
+Judged is the last fenced block, marked json or not at all, or the whole completion where nothing is fenced.  Nothing is
+fetched: a $ref leads to a place in the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NoReturn
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.validators import validator_for
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.marked_answer import LONGEST_ANSWER
+
+_BLOCK = re.compile(r"^[ ]{0,3}```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ ]{0,3}```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ ]{0,3}```", re.MULTILINE)
+_MOST_ERRORS = 50  # of which the one is shown that says most
+_SHOWN_CHARACTERS = 200
+
+
+def judge(completion: str, reference: str) -> RewardOutcome:
+    """Raises ValueError if the reference is no schema."""
+    validator = _validator(reference)
+    text = _document(completion)
+    if text is None:
+        return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail="the last fenced block is no JSON")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = f"no JSON: {error}"[:_SHOWN_CHARACTERS]
+        return RewardOutcome(0.0, is_correct=False, parts={"json": 0.0}, detail=why)
+    fault = best_match(islice(validator.iter_errors(value), _MOST_ERRORS))
+    detail = "valid" if fault is None else f"{fault.json_path}: {fault.message}"[:_SHOWN_CHARACTERS]
+    answer = json.dumps(value, sort_keys=True)[:LONGEST_ANSWER]
+    return RewardOutcome(float(fault is None), fault is None, parts={"json": 1.0}, detail=detail, answer=answer)
+
+
+def check_reference(reference: str) -> None:
+    """Raises ValueError if it is no schema, or refers to another document."""
+    _validator(reference)
+
+
+@lru_cache(maxsize=256)
+def _validator(reference: str) -> Any:
+    try:
+        schema = json.loads(reference)
+    except ValueError as error:
+        raise ValueError(f"reference {reference[:80]!r} is no JSON: {error}; legal: a JSON Schema") from error
+    is_schema = isinstance(schema, dict | bool)
+    if not is_schema:
+        raise ValueError(f"reference {reference[:80]!r} is no JSON Schema; legal: an object, true or false")
+    kind = validator_for(schema, default=Draft202012Validator)
+    if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
+        raise ValueError(f"$schema={schema['$schema']!r} is not known; legal: drafts 3 to 7, 2019-09 and 2020-12")
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(
+            f"no JSON Schema: at {error.json_path}: {error.message}; legal: what {kind.__name__} knows"
+        ) from error
+    _follow_references(schema)
+    return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
+
+
+def _follow_references(schema: Any) -> None:
+    root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
+    registry: Registry[Any] = Registry().with_resource(root.id() or "", root)
+    waiting = [(root, registry.resolver_with_root(root))]
+    while waiting:
+        resource, resolver = waiting.pop()
+        target = resource.contents.get("$ref") if isinstance(resource.contents, dict) else None
+        if isinstance(target, str):
+            try:
+                resolver.lookup(target)
+            except Unresolvable as error:
+                raise ValueError(f"$ref={target!r} leads nowhere; legal: a place in the schema itself") from error
+        waiting += [(part, resolver.in_subresource(part)) for part in resource.subresources()]
+
+
+def _document(completion: str) -> str | None:
+    """What is judged; None where the last block is not closed, or of another language."""
+    if not _FENCE.search(completion):
+        return completion
+    blocks: list[tuple[str, str]] = _BLOCK.findall(completion)
+    if not blocks or len(_FENCE.findall(completion)) % 2 or blocks[-1][0].lower() not in ("json", ""):
+        return None
+    return blocks[-1][1]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

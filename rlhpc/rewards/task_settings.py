@@ -1,0 +1,49 @@
+"""What tasks learn of the run file: a reward worker has it in its environment (VARIABLE), which the service sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from rlhpc.config_judge import JudgeConfig
+from rlhpc.config_sections import Section
+from rlhpc.config_tasks import CompositeConfig, InstructionsConfig
+from rlhpc.rewards import code_place
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+VARIABLE = "RLHPC_TASKS"
+
+
+class TaskSettings(Section):
+    """What a reward worker is given."""
+
+    composite: dict[str, CompositeConfig] = Field(default={})
+    instructions: InstructionsConfig = InstructionsConfig()
+    judge: JudgeConfig = JudgeConfig()
+    judge_cache: str = ""  # directory; "": no reply is kept
+    num_workers: int = 1  # of all services, among which the judge's rate is shared
+
+
+def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[str, str]:
+    """What reward workers need to judge as the run file says."""
+    settings = TaskSettings(
+        composite=config.composite,
+        instructions=config.instructions,
+        judge=config.judge,
+        judge_cache=str(judge_cache or ""),
+        num_workers=config.rewards.num_replicas * config.rewards.workers_per_replica,
+    )
+    return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox)}
+
+
+@cache
+def task_settings() -> TaskSettings:
+    """Those of this process; the defaults where there is no run."""
+    return TaskSettings.model_validate(json.loads(os.environ.get(VARIABLE, "{}")))
