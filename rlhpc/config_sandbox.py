@@ -34,7 +34,7 @@ class SandboxConfig(Section):
 
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
-    is_code = any(dataset.task in CODE_TASKS for dataset in config.data)
+    is_code = any(task in CODE_TASKS for dataset in config.data for task in dataset.all_tasks)
     if is_code and config.sandbox.wall_s >= config.rewards.timeout_s:
         raise ValueError(
             f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.timeout_s={config.rewards.timeout_s:g}: a "

@@ -65,7 +65,7 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
     try:
-        layers = check_sandbox(config.sandbox, [dataset.task for dataset in config.data])
+        layers = check_sandbox(config.sandbox, config.all_tasks)
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     return layers.described() if layers else ""
@@ -74,8 +74,8 @@ def _sandbox_here(config: Config) -> str:
 def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
-    for dataset in config.data:
-        validate_task(dataset.task)
+    for task in config.all_tasks:
+        validate_task(task)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))

@@ -10,17 +10,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from string import Formatter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
+from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, ConfigError, DataError
-from rlhpc.types import Int32, Prompt
+from rlhpc.errors import CheckpointError, DataError
+from rlhpc.types import Prompt
+
+_CHECKED_AT_ONCE = 20_000  # records
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +38,11 @@ class DatasetSummary:
 class SeededPrompts:
     """A dataset as an endless sequence of prompts."""
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        *,
-        template: str,
-        task: str,
-        reference_field: str,
-        tokenizer: PromptTokenizer,
-        seed: int,
-        shuffle: bool,
-        max_prompt_tokens: int,
-        use_chat_template: bool,
-    ) -> None:
+    def __init__(self, records: Sequence[Record], form: PromptForm, *, seed: int, shuffle: bool) -> None:
         if not records:
             raise DataError("a dataset without records")
-        self._records = records
-        self._template, self._fields = template, _template_fields(template)
-        self._task, self._reference_field = task, reference_field
-        self._encode = tokenizer.encode_chat if use_chat_template else tokenizer.encode
+        self._records, self._form = records, form
         self._seed, self._shuffle = seed, shuffle
-        self._max_prompt_tokens = max_prompt_tokens
         self._cursor = 0
         self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
         self._fingerprint = _fingerprint(records)
@@ -83,9 +69,7 @@ class SeededPrompts:
 
     def peek(self, prompt_id: int) -> Prompt:
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
-        record = self._records[self.record_index(prompt_id)]
-        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
-        return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
+        return self._form.prompt(self._records[self.record_index(prompt_id)], prompt_id)
 
     def source(self, prompt_id: int) -> str:
         """File and line of the record behind a prompt of the order."""
@@ -110,16 +94,6 @@ class SeededPrompts:
             self._orders[epoch] = _epoch_order(len(self._records), self._seed, epoch)
         return self._orders[epoch][first:last]
 
-    def prompt_tokens(self, record: Record) -> Int32:
-        """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""
-        token_ids = self._encode(self._template.format(**{name: record.text(name) for name in self._fields}))
-        if not 0 < len(token_ids) <= self._max_prompt_tokens:
-            raise DataError(
-                f"{record.source}: the prompt has {len(token_ids)} tokens; legal: 1 to "
-                f"generation.max_prompt_tokens={self._max_prompt_tokens}"
-            )
-        return token_ids
-
     def state(self) -> dict[str, Any]:
         """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""
         return {"cursor": self._cursor, **self._identity()}
@@ -139,10 +113,9 @@ class SeededPrompts:
 
     def validate(self) -> DatasetSummary:
         """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
-        lengths = []
-        for record in self._records:
-            record.reference(self._reference_field)
-            lengths.append(len(self.prompt_tokens(record)))
+        lengths: list[int] = []
+        for first in range(0, len(self._records), _CHECKED_AT_ONCE):
+            lengths += self._form.check(self._records[first : first + _CHECKED_AT_ONCE])
         longest = int(np.argmax(lengths))
         return DatasetSummary(
             num_records=len(lengths),
@@ -158,17 +131,11 @@ class SeededPrompts:
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
     data = config.data[place]
-    return SeededPrompts(
-        read_records(data.path),
-        template=data.prompt_template,
-        task=data.task,
-        reference_field=data.reference_field,
-        tokenizer=PromptTokenizer(config.model.path),
-        seed=seed_of_dataset(config.run.seed, place),
-        shuffle=data.shuffle,
-        max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
-        use_chat_template=data.use_chat_template,
+    form = PromptForm(
+        data, PromptTokenizer(config.model.path), data.max_prompt_tokens or config.generation.max_prompt_tokens
     )
+    seed = seed_of_dataset(config.run.seed, place)
+    return SeededPrompts(read_records(data.path, data.split), form, seed=seed, shuffle=data.shuffle)
 
 
 def seed_of_dataset(seed: int, place: int) -> int:
@@ -195,20 +162,3 @@ def _fingerprint(records: Sequence[Record]) -> str:
         digest.update(json.dumps(record.fields, sort_keys=True, default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
-
-
-def _template_fields(template: str) -> tuple[str, ...]:
-    """Names in the braces of a template.  Raises ConfigError for anything but plain names."""
-    try:
-        parts = [part for part in Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise ConfigError(f"data.prompt_template={template!r}: {error}; a brace of its own is written twice") from error
-    for _, name, style, conversion in parts:
-        if not name or not name.isidentifier() or style or conversion:
-            raise ConfigError(
-                f"data.prompt_template={template!r}: {{{name}}} is not the plain name of a field; "
-                "a brace of its own is written twice"
-            )
-    if not parts:
-        raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
-    return tuple(dict.fromkeys(str(name) for _, name, _, _ in parts))

@@ -63,7 +63,7 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
         rewards = config.rewards
-        tasks, environment = (config.data[0].task,), environment_of(config.sandbox)
+        tasks, environment = config.all_tasks, environment_of(config.sandbox)
         check_sandbox(config.sandbox, tasks)
         pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
         await stack.enter_async_context(pool)

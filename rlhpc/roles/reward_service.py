@@ -30,7 +30,7 @@ def run(context: RoleContext) -> None:
 async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     rewards = context.config.rewards
-    tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
+    tasks = context.config.all_tasks
     sandbox = context.config.sandbox
     check_sandbox(sandbox, tasks)
     environment = environment_of(sandbox)

@@ -41,8 +41,8 @@ class _Dataset(list[Record]):
 
 
 @functools.cache
-def _records(path: Path) -> _Dataset:
-    return _Dataset(read_records(path))
+def _records(path: Path, split: str) -> _Dataset:
+    return _Dataset(read_records(path, split))
 
 
 # One of each kind will do: making them costs as much as a run, and what all runs read does not change.

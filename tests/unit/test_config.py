@@ -288,15 +288,33 @@ def test_several_datasets_have_names_weights_and_limits(mixed_file: Path, tmp_pa
         ("data.2.task=x", "'data.2.task=x': there are 2 tables [[data]]; legal: data.0.…, data.1.…"),
         ("data.1.name=math", "data.0 and data.1 are both called 'math'; give one of them another name"),
         ("data.1.weight=0", "data.1.weight=0: legal: above 0"),
-        ("data.1.share=2", "data.1.share=2: unknown key; legal: path, task"),
+        ("data.1.share=2", "data.1.share=2: unknown key; legal: path, split, task"),
         ("data.0.max_prompt_tokens=9", "data.0.max_prompt_tokens=9 is above generation.max_prompt_tokens=8"),
         ("data.1.name=two words", "data.1.name='two words': legal: text that matches"),
+        ("data.1.system_prompt=Hi", "data.1.system_prompt needs use_chat_template=true, or a prompt_field"),
+        (
+            "data.1.task_field=kind",
+            "data.1.task_field needs tasks: the field's values, and the reward function of each",
+        ),
+        ("data.1.tasks={a='regex'}", "data.1.tasks needs task_field"),
     ],
 )
 def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(mixed_file, [word])
     assert said in str(error.value)
+
+
+def test_a_template_and_a_prompt_field_are_two_prompts(run_file: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.prompt_field='p' with prompt_template='\{q\}': the prompt is the field"
+    ):
+        load_config(run_file, ["data.prompt_field=p", "data.prompt_template='{q}'"])
+
+
+def test_a_run_needs_every_reward_function_that_a_dataset_names(mixed_file: Path) -> None:
+    words = ["data.1.task_field=kind", "data.1.tasks={easy='regex', hard='math_answer'}"]
+    assert load_config(mixed_file, words).all_tasks == ("math_answer", "integer_arithmetic", "regex")
 
 
 TWO_EVALUATIONS = """
@@ -333,7 +351,7 @@ def test_evaluations_have_names_figures_and_somebody_s_reward(run_file: Path, tm
         (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: no better in what? legal: beside keep_best"),
         (["evaluation.0.temperature=0"], "samples=6: all samples of a prompt would be the same"),
         (["evaluation.0.temperature=3"], "evaluation.0.temperature=3: legal: 2.0 or less"),
-        (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, name"),
+        (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, split, name"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(run_file: Path, words: list[str], said: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
+from rlhpc.config_data import DataConfig
 from rlhpc.config_file import settled
-from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
 OPEN = ("data", "generation", "rewards", "sandbox")  # sections that the words may change
@@ -38,7 +38,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
             legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
             raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
     # Seeds: what a killed evaluation had begun is drawn again alike.  The engine has its GPUs to itself.
-    data_here = {"path": str(data), "shuffle": True}
+    data_here = {"path": str(data), "split": "", "shuffle": True}
     generation = {"seeded_samples": True, "kv_cache_bytes": None}
     document: dict[str, Any] = {
         "run": {"name": "evaluation", "num_steps": 1},
