@@ -14,12 +14,13 @@ from typing import Any
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
+from rlhpc.config_data import WHOLE_RECORD
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
-from rlhpc.rewards.registry import validate_task
+from rlhpc.rewards.registry import asks_for_record, validate_task
 from rlhpc.user_code import look_up
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -74,8 +75,14 @@ def _sandbox_here(config: Config) -> str:
 def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
-    for task in config.all_tasks:
-        validate_task(task)
+    for dataset in config.data:
+        for task in dataset.all_tasks:
+            validate_task(task)
+            if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
+                raise ConfigError(
+                    f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
+                    f'(its second parameter is called so); legal: "{WHOLE_RECORD}"'
+                )
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))

@@ -78,6 +78,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
         ("data", "task", "integer_arithmetics", ["data.task='integer_arithmetics'", "integer_arithmetic, math_answer"]),
         ("data", "task", "no_such_package_here:judge", ["data.task='no_such_package_here:judge'", "PYTHONPATH"]),
+        ("data", "task", "tests.unit.rewards.sample_rewards:of_record", ["whole record", 'legal: "*"']),
         ("data", "path", "missing.jsonl", ["data.path=", "missing.jsonl does not exist", "run.toml"]),
         ("data", "reference_field", "solution", ["train.jsonl:1", "no field 'solution'", "'prompt', 'answer'"]),
         ("data", "prompt_template", "{question}", ["train.jsonl:1", "no field 'question'"]),
