@@ -17,10 +17,13 @@ from launch.commands.arguments import (
     refuse_resume_point,
     resume_point,
     takes_cluster_commands,
+    takes_data,
+    takes_doctor,
     takes_evaluation,
     takes_evaluations,
     takes_export,
     takes_list,
+    takes_logs,
     takes_overrides,
     takes_recipe,
     takes_resume_point,
@@ -108,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     takes_evaluations(
         command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
     )
+    takes_data(command("data", _data, "Show a dataset's prompts, or its figures, or write it in another form."))
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
     demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
     demo.add_argument(
@@ -143,18 +147,8 @@ def _add_run_commands(command: Callable[[str, object, str], argparse.ArgumentPar
         "--now", action="store_true", help="do not finish the step; work since the last checkpoint is lost"
     )
     takes_scale(command("scale", _scale, "Add generators to a submitted run, or remove added ones."))
-    logs = command("logs", _logs, "Show the logs of a run's processes.")
-    takes_run_directory(logs)
-    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
-    logs.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
-    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    doctor = command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies.")
-    takes_site_file(doctor)
-    which = "the run to check for, with overrides; default: a minimal one"
-    doctor.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
-    doctor.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
-    doctor.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
-    doctor.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+    takes_logs(command("logs", _logs, "Show the logs of a run's processes."))
+    takes_doctor(command("doctor", _doctor, "Look for what would prevent runs on a site, and print remedies."))
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -312,6 +306,12 @@ def _compare(options: argparse.Namespace) -> int:
     from launch.commands.evaluate.compare import compare
 
     return compare(options)
+
+
+def _data(options: argparse.Namespace) -> int:
+    from launch.commands.dataset.command import look_at_dataset
+
+    return look_at_dataset(options)
 
 
 def _recipes(options: argparse.Namespace) -> int:

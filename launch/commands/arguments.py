@@ -115,6 +115,26 @@ def takes_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def takes_data(parser: argparse.ArgumentParser) -> None:
+    """What to do with which dataset."""
+    text = "head: show the first records, or their prompts; stats: figures; convert: write OUT"
+    parser.add_argument("action", choices=("head", "stats", "convert"), metavar="head|stats|convert", help=text)
+    text = "a dataset, as data.path; or a run file, whose datasets and model are taken"
+    parser.add_argument("data", type=Path, metavar="FILE|RUN.toml", help=text)
+    text = "convert: OUT, a .jsonl or .parquet file, or a directory for --validation; settings of data and generation"
+    parser.add_argument("words", nargs="*", default=[], metavar="OUT|key=value", help=text)
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory, to show prompts and count tokens"
+    )
+    parser.add_argument("-n", "--records", type=number, metavar="N", help="head: that many (default 3)")
+    bounds = parser.add_argument_group("which records are written", "lengths are of prompts, as a model sees them")
+    for bound in ("--min-tokens", "--max-tokens", "--min-characters", "--max-characters"):
+        bounds.add_argument(bound, type=number, metavar="N")
+    bounds.add_argument("--distinct", action="store_true", help="of records with the same prompt the first only")
+    text = "share from 0 to 1 that goes to OUT/validation, the others to OUT/train; by content, not by order"
+    bounds.add_argument("--validation", type=float, metavar="SHARE", help=text)
+
+
 def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
     """The actions up, status and down of a private Slurm."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
@@ -140,6 +160,24 @@ def takes_cluster_commands(parser: argparse.ArgumentParser) -> None:
             sub.add_argument(
                 "--wait-s", type=float, default=30.0, metavar="S", help="timeout until all nodes are idle (default 30)"
             )
+
+
+def takes_doctor(parser: argparse.ArgumentParser) -> None:
+    """A site, a run to check for, and how far to look."""
+    takes_site_file(parser)
+    which = "the run to check for, with overrides; default: a minimal one"
+    parser.add_argument("words", nargs="*", default=[], metavar="RUN.toml|key=value", help=which)
+    parser.add_argument("--quick", action="store_true", help="check from this machine only, without jobs")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="for the test jobs (default 300)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write everything, without secrets, to a file")
+
+
+def takes_logs(parser: argparse.ArgumentParser) -> None:
+    """A run, and whose logs."""
+    takes_run_directory(parser)
+    what = 'such as "trainer", "generator-1", "slurm" for batch logs; default: all'
+    parser.add_argument("words", nargs="*", default=[], metavar="ROLE", help=what)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
 
 
 def takes_run_file(parser: argparse.ArgumentParser) -> None:

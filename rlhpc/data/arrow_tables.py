@@ -6,7 +6,7 @@ The module that imports pyarrow, which takes longer than reading a small JSONL f
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -49,3 +49,15 @@ def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterat
             yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} is not a readable {what} file: {error}") from error
+
+
+def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """A Parquet file.  Raises ValueError where values of a field are of several types."""
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    sink = pyarrow.BufferOutputStream()
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+    return bytes(sink.getvalue())

@@ -30,7 +30,7 @@ class PromptForm:
 
     def prompt(self, record: Record, prompt_id: int) -> Prompt:
         """Raises DataError for a record that makes none."""
-        tokens, reference = self.tokens(record), record.reference(self._data.reference_field)
+        tokens, reference = self.tokens(record), self.reference(record)
         return Prompt(prompt_id=prompt_id, task=self.task(record), token_ids=tokens, reference=reference)
 
     def tokens(self, record: Record) -> Int32:
@@ -47,7 +47,7 @@ class PromptForm:
         """
         texts: list[tuple[str, bool]] = []
         for record in records:
-            record.reference(self._data.reference_field)
+            self.reference(record)
             self.task(record)
             texts.append(self.text(record))
         lengths = self._tokenizer.lengths(texts)
@@ -68,6 +68,10 @@ class PromptForm:
         if not data.use_chat_template:
             return self._without_chat(text, record), False
         return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)]), True
+
+    def reference(self, record: Record) -> str:
+        """What the reward function compares with.  Raises DataError."""
+        return record.reference(self._data.reference_field)
 
     def task(self, record: Record) -> str:
         """The reward function that judges answers to it.  Raises DataError for a value that is not in data.tasks."""

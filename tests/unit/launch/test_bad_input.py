@@ -246,7 +246,7 @@ def test_a_malformed_record_is_named_by_file_and_line(bench: Bench, lines: list[
 def test_a_directory_without_datasets_is_refused(bench: Bench) -> None:
     bench.settings["data"]["path"] = str(bench.root)
     (line,) = bench.refusal()
-    assert "holds no .jsonl or .parquet file" in line
+    assert "holds no file of .jsonl, .ndjson, .json, .csv" in line
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
