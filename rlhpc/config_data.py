@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhpc.config_sections import LoosePath, Positive, PositiveFloat, Section
 
@@ -13,18 +13,31 @@ if TYPE_CHECKING:
     from rlhpc.config import Config
 
 WHOLE_RECORD = "*"  # as reference_field
+MOST_PROBLEMS = 1_000_000  # of a source
 COMPRESSIONS = (".gz", ".zst")
+_OF_SOURCES = ("size", "source_seed", "levels", "settings")
 
 
 class DataConfig(Section):
     """[data]: prompts and their references; several datasets are a table [[data]] each."""
 
-    path: LoosePath
+    path: LoosePath | None = None
     """A .jsonl, .json, .csv, .tsv, .parquet or .arrow file, plain, .gz or .zst; or a directory of them, which may be
     what `datasets` saved."""
     split: str = ""
     """"train", "validation", "test": files of a directory that are named after it; "all": all of them.  To be given
     where a directory has several splits."""
+    source: str = ""
+    """In place of path: problems that a library makes, "reasoning_gym:chain_sum,leg_counting" (docs/data.md)."""
+    size: Annotated[int, Field(gt=0, le=MOST_PROBLEMS)] = 1000
+    """Problems of source."""
+    source_seed: Annotated[int, Field(ge=0, le=2000)] = 0
+    """Seed of source; another one has none of the same problems, unless there are few, and is for evaluations."""
+    levels: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Difficulties of source, as its curricula number them from 0, as many problems of each; default: that of
+    `settings`, or of the library."""
+    settings: dict[str, bool | int | float | str] = Field(default={})
+    """What else the datasets of source are made with: {max_terms = 4}."""
     task: str
     """Name of the reward function (docs/rewards.md lists them)."""
     task_field: str = ""
@@ -58,7 +71,20 @@ class DataConfig(Section):
     @property
     def title(self) -> str:
         """What it is called."""
-        return self.name or title_of(self.path)
+        return self.name or (title_of(self.path) if self.path is not None else self.source.rpartition(":")[2])
+
+    @property
+    def place(self) -> str:
+        """Where its records are from, for people."""
+        return self.source or str(self.path)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_has_its_own_task(cls, table: object) -> object:
+        """What is made by a library has references for its scorer, unless something else is asked for."""
+        if isinstance(table, dict) and table.get("source"):
+            return {"task": "reasoning_gym", "reference_field": "entry", **table}
+        return table
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
@@ -95,6 +121,23 @@ def limits_of_datasets_are_within_those_of_all(config: Config) -> None:
                 raise ValueError(f"{where}={limit} is above generation.{key}={most}; legal: 1 to {most}")
 
 
+def records_are_from_one_place(config: Config) -> None:
+    """Files, or a library that makes them; keys of the other one would do nothing."""
+    for place, dataset in enumerate(config.data):
+        if bool(dataset.source) == (dataset.path is not None):
+            where = _where(config, place, "path")
+            said = (
+                f"={str(dataset.path)!r} and source={dataset.source!r}" if dataset.source else " is not set, nor source"
+            )
+            raise ValueError(f"{where}{said}; legal: one of them")
+        for key in _OF_SOURCES if dataset.path is not None else ("split",):
+            if (value := getattr(dataset, key)) != DataConfig.model_fields[key].default:
+                of = "a source" if dataset.path is not None else "a path"
+                raise ValueError(f"{_where(config, place, key)}={value!r} is for {of}; legal: leave it out")
+        if min(dataset.levels, default=0) < 0:
+            raise ValueError(f"{_where(config, place, 'levels')}={list(dataset.levels)}; legal: from 0")
+
+
 def prompts_are_made_in_one_way(config: Config) -> None:
     """A template that is not filled, a system prompt that nobody sees."""
     default = DataConfig.model_fields["prompt_template"].default
@@ -121,6 +164,7 @@ def tasks_of_records_are_named(config: Config) -> None:
 
 
 DATA = (
+    records_are_from_one_place,
     datasets_are_told_apart,
     limits_of_datasets_are_within_those_of_all,
     prompts_are_made_in_one_way,

@@ -71,9 +71,10 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
 
     A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
     """
+    files = [(each.path, each.split) for each in config.data if each.path is not None]  # the others lie nowhere
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
-        _look_at_datasets([(each.path, each.split) for each in config.data], known.data if known is not None else {}),
+        _look_at_datasets(files, known.data if known is not None else {}),
     )
 
 

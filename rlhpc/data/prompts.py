@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from rlhpc.config import Config
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.record_source import records_of
+from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
@@ -135,7 +136,7 @@ def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
         data, PromptTokenizer(config.model.path), data.max_prompt_tokens or config.generation.max_prompt_tokens
     )
     seed = seed_of_dataset(config.run.seed, place)
-    return SeededPrompts(read_records(data.path, data.split), form, seed=seed, shuffle=data.shuffle)
+    return SeededPrompts(records_of(data), form, seed=seed, shuffle=data.shuffle)
 
 
 def seed_of_dataset(seed: int, place: int) -> int:

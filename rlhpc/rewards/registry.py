@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "integer_arithmetic": "rlhpc.rewards.integer_arithmetic:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
+        "reasoning_gym": "rlhpc.rewards.reasoning_gym_task:judge",
         "regex": "rlhpc.rewards.regex:judge",
         "token_f1": "rlhpc.rewards.text_match:token_f1",
     }

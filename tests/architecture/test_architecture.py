@@ -34,6 +34,7 @@ DOORS = {
     "jinja2": {"rlhpc/data"},
     "tokenizers": {"rlhpc/data", "launch/demo"},
     "math_verify": {"rlhpc/rewards"},
+    "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
     "transformers": {"rlhpc/training", "launch/demo"},
     "safetensors": {"rlhpc/training", "rlhpc/weights"},
     "torch": {

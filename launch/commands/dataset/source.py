@@ -15,7 +15,9 @@ from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
 from rlhpc.config_file import load_config, settled
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.reasoning_gym_source import PREFIX
+from rlhpc.data.record_source import records_of
+from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, DataError
 
@@ -71,17 +73,14 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
             raise ConfigError(f"{words[0]!r} says how prompts are made; --model DIR is needed to show them")
         tokenizer = PromptTokenizer(model.absolute()) if model is not None else None
     limit = config.generation.max_prompt_tokens
-    return [
-        Source(each, read_records(each.path, each.split), tokenizer, each.max_prompt_tokens or limit)
-        for each in config.data
-    ]
+    return [Source(each, records_of(each), tokenizer, each.max_prompt_tokens or limit) for each in config.data]
 
 
 def _settings(data: Path, words: Sequence[str]) -> Config:
     document: dict[str, Any] = {
         "run": {"name": "data", "num_steps": 1},
         "model": {"path": "."},
-        "data": {"path": str(data), "task": ""},
+        "data": {"source": str(data)} if str(data).startswith(PREFIX) else {"path": str(data), "task": ""},
         "generation": {"max_prompt_tokens": ANY_LENGTH, "max_completion_tokens": 1},
         **UNUSED,
     }
