@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rlhpc.config import Config
 
 WHOLE_RECORD = "*"  # as reference_field
+MADE = "reasoning_gym"  # the task of a source
 MOST_PROBLEMS = 1_000_000  # of a source
 COMPRESSIONS = (".gz", ".zst")
 _OF_SOURCES = ("size", "source_seed", "levels", "settings")
@@ -39,7 +40,7 @@ class DataConfig(Section):
     settings: dict[str, bool | int | float | str] = Field(default={})
     """What else the datasets of source are made with: {max_terms = 4}."""
     task: str
-    """Name of the reward function (docs/rewards.md lists them)."""
+    """Name of the reward function (docs/rewards.md lists them); may be left out with a source, which has its own."""
     task_field: str = ""
     """Field of the record whose value `tasks` turns into its reward function; a record without it has `task`."""
     tasks: dict[str, str] = Field(default={})
@@ -83,7 +84,8 @@ class DataConfig(Section):
     def _source_has_its_own_task(cls, table: object) -> object:
         """What is made by a library has references for its scorer, unless something else is asked for."""
         if isinstance(table, dict) and table.get("source"):
-            return {"task": "reasoning_gym", "reference_field": "entry", **table}
+            table = {"task": MADE, **table}
+            return {"reference_field": "entry", **table} if table["task"] == MADE else table
         return table
 
     @property

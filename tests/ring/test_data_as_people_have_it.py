@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ring
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 
+@pytest.mark.long
 def test_twenty_steps_on_verls_parquet_and_on_problems_that_a_library_makes(lab: Lab) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     model = lab.root / "chat-model"

@@ -84,7 +84,8 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
     words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
              dict[str, float]: "numbers by name", dict[str, str]: "texts by name",
-             dict[str, bool | int | float | str]: "values by name", tuple[int, ...]: "list of integers", tuple[float, ...]: "list of numbers",
+             dict[str, bool | int | float | str]: "values by name",
+             tuple[int, ...]: "list of integers", tuple[float, ...]: "list of numbers",
              tuple[str, ...]: "list of texts"}[annotation]  # fmt: skip
     return f"{words}{_bounds_in_words(metadata)}"
 

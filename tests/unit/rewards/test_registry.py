@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from tests.patience import PATIENCE_S
 def test_every_built_in_task_is_legal_and_resolves_to_a_function():
     for task in task_names():
         validate_task(task)
-        assert callable(resolve(task))
+        if task != "reasoning_gym" or importlib.util.find_spec("reasoning_gym"):  # of an extra
+            assert callable(resolve(task))
 
 
 def test_a_users_own_function_is_named_by_its_import_path():
