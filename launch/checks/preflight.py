@@ -15,8 +15,8 @@ from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
 from rlhpc.config_data import WHOLE_RECORD
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
-from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox

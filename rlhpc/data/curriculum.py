@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from rlhpc.config import Config
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.contracts import PromptSource
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
-from rlhpc.data.prompts import DatasetSummary, SeededPrompts, open_prompts, raw_draws, seed_of_dataset
+from rlhpc.data.prompts import SeededPrompts, open_prompts, raw_draws, seed_of_dataset
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
 

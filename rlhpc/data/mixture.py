@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlhpc.config import Config
 from rlhpc.contracts import PromptSource
+from rlhpc.data.checked_before import once
 from rlhpc.data.curriculum import Curriculum, open_curriculum
-from rlhpc.data.prompts import DatasetSummary
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.errors import CheckpointError
 from rlhpc.types import Prompt
 
@@ -113,5 +115,9 @@ def open_prompt_source(config: Config) -> PromptSource:
 
 
 def validate_datasets(config: Config) -> list[DatasetSummary]:
-    """Read, fill and tokenise all datasets, before anything is started.  Raises DataError, ConfigError."""
-    return [open_curriculum(config, place).validate() for place in range(len(config.data))]
+    """Read, fill and tokenise all datasets, or know it from before.  Raises DataError, ConfigError."""
+    return [once(config, place, partial(_validated, config, place)) for place in range(len(config.data))]
+
+
+def _validated(config: Config, place: int) -> DatasetSummary:
+    return open_curriculum(config, place).validate()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from string import Formatter
 
-from rlhpc.config_data import DataConfig
+from rlhpc.config_data import WHOLE_RECORD, DataConfig
 from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -22,11 +22,13 @@ from rlhpc.types import Int32, Prompt
 class PromptForm:
     """Makes prompts of the records of one dataset."""
 
-    def __init__(self, data: DataConfig, tokenizer: PromptTokenizer, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, data: DataConfig, tokenizer: PromptTokenizer, *, max_prompt_tokens: int, max_completion_tokens: int
+    ) -> None:
         """Raises ConfigError for a template that names no field."""
         self._data, self._tokenizer = data, tokenizer
         self._pieces = _pieces(data.prompt_template)
-        self._max_prompt_tokens = max_prompt_tokens
+        self._max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
 
     def prompt(self, record: Record, prompt_id: int) -> Prompt:
         """Raises DataError for a record that makes none."""
@@ -37,23 +39,37 @@ class PromptForm:
         """Tokens [Lp].  Raises DataError naming file, line and length if they are too many."""
         text, is_chat = self.text(record)
         token_ids = self._tokenizer.encode_rendered(text) if is_chat else self._tokenizer.encode(text)
-        self._refuse_length(len(token_ids), record)
+        if not 0 < len(token_ids) <= self._max_prompt_tokens:
+            raise DataError(self._length_fault(len(token_ids), record))
         return token_ids
 
-    def check(self, records: Sequence[Record]) -> list[int]:
+    def lengths(self, records: Sequence[Record]) -> list[int]:
         """Numbers of tokens of the prompts, by all processors; references and tasks are tried too.
 
-        Raises DataError for a record that makes no prompt.
+        Raises DataError for a record that makes no prompt, however long it might be.
         """
         texts: list[tuple[str, bool]] = []
         for record in records:
             self.reference(record)
             self.task(record)
             texts.append(self.text(record))
-        lengths = self._tokenizer.lengths(texts)
-        for length, record in zip(lengths, records, strict=True):
-            self._refuse_length(length, record)
-        return lengths
+        return self._tokenizer.lengths(texts)
+
+    def reference_lengths(self, records: Sequence[Record]) -> list[int]:
+        """Numbers of tokens of the references, of those that are text and no tests or entries."""
+        field = self._data.reference_field
+        plain = [record for record in records if field != WHOLE_RECORD and not record.holds_several(field)]
+        return self._tokenizer.lengths([(record.reference(field), True) for record in plain])
+
+    def refuse_lengths(self, lengths: Sequence[int], records: Sequence[Record]) -> None:
+        """Raises DataError for the first prompt that is too long, and says how many are."""
+        wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._max_prompt_tokens]
+        if not wrong:
+            return
+        share = f"{len(wrong):,} of {len(lengths):,} prompts, the longest {max(lengths):,} tokens"
+        raise DataError(
+            self._length_fault(lengths[wrong[0]], records[wrong[0]]) + (f" ({share})" if len(wrong) > 1 else "")
+        )
 
     def text(self, record: Record) -> tuple[str, bool]:
         """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
@@ -106,12 +122,11 @@ class PromptForm:
     def _chat(self, messages: Sequence[Message]) -> str:
         return self._tokenizer.render_chat(messages)
 
-    def _refuse_length(self, length: int, record: Record) -> None:
-        if not 0 < length <= self._max_prompt_tokens:
-            raise DataError(
-                f"{record.source}: the prompt has {length} tokens; legal: 1 to "
-                f"generation.max_prompt_tokens={self._max_prompt_tokens}"
-            )
+    def _length_fault(self, length: int, record: Record) -> str:
+        return (
+            f"{record.source}: the prompt has {length} tokens; legal: 1 to "
+            f"generation.max_prompt_tokens={self._max_prompt_tokens}"
+        )
 
 
 def _pieces(template: str) -> tuple[tuple[str, str], ...]:

@@ -9,31 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
+from rlhpc.data.dataset_summary import DatasetSummary, summarise
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.record_source import records_of
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
-
-_CHECKED_AT_ONCE = 20_000  # records
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetSummary:
-    """What SeededPrompts.validate has found."""
-
-    num_records: int
-    longest_prompt_tokens: int
-    mean_prompt_tokens: float
-    longest_source: str  # file and line of the longest prompt
 
 
 class SeededPrompts:
@@ -46,7 +34,7 @@ class SeededPrompts:
         self._seed, self._shuffle = seed, shuffle
         self._cursor = 0
         self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
-        self._fingerprint = _fingerprint(records)
+        self._fingerprint = ""  # of the records, once somebody asks
 
     @property
     def num_records(self) -> int:
@@ -113,19 +101,11 @@ class SeededPrompts:
         self._cursor = cursor
 
     def validate(self) -> DatasetSummary:
-        """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
-        lengths: list[int] = []
-        for first in range(0, len(self._records), _CHECKED_AT_ONCE):
-            lengths += self._form.check(self._records[first : first + _CHECKED_AT_ONCE])
-        longest = int(np.argmax(lengths))
-        return DatasetSummary(
-            num_records=len(lengths),
-            longest_prompt_tokens=lengths[longest],
-            mean_prompt_tokens=float(np.mean(lengths)),
-            longest_source=self._records[longest].source,
-        )
+        """Make every prompt and reference once, without drawing.  Raises DataError for one that fails."""
+        return summarise(self._records, self._form)
 
     def _identity(self) -> dict[str, Any]:
+        self._fingerprint = self._fingerprint or _fingerprint(self._records)
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset": self._fingerprint}
 
 
@@ -133,7 +113,10 @@ def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
     data = config.data[place]
     form = PromptForm(
-        data, PromptTokenizer(config.model.path), data.max_prompt_tokens or config.generation.max_prompt_tokens
+        data,
+        PromptTokenizer(config.model.path),
+        max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
+        max_completion_tokens=config.max_completion_tokens(place),
     )
     seed = seed_of_dataset(config.run.seed, place)
     return SeededPrompts(records_of(data), form, seed=seed, shuffle=data.shuffle)

@@ -38,6 +38,14 @@ def names_of(source: str) -> list[str]:
     return names
 
 
+def library_version() -> str:
+    """Of reasoning-gym; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def made_records(data: DataConfig) -> list[Record]:
     """data.size records.  Raises DataError: the library is missing, has no such dataset or setting, or fails."""
     names = names_of(data.source)
@@ -52,9 +60,8 @@ def made_records(data: DataConfig) -> list[Record]:
         "seed": data.source_seed * MOST_PROBLEMS,
         "size": data.size,
     }
-    version = importlib.metadata.version(DISTRIBUTION)
     question = json.dumps(wanted, sort_keys=True)
-    lines = cached("reasoning_gym", f"{version} {question}", lambda: _made_in_a_child(question)).splitlines()
+    lines = cached("reasoning_gym", f"{library_version()} {question}", lambda: _made_in_a_child(question)).splitlines()
     return [Record(json.loads(line), f"{data.source}:{number}") for number, line in enumerate(lines)]
 
 

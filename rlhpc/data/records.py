@@ -68,6 +68,10 @@ class Record:
         except DataError:
             return False
 
+    def holds_several(self, name: str) -> bool:
+        """Whether a field is a list or an object; it is there."""
+        return isinstance(self.value(name, ""), list | dict)
+
     def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
         what = f"field {inside!r}" if inside else "the record"
         if isinstance(here, list):

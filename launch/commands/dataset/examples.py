@@ -9,12 +9,11 @@ import json
 from typing import Any
 
 from launch.commands.dataset.source import ANY_LENGTH, Source
-from launch.common.text_table import printable
+from launch.common.text_table import printable, printable_line
 from rlhpc.data.records import Record
 from rlhpc.errors import DataError
 
 _LONGEST_VALUE = 100  # characters of a field
-_LONGEST_LINE = 160
 
 
 def first_records(source: Source, number: int) -> list[str]:
@@ -28,14 +27,6 @@ def first_records(source: Source, number: int) -> list[str]:
 def prompt_lines(text: str) -> list[str]:
     """A prompt, each of its lines indented, without what a terminal would obey."""
     return [f"  | {printable_line(line)}" for line in text.split("\n")]
-
-
-def printable_line(text: str) -> str:
-    """Blanks kept, too long ones cut."""
-    cut = (
-        text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} … and {len(text) - _LONGEST_LINE:,} characters"
-    )
-    return "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
 def _as_fields(record: Record) -> list[str]:

@@ -33,11 +33,12 @@ class Source:
     records: Sequence[Record]
     tokenizer: PromptTokenizer | None
     max_prompt_tokens: int  # ANY_LENGTH: nobody said
-    form: PromptForm | None = field(init=False)
+    form: PromptForm | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        form = PromptForm(self.data, self.tokenizer, self.max_prompt_tokens) if self.tokenizer is not None else None
-        object.__setattr__(self, "form", form)
+        if self.tokenizer is not None:
+            limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": ANY_LENGTH}
+            object.__setattr__(self, "form", PromptForm(self.data, self.tokenizer, **limits))
 
     def prompts(self) -> tuple[list[tuple[str, bool] | None], list[str]]:
         """The text of every prompt, None for a record that makes none, and why; needs a model."""

@@ -35,7 +35,7 @@ def make(tokenizer: PromptTokenizer):
         data = DataConfig(path=Path("train.jsonl"), task="integer", prompt_template="{question}")
         prompts = SeededPrompts(
             [Record(each, f"train.jsonl:{n}") for n, each in enumerate(fields, 1)],
-            PromptForm(data, tokenizer, 64),
+            PromptForm(data, tokenizer, max_prompt_tokens=64, max_completion_tokens=8),
             seed=seed,
             shuffle=shuffle,
         )

@@ -49,9 +49,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 def asked(tokenizer: PromptTokenizer):
     def text_and_prompt(fields: dict[str, Any] | Record, **keys: Any) -> tuple[str, Prompt]:
         record = fields if isinstance(fields, Record) else Record(fields, "train.parquet:7")
-        form = PromptForm(DataConfig.model_validate({"path": "x.jsonl", "task": "math_answer"} | keys), tokenizer, 500)
+        data = DataConfig.model_validate({"path": "x.jsonl", "task": "math_answer"} | keys)
+        form = PromptForm(data, tokenizer, max_prompt_tokens=500, max_completion_tokens=8)
         prompt = form.prompt(record, 0)
-        assert form.check([record]) == [len(prompt.token_ids)]
+        assert form.lengths([record]) == [len(prompt.token_ids)]
         return tokenizer.decode(prompt.token_ids, keep_special_tokens=True), prompt
 
     return text_and_prompt

@@ -28,7 +28,7 @@ def make_prompts(tokenizer: PromptTokenizer, num_records: int = 10, **changes: A
     )
     seed, shuffle = changes.pop("seed", 0), changes.pop("shuffle", True)
     settings = {"path": "train.jsonl", "task": "integer", "prompt_template": "{question}"} | changes
-    form = PromptForm(DataConfig.model_validate(settings), tokenizer, 64)
+    form = PromptForm(DataConfig.model_validate(settings), tokenizer, max_prompt_tokens=64, max_completion_tokens=8)
     return SeededPrompts(records, form, seed=seed, shuffle=shuffle)
 
 
