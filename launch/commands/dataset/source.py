@@ -22,6 +22,7 @@ from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, DataError
 
 OPEN = ("data", "generation")  # sections that the words may change
+_WHERE = tuple(f"data.{key}" for key in ("split", "size", "source_seed", "levels", "settings"))
 ANY_LENGTH = 1 << 40  # tokens
 
 
@@ -90,4 +91,4 @@ def _settings(data: Path, words: Sequence[str]) -> Config:
 
 
 def _only_says_where(words: Sequence[str]) -> bool:
-    return all(word.partition("=")[0].strip() == "data.split" for word in words)
+    return all(word.partition("=")[0].strip() in _WHERE for word in words)

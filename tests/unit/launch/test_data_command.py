@@ -10,6 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from launch.cli import main
+from rlhpc.config_data import DataConfig
+from rlhpc.data.record_source import records_of
 from rlhpc.data.records import read_records
 from tests.unit.data.checkpoints import CHATML, make_tokenizer_files, write_jsonl
 
@@ -115,6 +117,15 @@ def test_values_of_several_types_are_no_column(said, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "sparse.jsonl", [{"a": 1}, {"a": 2, "b": [1]}])
     said("convert", "sparse.jsonl", "sparse.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "sparse.parquet").to_pylist()[1] == {"a": 2, "b": [1]}
+
+
+@pytest.mark.starts
+def test_problems_of_a_source_are_written_to_evaluate_on(said, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    said("convert", "reasoning_gym:chain_sum", "held-out.jsonl", "data.source_seed=1", "data.size=4")
+    made = records_of(DataConfig(source="reasoning_gym:chain_sum", size=4, source_seed=1))
+    read = read_records(tmp_path / "held-out.jsonl")
+    assert [record.reference("entry") for record in read] == [record.reference("entry") for record in made]
 
 
 @pytest.mark.parametrize(
