@@ -239,6 +239,12 @@ def _reward(options: argparse.Namespace) -> int:
     return judge_records(options)
 
 
+def _data(options: argparse.Namespace) -> int:
+    from launch.commands.dataset.command import look_at_dataset
+
+    return look_at_dataset(options)
+
+
 def _recipes(options: argparse.Namespace) -> int:
     from launch.commands.recipes import copy_recipe, recipe_table
 
@@ -284,6 +290,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "rollouts": _rollouts,
     "doctor": _doctor,
+    "data": _data,
     "reward": _reward,
     "export": _export,
     "evaluate": _evaluate,

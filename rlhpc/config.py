@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig, no_prompt_is_solved_and_hopeless, stages_ascend
+from rlhpc.config_data import DATA, DataConfig
 from rlhpc.config_effects import EFFECTS
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
 from rlhpc.config_judge import JudgeConfig, judge_can_be_asked
@@ -24,7 +25,6 @@ from rlhpc.config_sections import (
     AdmissionConfig,
     BufferConfig,
     CheckpointConfig,
-    DataConfig,
     GenerationConfig,
     GuardConfig,
     ModelConfig,
@@ -98,7 +98,7 @@ class Config(Section):
     @property
     def tasks(self) -> tuple[str, ...]:
         """Every reward function that judges in this run, those of evaluations last; of composites their parts."""
-        named = [*(dataset.task for dataset in self.data), *(each.task for each in self.evaluation)]
+        named = [*self.all_tasks, *(each.task for each in self.evaluation)]
         return tuple(dict.fromkeys(part for task in named if task for part in self.parts_of(task)))
 
     def parts_of(self, task: str) -> tuple[str, ...]:
@@ -110,6 +110,11 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a critic makes advantages of rewards, in the trainer."""
         return self.algorithm.advantage == "gae"
+
+    @property
+    def all_tasks(self) -> tuple[str, ...]:
+        """Every reward function that some dataset names."""
+        return tuple(dict.fromkeys(task for dataset in self.data for task in dataset.all_tasks))
 
     def dataset_of(self, prompt_id: int) -> DataConfig:
         """The dataset that a prompt of this run is of: prompts of D datasets have the numbers d, d + D, d + 2·D, …"""
@@ -199,26 +204,6 @@ def layout_keys_need_their_partner(config: Config) -> None:
     if trainer.optimizer_offload and trainer.backend == "megatron" and config.model.dtype == "float32":
         # Megatron 0.16.1 offloads masters only that are copies of the parameters.
         raise ValueError("trainer.optimizer_offload=true with backend='megatron' needs model.dtype='bfloat16'")
-
-
-def datasets_are_told_apart(config: Config) -> None:
-    """TensorBoard and messages know them by their names."""
-    titles = [dataset.title for dataset in config.data]
-    for place, title in enumerate(titles):
-        if title in titles[:place]:
-            raise ValueError(
-                f"data.{titles.index(title)} and data.{place} are both called {title!r}; give one of them another name"
-            )
-
-
-def limits_of_datasets_are_within_those_of_all(config: Config) -> None:
-    """Budgets, caches and plans are made for the longest."""
-    for place, dataset in enumerate(config.data):
-        for key in ("max_prompt_tokens", "max_completion_tokens"):
-            limit, most = getattr(dataset, key), getattr(config.generation, key)
-            if limit is not None and limit > most:
-                where = f"data.{place}.{key}" if len(config.data) > 1 else f"data.{key}"
-                raise ValueError(f"{where}={limit} is above generation.{key}={most}; legal: 1 to {most}")
 
 
 # Keys that other backends would have to ignore; what is ignored must not be set.
@@ -315,8 +300,7 @@ RULES = (
     critic_knows_no_tasks,
     deterministic_order_is_strict,
     stragglers_can_be_passed,
-    datasets_are_told_apart,
-    limits_of_datasets_are_within_those_of_all,
+    *DATA,
     stages_ascend,
     no_prompt_is_solved_and_hopeless,
     *EVALUATION,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from rlhpc.config_data import title_of
 from rlhpc.config_sections import LoosePath, Positive, Section
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ class EvaluationConfig(Section):
     """[evaluation]: how good the model is on held-out data while it trains; several are a table [[evaluation]] each."""
 
     path: LoosePath
-    """A .jsonl or .parquet file, or a directory of them."""
+    """A file or directory, as data.path."""
+    split: str = ""
+    """As data.split: "validation" or "test" of a directory."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
     """In curves and names of directories; default: that of its file or directory, without suffix."""
     dataset: str = ""
@@ -49,7 +52,7 @@ class EvaluationConfig(Section):
     @property
     def title(self) -> str:
         """What it is called."""
-        return self.name or self.path.stem
+        return self.name or title_of(self.path)
 
     @property
     def figures(self) -> list[str]:

@@ -259,7 +259,10 @@ def _with_absolute_paths(config: Config) -> Config:
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
             "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
             **{
-                name: tuple(each.model_copy(update={"path": each.path.absolute()}) for each in getattr(config, name))
+                name: tuple(
+                    each.model_copy(update={"path": each.path and each.path.absolute()})
+                    for each in getattr(config, name)
+                )
                 for name in ("data", "evaluation")
             },
         }

@@ -34,11 +34,11 @@ class SandboxConfig(Section):
 
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
-    for dataset in config.data:
-        is_code = any(task in CODE_TASKS for task in config.parts_of(dataset.task))
-        limit_s = config.rewards.timeout_of(dataset.task)
+    for task in config.all_tasks:
+        is_code = any(part in CODE_TASKS for part in config.parts_of(task))
+        limit_s = config.rewards.timeout_of(task)
         if is_code and config.sandbox.wall_s >= limit_s:
-            key = "task_timeout_s" if dataset.task in config.rewards.task_timeout_s else "timeout_s"
+            key = "task_timeout_s" if task in config.rewards.task_timeout_s else "timeout_s"
             raise ValueError(
                 f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.{key}={limit_s:g}: a slow program "
                 f"would count as a failed verifier; legal: less than rewards.{key}"

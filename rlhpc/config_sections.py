@@ -53,37 +53,6 @@ class ModelConfig(Section):
     """Of the forward pass in trainer and engine; master weights and log-probabilities are float32."""
 
 
-class DataConfig(Section):
-    """[data]: prompts and their references; several datasets are a table [[data]] each."""
-
-    path: LoosePath
-    """A .jsonl or .parquet file, or a directory of them."""
-    task: str
-    """Name of the reward function (docs/rewards.md lists them)."""
-    prompt_template: str = "{prompt}"
-    """Filled with the record's fields: "Question: {question}\\nAnswer:"."""
-    use_chat_template: bool = False
-    """Wrap the filled template as a user message in the tokenizer's chat template."""
-    reference_field: str = "answer"
-    """Field of the record that holds the reference; "*": the whole record, as JSON."""
-    shuffle: bool = True
-    """A new seeded order in every epoch; False: file order."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$")] = ""
-    """Of this dataset in messages and TensorBoard; default: that of its file or directory, without suffix."""
-    weight: PositiveFloat = 1.0
-    """Share of the prompts that are of this dataset, by the sum of all weights."""
-    max_prompt_tokens: Positive | None = None
-    """A longer prompt of this dataset is refused before the run starts; none, and at most:
-    generation.max_prompt_tokens."""
-    max_completion_tokens: Positive | None = None
-    """Sampling of its completions stops here; none, and at most: generation.max_completion_tokens."""
-
-    @property
-    def title(self) -> str:
-        """What it is called."""
-        return self.name or self.path.stem
-
-
 class GenerationConfig(Section):
     """[generation]: sampling and engines."""
 

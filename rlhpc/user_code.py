@@ -56,6 +56,20 @@ def look_up(key: str, path: str, said: str | None = None) -> None:
         raise ConfigError(f"{value}: {source} has no {name!r}; its functions: {', '.join(functions)}")
 
 
+def parameters(path: str) -> tuple[str, ...]:
+    """Names of a function's parameters by position, from the text of its module; () where that does not tell."""
+    module, name = _parts(path)
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)
+    source = _source_file(spec, inner) if spec is not None else None
+    if source is None:
+        return ()
+    for node in ast.parse(source.read_bytes()).body:
+        if isinstance(node, _FUNCTIONS) and node.name == name:
+            return tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args))
+    return ()
+
+
 def load(key: str, path: str, said: str | None = None) -> Any:
     """Import it; said: see look_up.
 

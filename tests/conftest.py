@@ -7,7 +7,9 @@ Files whose tests share something costly (a cluster of trainer ranks, an engine)
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from typing import Any
 
 import pytest
@@ -57,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(StartingIsMarked())
     if release := config.getoption("--slurm-release"):
         os.environ[RELEASE_VARIABLE] = release  # seen by every command that a test starts
+    cache = os.environ["RLHPC_CACHE"] = tempfile.mkdtemp(prefix="rlhpc-cache-")  # tests leave a user's alone
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -14,13 +14,14 @@ from typing import Any
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
+from rlhpc.config_data import WHOLE_RECORD
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
-from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.composite import reference_check
-from rlhpc.rewards.registry import BUILT_IN, validate_task
+from rlhpc.rewards.registry import BUILT_IN, asks_for_record, validate_task
 from rlhpc.user_code import look_up
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -66,9 +67,7 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
     try:
-        layers = check_sandbox(
-            config.sandbox, [task for dataset in config.data for task in config.parts_of(dataset.task)]
-        )
+        layers = check_sandbox(config.sandbox, [part for task in config.all_tasks for part in config.parts_of(task)])
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     return layers.described() if layers else ""
@@ -100,8 +99,13 @@ def _tasks_are_there(config: Config) -> None:
         if name in BUILT_IN:
             raise ConfigError(f"composite.{name}: there is a task {name!r} already; legal: another name")
     for dataset in config.data:
-        for task in config.parts_of(dataset.task):
+        for task in (part for named in dataset.all_tasks for part in config.parts_of(named)):
             validate_task(task)
+            if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
+                raise ConfigError(
+                    f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
+                    f'(its second parameter is called so); legal: "{WHOLE_RECORD}"'
+                )
 
 
 def _own_code_is_there(config: Config) -> None:

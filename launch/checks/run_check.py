@@ -81,7 +81,7 @@ def _inputs(layout: RunLayout, progress: Progress) -> Iterator[Row]:
         if noted is None:
             yield Row("inputs", name, Verdict.NOTE, "none recorded; the next resume records the current ones")
             return
-        progress(f"model {config.model.path} and data {', '.join(str(each.path) for each in config.data)}")
+        progress(f"model {config.model.path} and data {', '.join(each.place for each in config.data)}")
         lines = differences(noted, look_at_inputs(config, noted))
     except ConfigError:
         return  # its row stands above

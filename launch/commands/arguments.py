@@ -124,6 +124,26 @@ def takes_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
 
 
+def takes_data(parser: argparse.ArgumentParser) -> None:
+    """What to do with which dataset."""
+    text = "head: show the first records, or their prompts; stats: figures; convert: write OUT"
+    parser.add_argument("action", choices=("head", "stats", "convert"), metavar="head|stats|convert", help=text)
+    text = "a dataset, as data.path; or a run file, whose datasets and model are taken"
+    parser.add_argument("data", type=Path, metavar="FILE|RUN.toml", help=text)
+    text = "convert: OUT, a .jsonl or .parquet file, or a directory for --validation; settings of data and generation"
+    parser.add_argument("words", nargs="*", default=[], metavar="OUT|key=value", help=text)
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory, to show prompts and count tokens"
+    )
+    parser.add_argument("-n", "--records", type=number, metavar="N", help="head: that many (default 3)")
+    bounds = parser.add_argument_group("which records are written", "lengths are of prompts, as a model sees them")
+    for bound in ("--min-tokens", "--max-tokens", "--min-characters", "--max-characters"):
+        bounds.add_argument(bound, type=number, metavar="N")
+    bounds.add_argument("--distinct", action="store_true", help="of records with the same prompt the first only")
+    text = "share from 0 to 1 that goes to OUT/validation, the others to OUT/train; by content, not by order"
+    bounds.add_argument("--validation", type=float, metavar="SHARE", help=text)
+
+
 def takes_run_file(parser: argparse.ArgumentParser) -> None:
     """What a run does."""
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="run file: what is trained, and how")

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from launch.checks.bias import biases
+from launch.checks.first_prompt import first_prompt, stop_tokens
 from launch.checks.gpus import gpus_here
 from launch.checks.memory.verdict import memory_report
 from launch.checks.preflight import preflight
@@ -13,6 +14,7 @@ from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from rlhpc.config_file import load_config
+from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
@@ -30,7 +32,7 @@ def check_run_file(options: argparse.Namespace) -> int:
     size = f", {_millions_or_more(findings.shape.num_parameters)} parameters" if findings.shape else ""
     print(f"model       {config.model.path} ({findings.model_type}, context {findings.max_positions}{size})")
     total = sum(dataset.weight for dataset in config.data)
-    for dataset, found in zip(config.data, findings.datasets, strict=True):
+    for place, (dataset, found) in enumerate(zip(config.data, findings.datasets, strict=True)):
         share = f"{dataset.title}, {dataset.weight / total:.0%} of the prompts: " if len(config.data) > 1 else ""
         print(
             f"data        {share}{found.num_records} records, prompts of {found.mean_prompt_tokens:.0f} tokens on "
@@ -38,6 +40,8 @@ def check_run_file(options: argparse.Namespace) -> int:
         )
         if 0 < found.num_references_checked < found.num_records:
             print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")
+        print("\n".join(first_prompt(config, place, found)))
+    print(stop_tokens(PromptTokenizer(config.model.path)))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.commands.arguments import (
     Version,
+    takes_data,
     takes_evaluation,
     takes_export,
     takes_list,
@@ -155,6 +156,7 @@ _COMMANDS: tuple[tuple[str, Callable[[argparse.ArgumentParser], None], str], ...
     ("report", takes_report, "Say what a run did: who waited for whom, faults, GPU-hours, advice."),
     ("rollouts", takes_rollouts, "Read what a run has sampled: prompts, completions, rewards."),
     ("doctor", _takes_doctor, "Look for what would prevent runs on a site, and print remedies."),
+    ("data", takes_data, "Show a dataset's prompts, or its figures, or write it in another form."),
     ("reward", takes_records, "Judge completions in a JSONL file by a reward function."),
     ("export", takes_export, "Write the trained model as an HF checkpoint."),
     ("evaluate", takes_evaluation, "Sample a dataset with a model; print pass@k, with intervals."),

@@ -11,15 +11,17 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.commands.evaluate.settings import UNUSED
 from launch.common.text_table import aligned, printable
 from rlhpc.config import Config
+from rlhpc.config_data import WHOLE_RECORD
 from rlhpc.config_file import load_config, settled
-from rlhpc.data.records import WHOLE_RECORD, Record, records_of_lines
+from rlhpc.data.records import Record
+from rlhpc.data.row_formats import json_lines
 from rlhpc.errors import ConfigError, DataError
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.open_pool import open_pool
@@ -79,12 +81,16 @@ def _settings(task: str, run_file: Path | None, words: Sequence[str]) -> Config:
 
 def _records(file: str) -> list[Record]:
     if file == "-":
-        return [*records_of_lines(sys.stdin.buffer, "standard input")]
+        return _records_of(sys.stdin.buffer, "standard input")
     try:
         with Path(file).open("rb") as lines:
-            return [*records_of_lines(lines, file)]
+            return _records_of(lines, file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _records_of(lines: Iterable[bytes], name: str) -> list[Record]:
+    return [Record(fields, f"{name}:{number}") for fields, number in json_lines(lines, name)]
 
 
 def _reference(record: Record, options: argparse.Namespace) -> str:

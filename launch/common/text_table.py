@@ -36,3 +36,10 @@ def span(seconds: int) -> str:
 def printable(text: str) -> str:
     """In one line, and without what would move the cursor or cannot be encoded: names of files and logs may hold it."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def printable_line(text: str, longest: int = 160) -> str:
+    """A line as it is, blanks kept, without what would move the cursor; cut where it is too long."""
+    rest = len(text) - longest
+    cut = text if rest <= 0 else f"{text[:longest]} … and {rest:,} characters"
+    return "".join(letter if letter.isprintable() else "?" for letter in cut)

@@ -19,6 +19,7 @@ from launch.demo.warm_start import make_model
 from launch.plan.gpu_map import VisibleGpus
 from rlhpc.config import Config
 from rlhpc.config_file import load_config
+from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -35,10 +36,13 @@ def fit_to(gpus: VisibleGpus) -> tuple[str, ...]:
 def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, overrides: Sequence[str] = ()) -> int:
     """Make the model, `start` the run, show its result; returns the run's exit status."""
     config = load_config(run_file, overrides)
+    data = config.data[0].path
+    if data is None:
+        raise ConfigError(f"data.source={config.data[0].source!r}: the demo writes its own problems; legal: data.path")
     began = time.monotonic()
     say("1/3  warm start: a tiny model learns to add from careless examples")
     warm = make_model(config.model.path, on_step=_show_step)
-    write_dataset(config.data[0].path, NUM_PROBLEMS, seed=config.run.seed)
+    write_dataset(data, NUM_PROBLEMS, seed=config.run.seed)
     say(
         f"     {warm.num_parameters:,} parameters, right in {warm.accuracy:.0%} of its samples "
         f"({time.monotonic() - began:.0f} s)"

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rlhpc.config import Config
-from rlhpc.data.records import SUFFIXES
-from rlhpc.errors import RunDirectoryError
+from rlhpc.data.dataset_files import dataset_files
+from rlhpc.errors import DataError, RunDirectoryError
 from rlhpc.files import write_atomically
 from rlhpc.run_layout import RunLayout
 
@@ -71,9 +71,10 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
 
     A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
     """
+    files = [(each.path, each.split) for each in config.data if each.path is not None]  # the others lie nowhere
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
-        _look_at_datasets([each.path for each in config.data], known.data if known is not None else {}),
+        _look_at_datasets(files, known.data if known is not None else {}),
     )
 
 
@@ -83,22 +84,26 @@ def look_at_model(model: Path, known: Mapping[str, InputFile] = MappingProxyType
     return _read_all({name: model / name for name in (*MODEL_FILES, *weights)}, known)
 
 
-def look_at_data(data: Path, known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:
+def look_at_data(data: Path, split: str = "", known: Mapping[str, InputFile] = MappingProxyType({})) -> Entries:
     """Read a dataset, as look_at_inputs does."""
-    return _read_all(dict(_files_of(data)), known)
+    return _read_all(dict(_files_of(data, split)), known)
 
 
-def _files_of(data: Path) -> list[tuple[str, Path]]:
-    """Of a dataset, by name, in its order."""
-    files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
-    return [(path.name, path) for path in files]
+def _files_of(data: Path, split: str) -> list[tuple[str, Path]]:
+    """Of a dataset, by name, in its order; none where none can be read."""
+    try:
+        files = dataset_files(data, split)
+    except DataError:
+        files = []
+    return [(path.name if data.is_file() else path.relative_to(data).as_posix(), path) for path in files]
 
 
-def _look_at_datasets(paths: Sequence[Path], known: Mapping[str, InputFile]) -> Entries:
+def _look_at_datasets(datasets: Sequence[tuple[Path, str]], known: Mapping[str, InputFile]) -> Entries:
     """All, as look_at_inputs does; names of files begin with the place of their dataset where there are several."""
-    if len(paths) == 1:
-        return look_at_data(paths[0], known)
-    return _read_all({f"{n}/{name}": file for n, path in enumerate(paths) for name, file in _files_of(path)}, known)
+    if len(datasets) == 1:
+        return look_at_data(*datasets[0], known)
+    named = {f"{n}/{name}": file for n, each in enumerate(datasets) for name, file in _files_of(*each)}
+    return _read_all(named, known)
 
 
 def read_inputs(layout: RunLayout) -> Inputs | None:
@@ -234,7 +239,3 @@ def _tensor_spans(path: Path) -> Sequence[tuple[int, int]] | None:
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
     return spans or None
-
-
-def _entries_of(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []

@@ -8,7 +8,7 @@ tojson without HTML escapes, the generation tag) are those of transformers' appl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -37,21 +37,26 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"model.path: the chat template does not compile: {error}") from error
 
-    def render(self, user_message: str) -> str:
-        """The text up to where the assistant's answer to this message begins, special tokens spelt out.
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text up to where the assistant's answer to these messages begins, special tokens spelt out.
 
-        Raises ConfigError when the template refuses the message.
+        Raises ConfigError when the template refuses them.
         """
         try:
             return self._template.render(
-                messages=[{"role": "user", "content": user_message}],
+                messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(f"model.path: the chat template fails on a user message: {error}") from error
+            raise ConfigError(f"model.path: the chat template fails on {_described(messages)}: {error}") from error
+
+
+def _described(messages: Sequence[Mapping[str, Any]]) -> str:
+    roles = [str(message.get("role")) for message in messages]
+    return f"a {roles[0]} message" if len(roles) == 1 else f"messages of {', '.join(roles)}"
 
 
 class _GenerationTag(Extension):

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from rlhpc.config import Config
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.contracts import PromptSource
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
-from rlhpc.data.prompts import DatasetSummary, SeededPrompts, open_prompts, raw_draws, seed_of_dataset
-from rlhpc.data.references import ReferenceCheck
+from rlhpc.data.prompts import SeededPrompts, open_prompts, raw_draws, seed_of_dataset
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
 
@@ -78,9 +78,9 @@ class Curriculum(PromptSource):
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
         return self._prompts.peek(prompt_id)
 
-    def validate(self, check: ReferenceCheck | None = None) -> DatasetSummary:
+    def validate(self, check_of: CheckOf | None = None) -> DatasetSummary:
         """Make every prompt and reference once, without drawing.  Raises DataError as SeededPrompts.validate."""
-        return self._prompts.validate(check)
+        return self._prompts.validate(check_of)
 
     # ------------------------------------------------------------------------------------------------------ learning
 

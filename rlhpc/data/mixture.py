@@ -7,15 +7,17 @@ Prompt n of dataset d of D has the number n·D + d: whose it is can be read off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlhpc.config import Config
 from rlhpc.contracts import PromptSource
+from rlhpc.data.checked_before import once
 from rlhpc.data.curriculum import Curriculum, open_curriculum
-from rlhpc.data.prompts import DatasetSummary
-from rlhpc.data.references import ReferenceCheck
+from rlhpc.data.dataset_summary import DatasetSummary
+from rlhpc.data.references import CheckOf
 from rlhpc.errors import CheckpointError
 from rlhpc.types import Prompt
 
@@ -118,11 +120,14 @@ def open_prompt_source(config: Config) -> PromptSource:
     return Mixture([each.title for each in config.data], [each.weight for each in config.data], parts)
 
 
-def validate_datasets(
-    config: Config, check_of: Callable[[str], ReferenceCheck | None] = lambda _task: None
-) -> list[DatasetSummary]:
-    """Read, fill and tokenise all datasets, before anything is started.  Raises DataError, ConfigError.
+def validate_datasets(config: Config, check_of: CheckOf | None = None) -> list[DatasetSummary]:
+    """Read, fill and tokenise all datasets, or know it from before.  Raises DataError, ConfigError.
 
-    check_of: task → what checks its references (SeededPrompts.validate).
+    check_of: task → what checks its references (SeededPrompts.validate); None: nothing does.
     """
-    return [open_curriculum(config, place).validate(check_of(each.task)) for place, each in enumerate(config.data)]
+    places = range(len(config.data))
+    return [once(config, place, check_of is not None, partial(_validated, config, place, check_of)) for place in places]
+
+
+def _validated(config: Config, place: int, check_of: CheckOf | None) -> DatasetSummary:
+    return open_curriculum(config, place).validate(check_of)

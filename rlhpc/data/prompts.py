@@ -9,59 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from string import Formatter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
-from rlhpc.data.records import Record, read_records
-from rlhpc.data.references import ReferenceCheck, refuse_bad_references
+from rlhpc.data.dataset_summary import DatasetSummary, summarise
+from rlhpc.data.prompt_form import PromptForm
+from rlhpc.data.record_source import records_of
+from rlhpc.data.records import Record
+from rlhpc.data.references import CheckOf
 from rlhpc.data.tokenizer import PromptTokenizer
-from rlhpc.errors import CheckpointError, ConfigError, DataError
-from rlhpc.types import Int32, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetSummary:
-    """What SeededPrompts.validate has found."""
-
-    num_records: int
-    longest_prompt_tokens: int
-    mean_prompt_tokens: float
-    longest_source: str  # file and line of the longest prompt
-    num_references_checked: int = 0  # by the task; all, where it is a task that checks them and there is time
+from rlhpc.errors import CheckpointError, DataError
+from rlhpc.types import Prompt
 
 
 class SeededPrompts:
     """A dataset as an endless sequence of prompts."""
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        *,
-        template: str,
-        task: str,
-        reference_field: str,
-        tokenizer: PromptTokenizer,
-        seed: int,
-        shuffle: bool,
-        max_prompt_tokens: int,
-        use_chat_template: bool,
-    ) -> None:
+    def __init__(self, records: Sequence[Record], form: PromptForm, *, seed: int, shuffle: bool) -> None:
         if not records:
             raise DataError("a dataset without records")
-        self._records = records
-        self._template, self._fields = template, _template_fields(template)
-        self._task, self._reference_field = task, reference_field
-        self._encode = tokenizer.encode_chat if use_chat_template else tokenizer.encode
+        self._records, self._form = records, form
         self._seed, self._shuffle = seed, shuffle
-        self._max_prompt_tokens = max_prompt_tokens
         self._cursor = 0
         self._orders: dict[int, NDArray[np.int64]] = {}  # by epoch
-        self._fingerprint = _fingerprint(records)
+        self._fingerprint = ""  # of the records, once somebody asks
 
     @property
     def num_records(self) -> int:
@@ -85,9 +59,7 @@ class SeededPrompts:
 
     def peek(self, prompt_id: int) -> Prompt:
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
-        record = self._records[self.record_index(prompt_id)]
-        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
-        return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
+        return self._form.prompt(self._records[self.record_index(prompt_id)], prompt_id)
 
     def source(self, prompt_id: int) -> str:
         """File and line of the record behind a prompt of the order."""
@@ -112,16 +84,6 @@ class SeededPrompts:
             self._orders[epoch] = _epoch_order(len(self._records), self._seed, epoch)
         return self._orders[epoch][first:last]
 
-    def prompt_tokens(self, record: Record) -> Int32:
-        """Tokens [Lp] of the filled template.  Raises DataError naming file, line and length if they are too many."""
-        token_ids = self._encode(self._template.format(**{name: record.text(name) for name in self._fields}))
-        if not 0 < len(token_ids) <= self._max_prompt_tokens:
-            raise DataError(
-                f"{record.source}: the prompt has {len(token_ids)} tokens; legal: 1 to "
-                f"generation.max_prompt_tokens={self._max_prompt_tokens}"
-            )
-        return token_ids
-
     def state(self) -> dict[str, Any]:
         """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""
         return {"cursor": self._cursor, **self._identity()}
@@ -139,41 +101,30 @@ class SeededPrompts:
             raise CheckpointError(f"the checkpoint's prompts have cursor={cursor!r}")
         self._cursor = cursor
 
-    def validate(self, check: ReferenceCheck | None = None) -> DatasetSummary:
+    def validate(self, check_of: CheckOf | None = None) -> DatasetSummary:
         """Make every prompt and reference once, without drawing.
 
-        check: what raises ValueError for a reference that the task cannot read.
+        check_of: task → what raises ValueError for a reference that it cannot read; None: nothing is checked.
         Raises DataError for the first prompt that fails, or naming the first bad references.
         """
-        lengths = [len(self.prompt_tokens(record)) for record in self._records]
-        num_checked = refuse_bad_references(self._records, self._reference_field, self._task, check)
-        longest = int(np.argmax(lengths))
-        return DatasetSummary(
-            num_records=len(lengths),
-            longest_prompt_tokens=lengths[longest],
-            mean_prompt_tokens=float(np.mean(lengths)),
-            longest_source=self._records[longest].source,
-            num_references_checked=num_checked,
-        )
+        return summarise(self._records, self._form, check_of)
 
     def _identity(self) -> dict[str, Any]:
+        self._fingerprint = self._fingerprint or _fingerprint(self._records)
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset": self._fingerprint}
 
 
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
     data = config.data[place]
-    return SeededPrompts(
-        read_records(data.path),
-        template=data.prompt_template,
-        task=data.task,
-        reference_field=data.reference_field,
-        tokenizer=PromptTokenizer(config.model.path),
-        seed=seed_of_dataset(config.run.seed, place),
-        shuffle=data.shuffle,
+    form = PromptForm(
+        data,
+        PromptTokenizer(config.model.path),
         max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
-        use_chat_template=data.use_chat_template,
+        max_completion_tokens=config.max_completion_tokens(place),
     )
+    seed = seed_of_dataset(config.run.seed, place)
+    return SeededPrompts(records_of(data), form, seed=seed, shuffle=data.shuffle)
 
 
 def seed_of_dataset(seed: int, place: int) -> int:
@@ -200,20 +151,3 @@ def _fingerprint(records: Sequence[Record]) -> str:
         digest.update(json.dumps(record.fields, sort_keys=True, default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
-
-
-def _template_fields(template: str) -> tuple[str, ...]:
-    """Names in the braces of a template.  Raises ConfigError for anything but plain names."""
-    try:
-        parts = [part for part in Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise ConfigError(f"data.prompt_template={template!r}: {error}; a brace of its own is written twice") from error
-    for _, name, style, conversion in parts:
-        if not name or not name.isidentifier() or style or conversion:
-            raise ConfigError(
-                f"data.prompt_template={template!r}: {{{name}}} is not the plain name of a field; "
-                "a brace of its own is written twice"
-            )
-    if not parts:
-        raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
-    return tuple(dict.fromkeys(str(name) for _, name, _, _ in parts))

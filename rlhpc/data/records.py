@@ -1,21 +1,25 @@
-"""Read a dataset: JSONL or Parquet, a file or a directory of them.
+"""One row of a dataset, and its fields by the names that keys of the run file have for them.
 
-Input: paths.  Output: Record.  Errors are DataErrors that name file and line, so that the user can correct them.
+Input: paths.  Output: Record.  A name with dots leads into objects and lists: "reward_model.ground_truth", "choices.0";
+a field whose own name has dots comes first.  Errors are DataErrors that name file, line, field and key.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config_data import WHOLE_RECORD
+from rlhpc.data.dataset_files import dataset_files
+from rlhpc.data.row_formats import kind, read_rows
 from rlhpc.errors import DataError
 
-SUFFIXES = (".jsonl", ".parquet")
-WHOLE_RECORD = "*"  # as the name of the field that holds the reference
+_LONGEST_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,120 +27,114 @@ class Record:
     """One row of a dataset."""
 
     fields: dict[str, Any]
-    source: str  # "train.jsonl:17", for messages; of Parquet it is the row
+    source: str  # "train.jsonl:17", for messages; of a table or an array it is the row
 
     def text(self, name: str, key: str = "data.prompt_template") -> str:
-        """A field as text: a string, or a number in JSON's spelling; `key` names it.  Raises DataError otherwise."""
+        """A field as text for a prompt: a string, or a number in JSON's spelling.  Raises DataError otherwise."""
         return self._as_text(name, key)
 
     def reference(self, name: str, key: str = "data.reference_field") -> str:
-        """A field as a reference: text as it is, lists and objects (test cases) as JSON; "*" is the whole record.
-
-        Raises DataError.
-        """
-        value = self.fields if name == WHOLE_RECORD else self.fields.get(name)
-        if not isinstance(value, list | dict):
-            return self._as_text(name, key)
-        try:
-            return json.dumps(value)
-        except TypeError as error:  # Parquet has dates and bytes
-            what = "the record" if name == WHOLE_RECORD else f"field {name!r}"
-            raise DataError(f"{self.source}: {what}, which {key} names, is no JSON: {error}") from error
+        """A field as a reference: text as it is, lists and objects (test cases) as JSON.  Raises DataError."""
+        if name == WHOLE_RECORD:
+            return json.dumps(self.fields, default=str)
+        if isinstance(value := self.value(name, key), list | dict):
+            return json.dumps(value, default=str)
+        return self._as_text(name, key)
 
     def number(self, name: str, key: str) -> float:
         """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
-        value = self._value(name, key)
+        value = self.value(name, key)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
         raise DataError(f"{self.source}: field {name!r}, which {key} names, is {value!r}; legal: a number")
 
-    def _value(self, name: str, key: str) -> Any:
-        if name not in self.fields:
-            has = ", ".join(map(repr, self.fields)) or "none"
-            raise DataError(f"{self.source}: no field {name!r}, which {key} names; the record has {has}")
-        return self.fields[name]
+    def value(self, name: str, key: str) -> Any:
+        """A field as it is; `key` of the run file names it.  Raises DataError if there is none."""
+        if name in self.fields:
+            return self.fields[name]
+        here: Any = self.fields
+        inside = ""  # the part of the name that was found
+        for part in name.split("."):
+            here, found = _inner(here, part)
+            if not found:
+                raise DataError(f"{self.source}: {self._missing(name, key, inside, here)}")
+            inside = f"{inside}.{part}" if inside else part
+        return here
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field, and it is not null."""
+        try:
+            return self.value(name, "") is not None
+        except DataError:
+            return False
+
+    def holds_several(self, name: str) -> bool:
+        """Whether a field is a list or an object; it is there."""
+        return isinstance(self.value(name, ""), list | dict)
+
+    def _missing(self, name: str, key: str, inside: str, here: Any) -> str:
+        what = f"field {inside!r}" if inside else "the record"
+        if isinstance(here, list):
+            has, names = f"is a list of {len(here)}", []
+        elif isinstance(here, dict):
+            names = [str(each) for each in here]
+            has = f"has {_listed(names)}"
+        else:
+            has, names = f"is {kind(here)}", []
+        close = _closest(name, inside, names)
+        hint = f" (did you mean {close}?)" if close else ""
+        return f"no field {name!r}, which {key} names; {what} {has}{hint}"
 
     def _as_text(self, name: str, key: str) -> str:
         """`key` of the run file names the field."""
-        value = self._value(name, key)
+        value = self.value(name, key)
         if isinstance(value, str):
             if not _is_unicode(value):
                 raise DataError(f"{self.source}: field {name!r} holds half of a surrogate pair, which is no character")
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return json.dumps(value)
-        raise DataError(f"{self.source}: field {name!r} is {_kind(value)}; legal: a string or a number")
+        shown = "" if value is None else f" {str(value)[:_LONGEST_SHOWN]}"
+        raise DataError(
+            f"{self.source}: field {name!r} is {kind(value)}{shown}, and {key} names it; legal: a string or a number"
+        )
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path, split: str = "") -> list[Record]:
     """All records, files of a directory in the order of their names.
 
     Raises DataError: nothing there, not a format known here, malformed, or no record at all.
     """
-    records = [record for file in _dataset_files(path) for record in _read_file(file)]
+    records = [
+        Record(fields, f"{file}:{number}") for file in dataset_files(path, split) for fields, number in read_rows(file)
+    ]
     if not records:
         raise DataError(f"data.path={path} holds no record")
     return records
 
 
-def _dataset_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise DataError(f"data.path={path} holds no {' or '.join(SUFFIXES)} file; {_whats_in(path)}")
-        return files
-    if not path.exists():
-        parent = next(p for p in path.absolute().parents if p.is_dir())
-        raise DataError(f"data.path={path} does not exist; {_whats_in(parent)}")
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"data.path={path}: legal are a {' or '.join(SUFFIXES)} file, or a directory of them")
-    return [path]
-
-
-def _read_file(file: Path) -> Iterator[Record]:
-    try:
-        yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _read_jsonl(file: Path) -> Iterator[Record]:
-    with file.open("rb") as lines:
-        yield from records_of_lines(lines, str(file))
-
-
-def records_of_lines(lines: Iterable[bytes], name: str) -> Iterator[Record]:
-    """The records of JSON lines, blank ones left out; bytes, so that a wrong encoding is found on its line.
-
-    Raises DataError, which names the line.
-    """
-    for number, line in enumerate(lines, start=1):
-        source = f"{name}:{number}"
+def _inner(value: Any, part: str) -> tuple[Any, bool]:
+    """What `part` names in an object or a list, or in JSON as text; and True.  Else what there is, and False."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):  # CSV has no other way
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            fields = json.loads(text) if text.strip() else None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from error
-        except json.JSONDecodeError as error:
-            raise DataError(f"{source}: malformed JSON: {error.msg} at column {error.colno}") from error
-        if not text.strip():
-            continue
-        if not isinstance(fields, dict):
-            raise DataError(f'{source}: the line is {_kind(fields)}; legal: an object, {{"question": …}}')
-        yield Record(fields, source)
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            return value, False
+    if isinstance(value, dict) and part in value:
+        return value[part], True
+    if isinstance(value, list) and part.lstrip("-").isdecimal() and -len(value) <= int(part) < len(value):
+        return value[int(part)], True
+    return value, False
 
 
-def _read_parquet(file: Path) -> Iterator[Record]:
-    # Imported here because loading it takes longer than reading a small JSONL file.
-    import pyarrow
-    import pyarrow.parquet
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "no fields"
 
-    try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file} is not a readable Parquet file: {error}") from error
-    for number, fields in enumerate(rows, start=1):
-        yield Record(fields, f"{file}:{number}")
+
+def _closest(name: str, inside: str, names: list[str]) -> str:
+    part = name[len(inside) + 1 :].partition(".")[0] if inside else name.partition(".")[0]
+    found = get_close_matches(part, names, 1)
+    return ".".join(filter(None, (inside, *found))) if found else ""
 
 
 def _is_unicode(text: str) -> bool:
@@ -146,14 +144,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _whats_in(directory: Path) -> str:
-    names = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return f"{directory} holds {shown or 'nothing'}"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")

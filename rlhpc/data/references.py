@@ -13,6 +13,7 @@ from rlhpc.data.records import Record
 from rlhpc.errors import DataError
 
 ReferenceCheck = Callable[[str], None]  # raises ValueError, which says what is legal
+CheckOf = Callable[[str], ReferenceCheck | None]  # by task; None: it checks none
 MOST_S = 60.0  # for the references of a dataset: mathematics takes some milliseconds each
 _MOST_SHOWN = 5
 _SHOWN_CHARACTERS = 1000
@@ -21,21 +22,23 @@ _SHOWN_CHARACTERS = 1000
 def refuse_bad_references(
     records: Sequence[Record],
     field: str,
-    task: str,
-    check: ReferenceCheck | None,
+    task_of: Callable[[Record], str],
+    check_of: CheckOf,
     *,
     most_s: float = MOST_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Return how many records were checked: all, or as many as `most_s` seconds allow; none without a check.
+    """Return how many records were checked: all, or as many as `most_s` seconds allow; none of a task without a check.
 
-    Raises DataError: a record has no such field, or the first references that `check` refuses, a line each.
+    Raises DataError: a record has no such field, or the first references that are refused, a line each.
     """
-    faults: list[str] = []
+    faults, checks = list[str](), dict[str, ReferenceCheck | None]()
     num_bad, num_checked, end = 0, 0, clock() + most_s
     for record in records:
-        reference = record.reference(field)
-        if check is None or clock() > end:
+        reference, task = record.reference(field), task_of(record)
+        if task not in checks:
+            checks[task] = check_of(task)
+        if (check := checks[task]) is None or clock() > end:
             continue
         num_checked += 1
         try:

@@ -60,9 +60,28 @@ class PromptTokenizer:
 
         Adds no special tokens: a template spells its own, BOS included.  Raises ConfigError if there is no template.
         """
+        return self.encode_rendered(self.render_chat([{"role": "user", "content": user_message}]))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The chat template's text up to the assistant's next answer.  Raises ConfigError as encode_chat does."""
         if self._chat_template is None:
             self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
-        return self._encode(self._chat_template.render(user_message), add_special_tokens=False)
+        return self._chat_template.render(messages)
+
+    def encode_rendered(self, text: str) -> Int32:
+        """Tokens [L] of what render_chat returned."""
+        return self._encode(text, add_special_tokens=False)
+
+    def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
+        """Numbers of tokens of many texts, by all processors; with each, whether render_chat returned it."""
+        lengths = [0] * len(texts)
+        for is_rendered in {rendered for _, rendered in texts}:
+            places = [place for place, (_, rendered) in enumerate(texts) if rendered is is_rendered]
+            batch = [texts[place][0] for place in places]
+            encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=not is_rendered)
+            for place, encoding in zip(places, encoded, strict=True):
+                lengths[place] = len(encoding)
+        return lengths
 
     def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
         """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""

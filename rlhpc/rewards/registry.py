@@ -7,12 +7,14 @@ user's own.  Functions are named as text, so that the table can be read without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import cast
 
 from rlhpc.contracts import RewardFunction
 from rlhpc.errors import ConfigError
-from rlhpc.user_code import is_import_path, load, look_up
+from rlhpc.rewards.whole_record import PARAMETER, PLACE, given_its_record
+from rlhpc.user_code import is_import_path, load, look_up, parameters
 
 KEY = "data.task"
 
@@ -27,6 +29,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "llm_judge": "rlhpc.rewards.llm_judge:judge",
         "math_answer": "rlhpc.rewards.math_answer:judge",
         "multiple_choice": "rlhpc.rewards.multiple_choice:judge",
+        "reasoning_gym": "rlhpc.rewards.reasoning_gym_task:judge",
         "regex": "rlhpc.rewards.regex:judge",
         "token_f1": "rlhpc.rewards.text_match:token_f1",
     }
@@ -53,9 +56,17 @@ def validate_task(task: str) -> None:
     look_up(KEY, _import_path(task), repr(task))
 
 
+def asks_for_record(task: str) -> bool:
+    """Whether its function takes the whole record, as far as the text of its module tells; nothing is imported."""
+    return parameters(_import_path(task))[PLACE : PLACE + 1] == (PARAMETER,)
+
+
 def resolve(task: str) -> RewardFunction:
-    """Import the task's function.  Raises ConfigError if the name is illegal, or as user_code.load."""
-    return cast(RewardFunction, load(KEY, _import_path(task), repr(task)))
+    """Import the task's function; one that asks for the record gets it.
+
+    Raises ConfigError if the name is illegal, or as user_code.load.
+    """
+    return given_its_record(load(KEY, _import_path(task), repr(task)))
 
 
 def reference_check(task: str) -> Callable[[str], None] | None:
@@ -70,5 +81,9 @@ def reference_check(task: str) -> Callable[[str], None] | None:
 def _import_path(task: str) -> str:
     path = BUILT_IN.get(task, task)
     if not is_import_path(path):
-        raise ConfigError(f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function")
+        close = get_close_matches(task, BUILT_IN, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(
+            f"{KEY}={task!r} is not a task; legal: {', '.join(task_names())}, or package.module:function{hint}"
+        )
     return path

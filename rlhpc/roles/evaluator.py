@@ -63,8 +63,8 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         file = stack.enter_context(SamplesFile(directory, index))
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
-        tasks = (config.data[0].task,)
-        check_sandbox(config.sandbox, config.parts_of(config.data[0].task))
+        tasks = config.all_tasks
+        check_sandbox(config.sandbox, [part for task in tasks for part in config.parts_of(task)])
         pool = await stack.enter_async_context(open_pool(config, tasks))
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
 

@@ -30,7 +30,7 @@ def run(context: RoleContext) -> None:
 
 async def _serve(context: RoleContext) -> None:
     stop = stop_event()
-    tasks = tuple(dict.fromkeys(dataset.task for dataset in context.config.data))
+    tasks = context.config.all_tasks
     check_sandbox(context.config.sandbox, [part for task in tasks for part in context.config.parts_of(task)])
     pool = open_pool(context.config, tasks, judge_cache=context.layout.judge_replies)
     await pool.start()

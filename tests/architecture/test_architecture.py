@@ -35,6 +35,7 @@ DOORS = {
     "tokenizers": {"rlhpc/data", "launch/demo"},
     "math_verify": {"rlhpc/rewards"},
     "jsonschema": {"rlhpc/rewards"},
+    "reasoning_gym": {"rlhpc/data", "rlhpc/rewards"},
     "transformers": {"rlhpc/training", "launch/demo"},
     "safetensors": {"rlhpc/training", "rlhpc/weights"},
     "torch": {

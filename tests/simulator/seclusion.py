@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rlhpc.config_data import DataConfig
 from rlhpc.data import prompts
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -41,8 +42,13 @@ class _Dataset(list[Record]):
 
 
 @functools.cache
-def _records(path: Path) -> _Dataset:
+def _read(path: Path) -> _Dataset:
     return _Dataset(read_records(path))
+
+
+def _records(data: DataConfig) -> _Dataset:
+    assert data.path is not None
+    return _read(data.path)
 
 
 # One of each kind will do: making them costs as much as a run, and what all runs read does not change.
@@ -56,7 +62,7 @@ def in_silence() -> Iterator[None]:
     """Neither logs nor TensorBoard."""
     with ExitStack() as stack:
         stack.enter_context(patch("rlhpc.transport.memory.Codec", _codec))
-        stack.enter_context(patch("rlhpc.data.prompts.read_records", _records))
+        stack.enter_context(patch("rlhpc.data.prompts.records_of", _records))
         stack.enter_context(patch("rlhpc.data.prompts._fingerprint", _fingerprint))
         stack.enter_context(patch("rlhpc.data.prompts.PromptTokenizer", _tokenizer))
         stack.enter_context(patch("rlhpc.roles.generator.outbox.SILENCE_S", SILENCE_S))

@@ -324,15 +324,65 @@ def test_several_datasets_have_names_weights_and_limits(mixed_file: Path, tmp_pa
         ("data.2.task=x", "'data.2.task=x': there are 2 tables [[data]]; legal: data.0.…, data.1.…"),
         ("data.1.name=math", "data.0 and data.1 are both called 'math'; give one of them another name"),
         ("data.1.weight=0", "data.1.weight=0: legal: above 0"),
-        ("data.1.share=2", "data.1.share=2: unknown key; legal: path, task"),
+        ("data.1.share=2", "data.1.share=2: unknown key; legal: path, split, source"),
         ("data.0.max_prompt_tokens=9", "data.0.max_prompt_tokens=9 is above generation.max_prompt_tokens=8"),
         ("data.1.name=two words", "data.1.name='two words': legal: letters, digits, '.', '_' and '-'"),
+        ("data.1.system_prompt=Hi", "data.1.system_prompt needs use_chat_template=true, or a prompt_field"),
+        (
+            "data.1.task_field=kind",
+            "data.1.task_field needs tasks: the field's values, and the reward function of each",
+        ),
+        ("data.1.tasks={a='regex'}", "data.1.tasks needs task_field"),
     ],
 )
 def test_a_fault_of_one_of_several_datasets_is_put_down_to_it(mixed_file: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(mixed_file, [word])
     assert said in str(error.value)
+
+
+def test_a_template_and_a_prompt_field_are_two_prompts(run_file: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.prompt_field='p' with prompt_template='\{q\}': the prompt is the field"
+    ):
+        load_config(run_file, ["data.prompt_field=p", "data.prompt_template='{q}'"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.source=reasoning_gym:a"], "data.path='"),
+        (["data.size=5"], "data.size=5 is for a source; legal: leave it out"),
+        (["data.levels=[1]"], "data.levels=(1,) is for a source"),
+        (["data.size=0"], "data.size=0: legal: above 0"),
+    ],
+)
+def test_records_are_in_files_or_made(run_file: Path, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file, words)
+    assert said in str(error.value)
+
+
+def test_what_a_library_makes_needs_no_task(run_file: Path) -> None:
+    table = RUN_FILE.partition("[data]")[2].partition("[generation]")[0]
+    run_file.write_text(RUN_FILE.replace(table, '\nsource = "reasoning_gym:chain_sum"\n'))
+    data = load_config(run_file).data[0]
+    assert (data.task, data.reference_field, data.title) == ("reasoning_gym", "entry", "chain_sum")
+    data = load_config(run_file, ["data.task=math_answer", "data.name=sums"]).data[0]
+    assert (data.task, data.reference_field, data.title) == ("math_answer", "answer", "sums")
+    for word, said in {
+        "data.split=train": "data.split='train' is for a path",
+        "data.source=": "data.path is not set, nor source",
+        "data.levels=[-1]": "data.levels=[-1]; legal: from 0",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            load_config(run_file, [word, "data.task=math_answer"])
+        assert said in str(error.value)
+
+
+def test_a_run_needs_every_reward_function_that_a_dataset_names(mixed_file: Path) -> None:
+    words = ["data.1.task_field=kind", "data.1.tasks={easy='regex', hard='math_answer'}"]
+    assert load_config(mixed_file, words).all_tasks == ("math_answer", "integer_arithmetic", "regex")
 
 
 TWO_EVALUATIONS = """
@@ -369,7 +419,7 @@ def test_evaluations_have_names_figures_and_somebody_s_reward(run_file: Path, tm
         (["evaluation.1.stop_after=2"], "evaluation.1.stop_after=2: no better in what? legal: beside keep_best"),
         (["evaluation.0.temperature=0"], "samples=6: all samples of a prompt would be the same"),
         (["evaluation.0.temperature=3"], "evaluation.0.temperature=3: legal: 2.0 or less"),
-        (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, name"),
+        (["evaluation.0.sample=3"], "evaluation.0.sample=3: unknown key; legal: path, split, name"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(run_file: Path, words: list[str], said: str) -> None:

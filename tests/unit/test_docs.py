@@ -20,7 +20,8 @@ from launch.cli import main
 from rlhpc.config_file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks, commands, prose
 
-PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md", ROOT / "docs" / "install.md"]
+PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "configs" / "README.md"]
+PAGES_WITH_COMMANDS += [ROOT / "docs" / "install.md", ROOT / "docs" / "data.md"]
 
 # Commands of the pages that no test here executes, and why.  Everything else in a bash or console block is executed.
 NOT_RUN = {
@@ -85,7 +86,9 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
     words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
              dict[str, float]: "numbers by name", dict[str, str]: "texts by name",
-             dict[str, int]: "integers by name", tuple[float, ...]: "list of numbers",
+             dict[str, int]: "integers by name",
+             dict[str, bool | int | float | str]: "values by name",
+             tuple[int, ...]: "list of integers", tuple[float, ...]: "list of numbers",
              tuple[str, ...]: "list of texts"}[annotation]  # fmt: skip
     return f"{words}{_bounds_in_words(metadata)}"
 

@@ -25,7 +25,8 @@ from rlhpc.evaluation.statistics import Estimate, JudgedSample, difference, of_p
 from rlhpc.types import Verdict
 
 # What has to be equal, or a difference would be of more than the models.
-ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.use_chat_template", "data.reference_field",
+ALIKE = ("inputs.data", "data.task", "data.prompt_template", "data.prompt_field", "data.system_prompt",
+         "data.use_chat_template", "data.reference_field",
          "generation.max_completion_tokens", "temperature")  # fmt: skip
 FEW = 20  # prompts; the interval of fewer says too much
 

@@ -98,7 +98,7 @@ def plan_evaluation(target: Target, request: Request, *, runs_here: bool = True)
         temperature=request.temperature,
         inputs={
             "model": target.digest,
-            "data": [entry.digest for entry in look_at_data(config.data[0].path).values()],
+            "data": [entry.digest for entry in look_at_data(request.data, config.data[0].split).values()],
         },
     )
     directory = request.out or target.home / f"{target.title}-{request.name}"

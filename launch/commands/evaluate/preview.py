@@ -10,7 +10,7 @@ from launch.commands.evaluate.request import Request, of_run_file
 from launch.commands.evaluate.settings import evaluation_config
 from launch.commands.evaluate.target import Target, target_of
 from rlhpc.config import Config
-from rlhpc.data.prompts import DatasetSummary
+from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.errors import ConfigError
 
 

@@ -58,6 +58,7 @@ def of_run_file(config: Config) -> list[Request]:
     for table in config.evaluation:
         words = {
             "data.name": table.dataset,
+            "data.split": table.split,
             "data.task": table.task,
             "generation.max_prompt_tokens": table.max_prompt_tokens,
             "generation.max_completion_tokens": table.max_completion_tokens,

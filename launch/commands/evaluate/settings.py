@@ -13,8 +13,8 @@ from typing import Any
 
 from launch.commands.evaluate.target import Target
 from rlhpc.config import Config
+from rlhpc.config_data import DataConfig
 from rlhpc.config_file import settled
-from rlhpc.config_sections import DataConfig
 from rlhpc.errors import ConfigError
 
 OPEN = (
@@ -28,6 +28,7 @@ OPEN = (
 )  # sections that the words may change
 OPEN_KEYS = ("model.dtype", "run.seed")
 _LIMITS = ("max_prompt_tokens", "max_completion_tokens")
+_NO_SOURCE: dict[str, Any] = {"source": "", "size": 1000, "source_seed": 0, "levels": [], "settings": {}}
 UNUSED = {
     "admission": {"groups_per_step": 1, "group_size": 2},
     "trainer": {"backend": "reference", "device": "cpu", "token_budget": 1 << 40},
@@ -46,7 +47,7 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
             legal = ", ".join((*(f"{section}.…" for section in OPEN), *OPEN_KEYS))
             raise ConfigError(f"{word!r}: not a setting of an evaluation; legal: {legal}")
     # Seeds: what a killed evaluation had begun is drawn again alike.  The engine has its GPUs to itself.
-    data_here = {"path": str(data), "shuffle": True}
+    data_here = {"path": str(data), "split": "", "shuffle": True, **_NO_SOURCE}
     generation = {"seeded_samples": True, "kv_cache_bytes": None}
     document: dict[str, Any] = {
         "run": {"name": "evaluation", "num_steps": 1},
@@ -96,7 +97,8 @@ def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
         return run.data[0]
     named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "data.name"]
     for dataset in run.data:
-        if dataset.title in named or (not named and dataset.path.absolute() == data.absolute()):
+        is_here = dataset.path is not None and dataset.path.absolute() == data.absolute()
+        if dataset.title in named or (not named and is_here):
             return dataset
     names = ", ".join(dataset.title for dataset in run.data)
     said = f"data.name={named[0]}: no such dataset" if named else f"{data}: is of none of the run's datasets"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from checkpoints import make_tokenizer_files
 
 from rlhpc.config_curriculum import CurriculumConfig
+from rlhpc.config_data import DataConfig
 from rlhpc.data.curriculum import Curriculum, rollouts_for_a_pass
+from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import SeededPrompts
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -29,16 +32,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 def make(tokenizer: PromptTokenizer):
     def make_curriculum(num_records: int = NUM, seed: int = 0, shuffle: bool = True, **rules: Any) -> Curriculum:
         fields = [{"question": f"{n} + 0 =", "answer": str(n), "difficulty": n} for n in range(num_records)]
+        data = DataConfig(path=Path("train.jsonl"), task="integer", prompt_template="{question}")
         prompts = SeededPrompts(
             [Record(each, f"train.jsonl:{n}") for n, each in enumerate(fields, 1)],
-            template="{question}",
-            task="integer",
-            reference_field="answer",
-            tokenizer=tokenizer,
+            PromptForm(data, tokenizer, max_prompt_tokens=64, max_completion_tokens=8),
             seed=seed,
             shuffle=shuffle,
-            max_prompt_tokens=64,
-            use_chat_template=False,
         )
         return Curriculum(prompts, CurriculumConfig(**rules), seed=seed)
 

@@ -8,7 +8,9 @@ import pytest
 from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
 from rlhpc.config import Config
+from rlhpc.config_data import DataConfig
 from rlhpc.data.mixture import validate_datasets
+from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import SeededPrompts, open_prompts
 from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -21,20 +23,13 @@ def tokenizer(tmp_path: Path) -> PromptTokenizer:
 
 
 def make_prompts(tokenizer: PromptTokenizer, num_records: int = 10, **changes: Any) -> SeededPrompts:
-    settings: dict[str, Any] = {
-        "template": "{question}",
-        "task": "integer",
-        "reference_field": "answer",
-        "tokenizer": tokenizer,
-        "seed": 0,
-        "shuffle": True,
-        "max_prompt_tokens": 64,
-        "use_chat_template": False,
-    }
     records = changes.pop(
         "records", [Record(fields, f"train.jsonl:{i}") for i, fields in enumerate(sums(num_records), 1)]
     )
-    return SeededPrompts(records, **(settings | changes))
+    seed, shuffle = changes.pop("seed", 0), changes.pop("shuffle", True)
+    settings = {"path": "train.jsonl", "task": "integer", "prompt_template": "{question}"} | changes
+    form = PromptForm(DataConfig.model_validate(settings), tokenizer, max_prompt_tokens=64, max_completion_tokens=8)
+    return SeededPrompts(records, form, seed=seed, shuffle=shuffle)
 
 
 def make_config(tmp_path: Path, records: list[dict[str, Any]], **data: Any) -> Config:
@@ -88,7 +83,7 @@ def test_the_prompt_id_counts_over_all_epochs(tokenizer):
 
 
 def test_a_prompt_holds_the_filled_template_and_the_raw_reference(tokenizer):
-    prompts = make_prompts(tokenizer, template="Question: {question} {{think}}", shuffle=False)
+    prompts = make_prompts(tokenizer, prompt_template="Question: {question} {{think}}", shuffle=False)
     prompt = prompts.draw()
     assert tokenizer.decode(prompt.token_ids) == "Question: 0+0=? {think}"
     assert (prompt.task, prompt.reference) == ("integer", "0 and 0.\n#### 0")
@@ -100,7 +95,7 @@ def test_braces_in_a_record_are_only_text(tokenizer):
 
 
 def test_a_chat_template_wraps_the_filled_template(tokenizer):
-    prompts = make_prompts(tokenizer, template="Solve {question}", use_chat_template=True, shuffle=False)
+    prompts = make_prompts(tokenizer, prompt_template="Solve {question}", use_chat_template=True, shuffle=False)
     text = tokenizer.decode(prompts.draw().token_ids, keep_special_tokens=True)
     assert text == "<bos><turn>user: Solve 0+0=?</turn>\n<turn>assistant: "
 
@@ -145,12 +140,10 @@ def test_a_prompt_of_no_token_is_refused(tokenizer):
         make_prompts(tokenizer, records=[Record({"question": "", "answer": "1"}, "train.jsonl:1")]).draw()
 
 
-@pytest.mark.parametrize(
-    "template", ["{question.__class__}", "{0}", "{}", "{question!r}", "{question:>9}", "{question", "?"]
-)
+@pytest.mark.parametrize("template", ["{0}", "{}", "{question!r}", "{question:>9}", "{question", "?"])
 def test_a_template_of_anything_but_plain_names_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"data\.prompt_template"):
-        make_prompts(tokenizer, template=template)
+        make_prompts(tokenizer, prompt_template=template)
 
 
 def test_a_dataset_is_validated_before_anything_is_started(tmp_path):

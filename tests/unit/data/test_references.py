@@ -25,7 +25,7 @@ def records(*answers: int) -> list[Record]:
 
 def test_the_first_bad_references_are_named_a_line_each_and_the_others_counted():
     with pytest.raises(DataError) as refusal:
-        refuse_bad_references(records(2, 3, 4, *range(5, 19)), "answer", "even", even)
+        refuse_bad_references(records(2, 3, 4, *range(5, 19)), "answer", lambda _: "even", lambda _: even)
     lines = str(refusal.value).splitlines()
     assert lines[0] == (
         "train.jsonl:2: field 'answer' (data.reference_field), for data.task='even': "
@@ -37,15 +37,20 @@ def test_the_first_bad_references_are_named_a_line_each_and_the_others_counted()
 
 def test_one_bad_reference_is_one_line():
     with pytest.raises(DataError, match=r"^train\.jsonl:2: [^\n]*$"):
-        refuse_bad_references(records(2, 3), "answer", "even", even)
+        refuse_bad_references(records(2, 3), "answer", lambda _: "even", lambda _: even)
 
 
 def test_after_its_time_references_are_only_looked_for():
     seconds = iter(range(100))
-    assert refuse_bad_references(records(2, 2, 3), "answer", "even", even, most_s=2.0, clock=lambda: next(seconds)) == 2
+    assert (
+        refuse_bad_references(
+            records(2, 2, 3), "answer", lambda _: "even", lambda _: even, most_s=2.0, clock=lambda: next(seconds)
+        )
+        == 2
+    )
     with pytest.raises(DataError, match="no field 'solution'"):
-        refuse_bad_references(records(2), "solution", "even", None)
-    assert refuse_bad_references(records(3), "answer", "own:function", None) == 0
+        refuse_bad_references(records(2), "solution", lambda _: "even", lambda _: None)
+    assert refuse_bad_references(records(3), "answer", lambda _: "own:function", lambda _: None) == 0
 
 
 def test_every_dataset_is_checked_by_its_own_task(tmp_path):

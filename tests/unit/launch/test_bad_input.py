@@ -82,6 +82,7 @@ def bench(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_proce
         ("trainer", "min_learning_rate", 1.0, ["trainer.min_learning_rate=1", "trainer.learning_rate=0.0001"]),
         ("data", "task", "integer_arithmetics", ["data.task=", "regex, token_f1, or package.module:function"]),
         ("data", "task", "no_such_package_here:judge", ["data.task='no_such_package_here:judge'", "PYTHONPATH"]),
+        ("data", "task", "tests.unit.rewards.sample_rewards:of_record", ["whole record", 'legal: "*"']),
         ("data", "path", "missing.jsonl", ["data.path=", "missing.jsonl does not exist", "run.toml"]),
         ("data", "reference_field", "solution", ["train.jsonl:1", "no field 'solution'", "'prompt', 'answer'"]),
         ("data", "prompt_template", "{question}", ["train.jsonl:1", "no field 'question'"]),
@@ -260,7 +261,7 @@ def test_a_malformed_record_is_named_by_file_and_line(bench: Bench, lines: list[
 def test_a_directory_without_datasets_is_refused(bench: Bench) -> None:
     bench.settings["data"]["path"] = str(bench.root)
     (line,) = bench.refusal()
-    assert "holds no .jsonl or .parquet file" in line
+    assert "holds no file of .jsonl, .ndjson, .json, .csv" in line
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -17,6 +17,10 @@ def length(completion: str, reference: str) -> RewardOutcome:
     return RewardOutcome(float(len(completion)), is_correct=True, parts={"length": float(len(completion))}, detail="ok")
 
 
+def of_record(completion: str, record: dict) -> bool:
+    return completion == record["reward_model"]["ground_truth"] and record["data_source"] == "sums"
+
+
 def hang(completion: str, reference: str) -> RewardOutcome:
     while True:
         time.sleep(60)

@@ -1,3 +1,5 @@
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -5,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from rlhpc.errors import ConfigError
-from rlhpc.rewards.registry import resolve, task_names, validate_task
+from rlhpc.rewards.registry import asks_for_record, resolve, task_names, validate_task
 from tests.patience import PATIENCE_S
 
 
 def test_every_built_in_task_is_legal_and_resolves_to_a_function():
     for task in task_names():
         validate_task(task)
-        assert callable(resolve(task))
+        if task != "reasoning_gym" or importlib.util.find_spec("reasoning_gym"):  # of an extra
+            assert callable(resolve(task))
 
 
 def test_a_users_own_function_is_named_by_its_import_path():
@@ -25,6 +28,27 @@ def test_a_users_own_function_is_named_by_its_import_path():
 def test_an_unknown_task_is_refused_and_the_legal_ones_are_listed(check, task):
     with pytest.raises(ConfigError, match=r"regex, token_f1, or package.module:function"):
         check(task)
+
+
+def test_a_misspelt_task_is_guessed():
+    with pytest.raises(ConfigError, match=r"function \(did you mean math_answer\?\)"):
+        validate_task("maths_answer")
+
+
+def test_a_function_may_ask_for_the_whole_record():
+    judge = resolve("sample_rewards:of_record")
+    record = {"data_source": "sums", "reward_model": {"ground_truth": "4"}}
+    assert judge("4", json.dumps(record)) is True
+    assert judge("5", json.dumps(record)) is False
+    for reference in ("4", "[1]", "no JSON"):
+        with pytest.raises(ValueError, match=r'set data\.reference_field = "\*"'):
+            judge("4", reference)
+
+
+def test_who_asks_for_the_record_is_known_without_importing_it():
+    assert asks_for_record("sample_rewards:of_record")
+    assert not asks_for_record("sample_rewards:length")
+    assert not asks_for_record("math_answer")
 
 
 def test_a_package_that_is_not_there_is_found_before_the_run_starts():

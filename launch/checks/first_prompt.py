@@ -1,0 +1,37 @@
+"""What `rlhpc check` shows of a dataset besides its size: a prompt as the model sees it, and where answers end.
+
+Input: DatasetSummary, tokenizer.  Output: lines.
+"""
+
+from __future__ import annotations
+
+from launch.common.text_table import printable_line
+from rlhpc.config import Config
+from rlhpc.data.dataset_summary import DatasetSummary
+from rlhpc.data.tokenizer import PromptTokenizer
+
+_MOST_LINES = 12
+
+
+def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]:
+    """The first prompt of a dataset, and a warning where references are longer than a completion may be."""
+    lines = found.example.split("\n")
+    if len(lines) > _MOST_LINES:
+        left_out = len(lines) - _MOST_LINES + 1
+        lines = [*lines[: _MOST_LINES - 2], f"… {left_out} lines …", lines[-1]]
+    said = [f"prompt      {found.example_source}, {found.example_tokens:,} tokens:"]
+    said += [f"  | {printable_line(line)}" for line in lines]
+    if found.num_references_longer:
+        share = found.num_references_longer / found.num_references_counted
+        limit = config.max_completion_tokens(place)
+        said.append(f"warning     {share:.1%} of the references have more tokens than completions may have ({limit:,})")
+    return said
+
+
+def stop_tokens(tokenizer: PromptTokenizer) -> str:
+    """What ends a completion before its limit."""
+    tokens = tokenizer.eos_token_ids
+    if not tokens:
+        return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
+    named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)
+    return f"stop        {named}"

@@ -1,0 +1,1 @@
+"""`rlhpc data`: look at a dataset, and write it in another form."""

@@ -1,0 +1,94 @@
+"""The dataset that `rlhpc data` is about: its records, and how prompts are made of them, where that is known.
+
+Input: a dataset or a run file, a model, settings.  Output: Sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.commands.evaluate.settings import UNUSED
+from rlhpc.config import Config
+from rlhpc.config_data import DataConfig
+from rlhpc.config_file import load_config, settled
+from rlhpc.data.prompt_form import PromptForm
+from rlhpc.data.reasoning_gym_source import PREFIX
+from rlhpc.data.record_source import records_of
+from rlhpc.data.records import Record
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ConfigError, DataError
+
+OPEN = ("data", "generation")  # sections that the words may change
+_WHERE = tuple(f"data.{key}" for key in ("split", "size", "source_seed", "levels", "settings"))
+ANY_LENGTH = 1 << 40  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Records, and their prompts if a model is given."""
+
+    data: DataConfig
+    records: Sequence[Record]
+    tokenizer: PromptTokenizer | None
+    max_prompt_tokens: int  # ANY_LENGTH: nobody said
+    form: PromptForm | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": ANY_LENGTH}
+            object.__setattr__(self, "form", PromptForm(self.data, self.tokenizer, **limits))
+
+    def prompts(self) -> tuple[list[tuple[str, bool] | None], list[str]]:
+        """The text of every prompt, None for a record that makes none, and why; needs a model."""
+        assert self.form is not None
+        texts: list[tuple[str, bool] | None] = []
+        faults = []
+        for record in self.records:
+            try:
+                texts.append(self.form.text(record))
+            except DataError as error:
+                texts.append(None)
+                faults.append(str(error))
+        return texts, faults
+
+    def lengths(self, texts: Sequence[tuple[str, bool] | None]) -> list[int | None]:
+        """Numbers of tokens of prompts; needs a model."""
+        assert self.tokenizer is not None
+        counted = iter(self.tokenizer.lengths([text for text in texts if text is not None]))
+        return [None if text is None else next(counted) for text in texts]
+
+
+def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Source]:
+    """The datasets of a run file, or the one at this path.  Raises ConfigError, DataError."""
+    for word in words:
+        if word.partition(".")[0].strip() not in OPEN:
+            raise ConfigError(f"{word!r}: not a setting of `rlhpc data`; legal: {', '.join(f'{s}.…' for s in OPEN)}")
+    if data.suffix == ".toml":
+        config = load_config(data, [*words, *([f"model.path={model}"] if model is not None else [])])
+        tokenizer: PromptTokenizer | None = PromptTokenizer(config.model.path)
+    else:
+        config = _settings(data, words)
+        if model is None and words and not _only_says_where(words):
+            raise ConfigError(f"{words[0]!r} says how prompts are made; --model DIR is needed to show them")
+        tokenizer = PromptTokenizer(model.absolute()) if model is not None else None
+    limit = config.generation.max_prompt_tokens
+    return [Source(each, records_of(each), tokenizer, each.max_prompt_tokens or limit) for each in config.data]
+
+
+def _settings(data: Path, words: Sequence[str]) -> Config:
+    document: dict[str, Any] = {
+        "run": {"name": "data", "num_steps": 1},
+        "model": {"path": "."},
+        "data": {"source": str(data)} if str(data).startswith(PREFIX) else {"path": str(data), "task": ""},
+        "generation": {"max_prompt_tokens": ANY_LENGTH, "max_completion_tokens": 1},
+        **UNUSED,
+    }
+    document["trainer"] = document["trainer"] | {"token_budget": 2 * ANY_LENGTH}
+    return settled(document, words, "rlhpc data")
+
+
+def _only_says_where(words: Sequence[str]) -> bool:
+    return all(word.partition("=")[0].strip() in _WHERE for word in words)

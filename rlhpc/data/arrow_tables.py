@@ -1,0 +1,63 @@
+"""Rows of Parquet and Arrow files, a batch in memory at a time.
+
+The module that imports pyarrow, which takes longer than reading a small JSONL file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow
+import pyarrow.parquet
+
+from rlhpc.errors import DataError
+
+
+def parquet_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
+    """content: of a compressed file, what was in it.  Raises DataError, OSError."""
+    return _rows(file, "Parquet", lambda: pyarrow.parquet.ParquetFile(_source(file, content)).iter_batches())
+
+
+def arrow_rows(file: Path, content: bytes | None) -> Iterator[dict[str, Any]]:
+    """A stream, as `datasets` writes it, or a file of batches; content: as above.  Raises DataError, OSError."""
+
+    def batches() -> Iterator[Any]:
+        try:
+            yield from pyarrow.ipc.open_stream(_source(file, content))
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(_source(file, content))
+            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+
+    return _rows(file, "Arrow", batches)
+
+
+def open_zstandard(file: Path) -> BinaryIO:
+    """What is in a .zst file.  Raises OSError."""
+    return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(file, compression="zstd")))
+
+
+def _source(file: Path, content: bytes | None) -> Any:
+    return pyarrow.memory_map(str(file)) if content is None else pyarrow.BufferReader(content)
+
+
+def _rows(file: Path, what: str, batches: Callable[[], Iterator[Any]]) -> Iterator[dict[str, Any]]:
+    try:
+        for batch in batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} is not a readable {what} file: {error}") from error
+
+
+def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """A Parquet file.  Raises ValueError where values of a field are of several types."""
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow takes those of the first row only
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    sink = pyarrow.BufferOutputStream()
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+    return bytes(sink.getvalue())

@@ -1,0 +1,34 @@
+"""Results of long work on data, kept between commands: a file for each, named by a digest of what it was made of.
+
+Input: what decides the result.  Output: bytes.  Lies in $RLHPC_CACHE, else in rlhpc/ of $XDG_CACHE_HOME or ~/.cache;
+may be deleted at any time; where it cannot be written, work is done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhpc.files import write_atomically
+
+
+def cached(kind: str, made_of: str, make: Callable[[], bytes]) -> bytes:
+    """What `make` returns now, or returned when it was asked before; kind: the directory, for people who look."""
+    file = _home() / kind / hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    content = make()
+    with contextlib.suppress(OSError):  # a home that is full, read-only or not there
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content)
+    return content
+
+
+def _home() -> Path:
+    if own := os.environ.get("RLHPC_CACHE", ""):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "rlhpc"

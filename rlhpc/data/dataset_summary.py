@@ -1,0 +1,59 @@
+"""What a dataset comes to, once every prompt and reference of it has been made.
+
+Input: records, and how prompts are made of them.  Output: DatasetSummary; a DataError for what makes no prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhpc.data.prompt_form import PromptForm
+from rlhpc.data.records import Record
+from rlhpc.data.references import CheckOf, refuse_bad_references
+
+_CHECKED_AT_ONCE = 20_000  # records; as many references are counted in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSummary:
+    """Plain values, which are kept between commands."""
+
+    num_records: int
+    longest_prompt_tokens: int
+    mean_prompt_tokens: float
+    longest_source: str  # file and line of the longest prompt
+    example: str  # the first prompt, as the tokenizer gets it
+    example_source: str
+    example_tokens: int
+    num_references_counted: int  # those of the first records that are text
+    num_references_longer: int  # of them, than a completion may be
+    num_references_checked: int = 0  # by their tasks; all, where tasks check them and there is time
+
+
+def summarise(records: Sequence[Record], form: PromptForm, check_of: CheckOf | None = None) -> DatasetSummary:
+    """Make every prompt and reference once; check_of: by which each task checks references.
+
+    Raises DataError for one that fails, and how many are too long, or naming the first bad references.
+    """
+    lengths: list[int] = []
+    for first in range(0, len(records), _CHECKED_AT_ONCE):
+        lengths += form.lengths(records[first : first + _CHECKED_AT_ONCE])
+    form.refuse_lengths(lengths, records)
+    checked = 0 if check_of is None else refuse_bad_references(records, form.reference_field, form.task, check_of)
+    references = form.reference_lengths(records[:_CHECKED_AT_ONCE])
+    longest = int(np.argmax(lengths))
+    return DatasetSummary(
+        num_records=len(lengths),
+        longest_prompt_tokens=lengths[longest],
+        mean_prompt_tokens=float(np.mean(lengths)),
+        longest_source=records[longest].source,
+        example=form.text(records[0])[0],
+        example_source=records[0].source,
+        example_tokens=lengths[0],
+        num_references_counted=len(references),
+        num_references_longer=sum(length > form.max_completion_tokens for length in references),
+        num_references_checked=checked,
+    )

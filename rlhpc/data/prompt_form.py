@@ -1,0 +1,159 @@
+"""How a record becomes a prompt, as a table [data] says it.
+
+    record ── template, or field ──▶ text or messages ── chat template ──▶ text ── tokenizer ──▶ tokens
+
+Input: Record.  Output: Prompt.  Everything that is wrong with a record is a DataError that names its file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from string import Formatter
+
+from rlhpc.config_data import WHOLE_RECORD, DataConfig
+from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
+from rlhpc.data.records import Record
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.errors import ConfigError, DataError
+from rlhpc.types import Int32, Prompt
+
+
+class PromptForm:
+    """Makes prompts of the records of one dataset."""
+
+    def __init__(
+        self, data: DataConfig, tokenizer: PromptTokenizer, *, max_prompt_tokens: int, max_completion_tokens: int
+    ) -> None:
+        """Raises ConfigError for a template that names no field."""
+        self._data, self._tokenizer = data, tokenizer
+        self._pieces = _pieces(data.prompt_template)
+        self._max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
+
+    def prompt(self, record: Record, prompt_id: int) -> Prompt:
+        """Raises DataError for a record that makes none."""
+        tokens, reference = self.tokens(record), self.reference(record)
+        return Prompt(prompt_id=prompt_id, task=self.task(record), token_ids=tokens, reference=reference)
+
+    def tokens(self, record: Record) -> Int32:
+        """Tokens [Lp].  Raises DataError naming file, line and length if they are too many."""
+        text, is_chat = self.text(record)
+        token_ids = self._tokenizer.encode_rendered(text) if is_chat else self._tokenizer.encode(text)
+        if not 0 < len(token_ids) <= self._max_prompt_tokens:
+            raise DataError(self._length_fault(len(token_ids), record))
+        return token_ids
+
+    def lengths(self, records: Sequence[Record]) -> list[int]:
+        """Numbers of tokens of the prompts, by all processors; references and tasks are tried too.
+
+        Raises DataError for a record that makes no prompt, however long it might be.
+        """
+        texts: list[tuple[str, bool]] = []
+        for record in records:
+            self.reference(record)
+            self.task(record)
+            texts.append(self.text(record))
+        return self._tokenizer.lengths(texts)
+
+    def reference_lengths(self, records: Sequence[Record]) -> list[int]:
+        """Numbers of tokens of the references, of those that are text and no tests or entries."""
+        field = self._data.reference_field
+        plain = [record for record in records if field != WHOLE_RECORD and not record.holds_several(field)]
+        return self._tokenizer.lengths([(record.reference(field), True) for record in plain])
+
+    def refuse_lengths(self, lengths: Sequence[int], records: Sequence[Record]) -> None:
+        """Raises DataError for the first prompt that is too long, and says how many are."""
+        wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._max_prompt_tokens]
+        if not wrong:
+            return
+        share = f"{len(wrong):,} of {len(lengths):,} prompts, the longest {max(lengths):,} tokens"
+        raise DataError(
+            self._length_fault(lengths[wrong[0]], records[wrong[0]]) + (f" ({share})" if len(wrong) > 1 else "")
+        )
+
+    def text(self, record: Record) -> tuple[str, bool]:
+        """The text that is tokenised, and whether a chat template made it, which spells special tokens itself."""
+        data = self._data
+        if data.prompt_field:
+            value = as_conversation(record.value(data.prompt_field, "data.prompt_field"))
+            if is_conversation(value):
+                return self._chat(prompt_messages(value, record.source, data.prompt_field, data.system_prompt)), True
+            text = record.text(data.prompt_field, "data.prompt_field")
+        else:
+            text = self._filled(record)
+        if not data.use_chat_template:
+            return self._without_chat(text, record), False
+        return self._chat([system(data.system_prompt)] * bool(data.system_prompt) + [user(text)]), True
+
+    @property
+    def reference_field(self) -> str:
+        """Where references stand."""
+        return self._data.reference_field
+
+    def reference(self, record: Record) -> str:
+        """What the reward function compares with.  Raises DataError."""
+        return record.reference(self._data.reference_field)
+
+    def task(self, record: Record) -> str:
+        """The reward function that judges answers to it.  Raises DataError for a value that is not in data.tasks."""
+        data = self._data
+        if not data.task_field or not record.has(data.task_field):
+            return data.task
+        value = record.text(data.task_field, "data.task_field")
+        if value not in data.tasks:
+            close = get_close_matches(value, data.tasks, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise DataError(
+                f"{record.source}: field {data.task_field!r} is {value!r}, which is not in "
+                f"data.tasks: {', '.join(map(repr, data.tasks))}{hint}"
+            )
+        return data.tasks[value]
+
+    def _filled(self, record: Record) -> str:
+        if self._data.prompt_template == "{prompt}" and is_conversation(record.fields.get("prompt")):
+            raise DataError(
+                f"{record.source}: field 'prompt' is a list of chat messages; set data.prompt_field = 'prompt'"
+            )
+        return "".join(literal + (record.text(name) if name else "") for literal, name in self._pieces)
+
+    def _without_chat(self, text: str, record: Record) -> str:
+        if self._data.system_prompt:
+            raise DataError(
+                f"{record.source}: data.system_prompt, and the prompt is text without a chat template; "
+                "set data.use_chat_template = true"
+            )
+        return text
+
+    def _chat(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.render_chat(messages)
+
+    def _length_fault(self, length: int, record: Record) -> str:
+        return (
+            f"{record.source}: the prompt has {length} tokens; legal: 1 to "
+            f"generation.max_prompt_tokens={self._max_prompt_tokens}"
+        )
+
+
+def _pieces(template: str) -> tuple[tuple[str, str], ...]:
+    """Text of a template and the field after it, "" for none.  Raises ConfigError for anything but names of fields."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"data.prompt_template={template!r}: {error}; a brace of its own is written twice") from error
+    for _, name, style, conversion in parts:
+        if name is not None and (not _is_name(name) or style or conversion):
+            raise ConfigError(
+                f"data.prompt_template={template!r}: {{{name}}} is not the plain name of a field; "
+                "a brace of its own is written twice"
+            )
+    if not any(name for _, name, _, _ in parts):
+        raise ConfigError(f"data.prompt_template={template!r} names no field: every prompt would be the same")
+    return tuple((literal, name or "") for literal, name, _, _ in parts)
+
+
+def _is_name(name: str) -> bool:
+    """A column, and a dot for each level below it: "question", "Problem Text", "choices.0", "info.question"."""
+    first, *inner = name.split(".")
+    words = first.replace("-", " ").split()
+    is_column = bool(words) and words[0].isidentifier() and all(("_" + word).isidentifier() for word in words)
+    return is_column and all(part.lstrip("-").isdecimal() or part.isidentifier() for part in inner)

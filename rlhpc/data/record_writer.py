@@ -1,0 +1,31 @@
+"""Write records as JSON lines or Parquet, whole or not at all.
+
+Input: fields.  Output: a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.errors import DataError
+from rlhpc.files import write_atomically
+
+WRITTEN = (".jsonl", ".parquet")
+
+
+def write_records(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The form is that of the suffix.  Raises DataError for values that Parquet has no column for, OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".jsonl":
+        lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(file, "".join(lines).encode(errors="surrogatepass"))
+        return
+    from rlhpc.data.arrow_tables import as_parquet  # loading pyarrow takes a while
+
+    try:
+        write_atomically(file, as_parquet(rows))
+    except ValueError as error:
+        raise DataError(f"{file}: a column of Parquet has one type: {error}; legal: .jsonl") from error

@@ -1,0 +1,50 @@
+"""Score an answer to a problem of the library `reasoning-gym` by the scorer of its own dataset.
+
+Input: a completion, and the entry that data.source puts into a record (rlhpc/data/reasoning_gym_source.py).  The answer
+is the last <answer>…</answer>, else the last marked one, else the whole completion.  Many scorers give a part of the
+reward to an answer that is close; correct is 1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from reasoning_gym import create_dataset
+
+from rlhpc.contracts import RewardOutcome
+from rlhpc.rewards.marked_answer import answer_of
+from rlhpc.sandbox.values import decode
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SHOWN_CHARACTERS = 80
+_DATASETS_HELD = 64
+
+
+def judge(completion: str, reference: str) -> RewardOutcome:
+    """The library's score.  Raises ValueError for a reference that is no such entry."""
+    try:
+        read = json.loads(reference)
+        name, entry, settings = read["dataset"], decode(read["entry"]), json.dumps(read["settings"], sort_keys=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"the reference is {reference[:_SHOWN_CHARACTERS]!r}; the task reasoning_gym judges those of data.source, "
+            'with data.reference_field = "entry"'
+        ) from error
+    answer = final_answer(completion)
+    score = float(_dataset(name, settings).score_answer(answer, entry))
+    return RewardOutcome(score, is_correct=score >= 1.0, detail=f"{name}: {answer[:_SHOWN_CHARACTERS]}", answer=answer)
+
+
+def final_answer(completion: str) -> str:
+    """What is given as the answer, stripped."""
+    tagged: list[str] = _TAGGED.findall(completion)
+    return tagged[-1].strip() if tagged else answer_of(completion)
+
+
+@lru_cache(_DATASETS_HELD)
+def _dataset(name: str, settings: str) -> Any:
+    """One that scores as that which made the problem does; its own problems are never looked at."""
+    return create_dataset(name, seed=0, size=1, **decode(json.loads(settings)))
