@@ -32,10 +32,8 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
     package = Path(rlhpc.__file__).parent
     made_of = {
         "data": data.model_dump(mode="json"),
-        "references": [
-            with_references,
-            *(table.model_dump(mode="json") for table in (config.judge, config.instructions)),
-        ],
+        "references": with_references,
+        "task_tables": [table.model_dump(mode="json") for table in (config.judge, config.instructions)],
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
         "curriculum": config.curriculum.model_dump(mode="json"),
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
