@@ -17,7 +17,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from rlhpc.config_algorithm import AlgorithmConfig, CriticConfig, ShapingConfig
 from rlhpc.config_curriculum import CurriculumConfig
 from rlhpc.config_effects import EFFECTS
+from rlhpc.config_environment import EnvironmentConfig, dialogues_are_not_evaluated, environment_has_its_keys
 from rlhpc.config_evaluation import EVALUATION, EvaluationConfig
+from rlhpc.config_guard import GuardConfig
 from rlhpc.config_rates import RATES
 from rlhpc.config_sandbox import SandboxConfig, sandbox_ends_before_its_verifier
 from rlhpc.config_sections import (
@@ -26,7 +28,6 @@ from rlhpc.config_sections import (
     CheckpointConfig,
     DataConfig,
     GenerationConfig,
-    GuardConfig,
     ModelConfig,
     RewardsConfig,
     RunConfig,
@@ -64,6 +65,7 @@ class Config(Section):
     admission: AdmissionConfig
     rewards: RewardsConfig = RewardsConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     shaping: ShapingConfig = ShapingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -295,6 +297,8 @@ RULES = (
     *STATISTICS,
     *RATES,
     sandbox_ends_before_its_verifier,
+    environment_has_its_keys,
+    dialogues_are_not_evaluated,
     backend_knows_its_keys,  # before the next two: what is not for this backend is no matter of numbers
     ranks_fill_the_layout,
     layout_keys_need_their_partner,

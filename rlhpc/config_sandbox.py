@@ -32,9 +32,15 @@ class SandboxConfig(Section):
     """More directories that programs may read, beside the system's and the interpreter's."""
 
 
+def runs_programs(config: Config) -> bool:
+    """Whether the reward service runs what a policy wrote."""
+    has_tool = "python" in config.environment.tools
+    return has_tool or any(dataset.task in CODE_TASKS for dataset in config.data)
+
+
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
-    is_code = any(dataset.task in CODE_TASKS for dataset in config.data)
+    is_code = runs_programs(config)
     if is_code and config.sandbox.wall_s >= config.rewards.timeout_s:
         raise ValueError(
             f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.timeout_s={config.rewards.timeout_s:g}: a "

@@ -14,11 +14,13 @@ from typing import Any
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
+from rlhpc.config_environment import OWN_REWARD
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.prompts import DatasetSummary
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.environments.registry import validate_environment
 from rlhpc.rewards.registry import validate_task
 from rlhpc.user_code import look_up
 
@@ -65,7 +67,7 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
     try:
-        layers = check_sandbox(config.sandbox, [dataset.task for dataset in config.data])
+        layers = check_sandbox(config)
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     return layers.described() if layers else ""
@@ -75,7 +77,10 @@ def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
     for dataset in config.data:
-        validate_task(dataset.task)
+        if dataset.task != OWN_REWARD:
+            validate_task(dataset.task)
+        if dataset.environment:
+            validate_environment(dataset.environment)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))

@@ -8,7 +8,7 @@ tojson without HTML escapes, the generation tag) are those of transformers' appl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -37,21 +37,28 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"model.path: the chat template does not compile: {error}") from error
 
-    def render(self, user_message: str) -> str:
-        """The text up to where the assistant's answer to this message begins, special tokens spelt out.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a dialogue, special tokens spelt out; add_generation_prompt: up to where an answer begins.
 
-        Raises ConfigError when the template refuses the message.
+        tools: JSON schemas.  Raises ConfigError when the template refuses the messages.
         """
         try:
             return self._template.render(
-                messages=[{"role": "user", "content": user_message}],
-                add_generation_prompt=True,
-                tools=None,
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
                 documents=None,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(f"model.path: the chat template fails on a user message: {error}") from error
+            roles = ", a ".join(f"{message.get('role')} message" for message in messages)
+            raise ConfigError(f"model.path: the chat template fails on a {roles}: {error}") from error
 
 
 class _GenerationTag(Extension):

@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.records import Record, read_records, whole_record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
+from rlhpc.tool_schemas import TOOL_SCHEMAS
 from rlhpc.types import Int32, Prompt
 
 
@@ -48,13 +50,18 @@ class SeededPrompts:
         shuffle: bool,
         max_prompt_tokens: int,
         use_chat_template: bool,
+        dialogue: DialogueTemplate | None = None,
     ) -> None:
+        """dialogue: of prompts that an environment goes on from, which is given the whole record."""
         if not records:
             raise DataError("a dataset without records")
         self._records = records
         self._template, self._fields = template, _template_fields(template)
         self._task, self._reference_field = task, reference_field
         self._encode = tokenizer.encode_chat if use_chat_template else tokenizer.encode
+        self._has_dialogues = dialogue is not None
+        if dialogue is not None:
+            self._encode = dialogue.prompt
         self._seed, self._shuffle = seed, shuffle
         self._max_prompt_tokens = max_prompt_tokens
         self._cursor = 0
@@ -84,7 +91,7 @@ class SeededPrompts:
     def peek(self, prompt_id: int) -> Prompt:
         """Return a prompt of the order.  Raises DataError for a record that makes none."""
         record = self._records[self.record_index(prompt_id)]
-        token_ids, reference = self.prompt_tokens(record), record.reference(self._reference_field)
+        token_ids, reference = self.prompt_tokens(record), self._reference(record)
         return Prompt(prompt_id=prompt_id, task=self._task, token_ids=token_ids, reference=reference)
 
     def source(self, prompt_id: int) -> str:
@@ -120,6 +127,14 @@ class SeededPrompts:
             )
         return token_ids
 
+    def _reference(self, record: Record) -> str:
+        """What verifiers are told of a prompt."""
+        return (
+            whole_record(record, self._reference_field)
+            if self._has_dialogues
+            else record.reference(self._reference_field)
+        )
+
     def state(self) -> dict[str, Any]:
         """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""
         return {"cursor": self._cursor, **self._identity()}
@@ -141,7 +156,7 @@ class SeededPrompts:
         """Make every prompt and reference once, without drawing.  Raises DataError for the first that fails."""
         lengths = []
         for record in self._records:
-            record.reference(self._reference_field)
+            self._reference(record)
             lengths.append(len(self.prompt_tokens(record)))
         longest = int(np.argmax(lengths))
         return DatasetSummary(
@@ -157,18 +172,24 @@ class SeededPrompts:
 
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
-    data = config.data[place]
+    data, tokenizer = config.data[place], PromptTokenizer(config.model.path)
     return SeededPrompts(
         read_records(data.path),
         template=data.prompt_template,
         task=data.task,
         reference_field=data.reference_field,
-        tokenizer=PromptTokenizer(config.model.path),
+        tokenizer=tokenizer,
         seed=seed_of_dataset(config.run.seed, place),
         shuffle=data.shuffle,
         max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
         use_chat_template=data.use_chat_template,
+        dialogue=dialogue_template(config, tokenizer) if data.environment else None,
     )
+
+
+def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTemplate:
+    """The chat template of a run's model, with the tools of its environments.  Raises ConfigError."""
+    return DialogueTemplate(tokenizer, [TOOL_SCHEMAS[name] for name in config.environment.tools])
 
 
 def seed_of_dataset(seed: int, place: int) -> int:

@@ -59,6 +59,19 @@ class Record:
         raise DataError(f"{self.source}: field {name!r} is {_kind(value)}; legal: a string or a number")
 
 
+def whole_record(record: Record, reference_field: str) -> str:
+    """A record as JSON, for an environment; raises DataError as Record.reference does, where it has that field."""
+    if reference_field in record.fields:
+        record.reference(reference_field)
+    return json.dumps(record.fields, default=str)
+
+
+def reference_of(text: str, reference_field: str) -> str:
+    """The reference in what whole_record() made; "" where the record has none."""
+    record = Record(json.loads(text), "the record of a prompt")
+    return record.reference(reference_field) if reference_field in record.fields else ""
+
+
 def read_records(path: Path) -> list[Record]:
     """All records, files of a directory in the order of their names.
 

@@ -59,9 +59,22 @@ class PromptTokenizer:
 
         Adds no special tokens: a template spells its own, BOS included.  Raises ConfigError if there is no template.
         """
+        return self.encode_part(self.chat_template.render([{"role": "user", "content": user_message}]))
+
+    def encode_part(self, text: str) -> Int32:
+        """Tokens [L] of a text that spells its own special tokens."""
+        return self._encode(text, add_special_tokens=False)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Of the checkpoint.  Raises ConfigError if there is none."""
         if self._chat_template is None:
             self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
-        return self._encode(self._chat_template.render(user_message), add_special_tokens=False)
+        return self._chat_template
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is cut out of any text before the rest is tokenised."""
+        return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
         """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""

@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Self
 
 from rlhpc.errors import RoleFailed
-from rlhpc.rewards.frames import Reply, Request, encode_frame
+from rlhpc.rewards.frames import Dialogue, Reply, Request, Turn, encode_frame
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
 from rlhpc.types import Verdict
 
 _MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
+MOST_HELD = 1 << 16  # dialogues of which it is remembered who holds them
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 
@@ -63,6 +64,7 @@ class RewardPool:
         self._environment = dict(environment or {})
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: the pool has ended, pass it on
+        self._holders: dict[str, WorkerProcess] = {}  # by dialogue; who has taken its turns so far
         self._replacements: set[asyncio.Task[None]] = set()
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
@@ -108,21 +110,66 @@ class RewardPool:
         except ValueError as error:  # a lone surrogate, or 64 MiB of text
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
         worker = await self._take_idle()
+        try:
+            reply = await self._ask(worker, frame, self._timeout_s)
+        except WorkerLost as loss:
+            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+        assert isinstance(reply, Reply)
+        return _judgement(task, reply)
+
+    async def answer(self, dialogue: Dialogue) -> Turn:
+        """Have an environment take the last turn of a dialogue.  May be repeated; failures and limits as in judge().
+
+        The worker that has taken the turns before is asked, if it is idle; another one takes them again, and is given
+        the time for it.
+        """
+        try:
+            frame = encode_frame(dialogue)
+        except ValueError as error:
+            return Turn(error=f"cannot be sent to a worker: {error}")
+        taken = await self._take_idle()
+        holder = self._holders.pop(dialogue.key, None)
+        worker = self._rather(holder, taken)
+        times = 1 if worker is holder else max(1, len(dialogue.turns))
+        try:
+            turn = await self._ask(worker, frame, self._timeout_s * times)
+        except WorkerLost as loss:
+            return Turn(error=f"{dialogue.environment}: {loss}")
+        assert isinstance(turn, Turn)
+        if not turn.is_over and not turn.error:
+            self._holders[dialogue.key] = worker
+            if len(self._holders) > MOST_HELD:
+                self._holders.pop(next(iter(self._holders)))
+        return turn
+
+    def _rather(self, wanted: WorkerProcess | None, taken: WorkerProcess) -> WorkerProcess:
+        """The wanted worker in exchange for the one that was taken, if it is idle."""
+        if wanted is None or wanted is taken:
+            return taken
+        idle = [taken, *(self._idle.get_nowait() for _ in range(self._idle.qsize()))]
+        chosen = wanted if wanted in idle else taken
+        for worker in idle:
+            if worker is not chosen:
+                self._idle.put_nowait(worker)
+        return chosen
+
+    async def _ask(self, worker: WorkerProcess, frame: bytes, timeout_s: float) -> Reply | Turn:
+        """Ask and give the worker back.  Raises WorkerLost, and RoleFailed if the pool has ended."""
         is_whole = False
         try:
-            reply = await worker.ask(frame, self._timeout_s)
+            reply = await worker.ask(frame, timeout_s)
             is_whole = True
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
-            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+            raise
         finally:
             # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
                 self._idle.put_nowait(worker)
             else:
                 self._replace_in_background(worker)
-        return _judgement(task, reply)
+        return reply
 
     async def close(self) -> None:
         """Kill every worker and wait until it is gone.  Calls of judge() in progress raise RoleFailed.  Idempotent."""

@@ -1,6 +1,7 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: Request frames from its standard input.  Output: Reply frames on what was its standard output.  Started by
+Input: Request and Dialogue frames from its standard input.  Output: Reply and Turn frames on what was its standard
+output.  Started by
 worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when the pipe closes
 or its parent dies.  Whatever a reward function raises becomes a Reply with an error; whatever it prints goes to
 standard error.
@@ -20,7 +21,9 @@ import msgspec
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
-from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
+from rlhpc.rewards.environments.host import EnvironmentHost
+from rlhpc.rewards.environments.settings import environments_here
+from rlhpc.rewards.frames import HEADER_BYTES, Dialogue, Ready, Reply, Request, Turn, body_length, encode_frame
 from rlhpc.rewards.registry import resolve
 from rlhpc.rewards.returned import as_outcome
 
@@ -37,27 +40,55 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
     try:
         for task in tasks:
             functions[task] = resolve(task)
+        host = _host(functions)
     except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
         _send(replies, Ready(error=_describe(error)))
         return 1
     _send(replies, Ready(error=""))
-    _serve(requests, replies, functions)
+    _serve(requests, replies, functions, host)
     return 0
 
 
-def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction]) -> None:
-    decoder = msgspec.msgpack.Decoder(Request)
+def _host(functions: dict[str, RewardFunction]) -> EnvironmentHost:
+    """Of the environments of this run, imported.  Raises ConfigError."""
+    settings, names = environments_here()
+    host = EnvironmentHost(settings, lambda task, *asked: as_outcome(_function(task, functions)(*asked)))
+    for name in names:
+        host.preload(name)
+    return host
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction], host: EnvironmentHost) -> None:
+    decoder: msgspec.msgpack.Decoder[Request | Dialogue] = msgspec.msgpack.Decoder(Request | Dialogue)
     while header := requests.read(HEADER_BYTES):
         request = decoder.decode(requests.read(body_length(header)))
-        _send(replies, _judge(request, functions))
+        _send(replies, _judge(request, functions) if isinstance(request, Request) else _turn(request, host))
+
+
+def _function(task: str, functions: dict[str, RewardFunction]) -> RewardFunction:
+    if task not in functions:
+        functions[task] = resolve(task)
+    return functions[task]
+
+
+def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
+    try:
+        turn = host.answer(dialogue)
+        for name, value in {"reward": turn.reward, **turn.parts}.items():
+            if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
+                return Turn(error=f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}")
+        parts = {str(name): float(value) for name, value in turn.parts.items()}
+        detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
+        return msgspec.structs.replace(
+            turn, reward=float(turn.reward), is_correct=is_correct, parts=parts, detail=detail
+        )
+    except Exception as error:  # noqa: BLE001  survives whatever an environment raises: it is the verdict
+        return Turn(error=_describe(error)[:_LONGEST_DETAIL])
 
 
 def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
     try:
-        function = functions.get(request.task)
-        if function is None:
-            function = functions[request.task] = resolve(request.task)
-        outcome = as_outcome(function(request.completion, request.reference))
+        outcome = as_outcome(_function(request.task, functions)(request.completion, request.reference))
     except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
         return _error(_describe(error))
     return _checked(outcome, len(request.completion))
@@ -90,7 +121,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _send(replies: BinaryIO, message: Ready | Reply) -> None:
+def _send(replies: BinaryIO, message: Ready | Reply | Turn) -> None:
     replies.write(encode_frame(message))
     replies.flush()
 

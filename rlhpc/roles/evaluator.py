@@ -64,7 +64,7 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         stack.push_async_callback(engine.close)
         rewards = config.rewards
         tasks, environment = (config.data[0].task,), environment_of(config.sandbox)
-        check_sandbox(config.sandbox, tasks)
+        check_sandbox(config)
         pool = RewardPool(rewards.workers_per_replica, rewards.timeout_s, preload_tasks=tasks, environment=environment)
         await stack.enter_async_context(pool)
         await Evaluator(settings, engine, pool, file).sample(mine, stop)

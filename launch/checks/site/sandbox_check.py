@@ -18,7 +18,7 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
     """Start the sandbox of a code task, and end it."""
     key, required = "sandbox.require", config.sandbox.require
     try:
-        layers = check_sandbox(config.sandbox, [dataset.task for dataset in config.data])
+        layers = check_sandbox(config)
     except SandboxError as error:
         remedy = "see docs/rewards.md; nodes of reward services may differ from this one"
         yield Finding(key, required, "warn", str(error), remedy)
