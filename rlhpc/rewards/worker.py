@@ -46,6 +46,7 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
         return 1
     _send(replies, Ready(error=""))
     _serve(requests, replies, functions, host)
+    host.close()
     return 0
 
 

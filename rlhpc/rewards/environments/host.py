@@ -54,6 +54,11 @@ class EnvironmentHost:
         """Import an environment.  Raises ConfigError."""
         self._classes[name] = resolve_environment(name)
 
+    def close(self) -> None:
+        """Forget all dialogues."""
+        self._kept.clear()
+        self._runner.close()
+
     async def _answer(self, dialogue: Dialogue) -> Turn:
         kept = self._kept.pop(dialogue.key, None)
         if kept is None or not _continues(dialogue, kept):

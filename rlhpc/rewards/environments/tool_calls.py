@@ -10,7 +10,6 @@ template of Qwen2.5; Meta's page on Llama 3.1 prompt formats.  Input: text.  Out
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)", re.DOTALL)
+_KEYWORD = re.compile(r'(\w+)\s*=\s*("(?:[^"\\]|\\["\\/bfnrt])*"|-?[0-9]+(?:\.[0-9]+)?)')
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 
 
@@ -106,11 +106,12 @@ def _of_value(value: Any) -> Call | CallError:
 
 
 def _built_in(name: str, arguments: str) -> Call | CallError:
-    """brave_search.call(query="…"): keyword arguments that are literals."""
-    try:
-        parsed = ast.parse(f"f({arguments})", mode="eval").body
-        assert isinstance(parsed, ast.Call)
-        values = {word.arg: ast.literal_eval(word.value) for word in parsed.keywords if word.arg}
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
-        return CallError(f"{name}.call(…) takes keyword arguments that are literals")
+    """brave_search.call(query="…"): keyword arguments that are texts, as JSON spells them."""
+    values, rest = dict[str, Any](), arguments.strip()
+    while rest:
+        word = _KEYWORD.match(rest)
+        if word is None:
+            return CallError(f'{name}.call(…) takes arguments such as query="…"')
+        values[word[1]] = _DECODER.decode(word[2])
+        rest = rest[word.end() :].lstrip().removeprefix(",").lstrip()
     return Call(name, values)
