@@ -55,7 +55,13 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         document["generation"] = run.generation.model_dump(mode="json") | limits | generation | {"temperature": 1.0}
         document["rewards"] = run.rewards.model_dump(mode="json")
         document["sandbox"] = run.sandbox.model_dump(mode="json")
-    return settled(document, words, "evaluation")
+    config = settled(document, words, "evaluation")
+    if config.data[0].environment:
+        raise ConfigError(
+            f"data.environment={config.data[0].environment!r}: evaluations have one turn only; legal: "
+            "data.environment='' with a data.task that judges it"
+        )
+    return config
 
 
 def _like(run: Config, data: Path, words: Sequence[str]) -> DataConfig:
