@@ -39,6 +39,15 @@ class Failing(Counting):
         return await super().step(completion)
 
 
+class Talking(Counting):
+    """Says the same in every process."""
+
+    async def step(self, completion):
+        step = await super().step(completion)
+        text = f"{self.turns}: {completion[::-1]}"
+        return Step([{"role": "tool", "content": text}, {"role": "user", "content": "and?"}], 0.5, parts=step.parts)
+
+
 class Bare(Environment):
     """Lacks a step."""
 
