@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         command("compare", _compare, "Say whether one of two evaluated models is better, and how surely.")
     )
     demo = command("demo", _demo, "Warm-start a tiny model and teach it arithmetic by RL, in minutes, on CPU.")
-    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    demo.add_argument("--run-file", type=Path, metavar="FILE", help="another run file; configs/demo_tool.toml: tools")
     demo.add_argument(
         "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
     )

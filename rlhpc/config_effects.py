@@ -36,6 +36,13 @@ def loss_knows_its_keys(config: Config) -> None:
         _refuse_without_effect(config, "algorithm.advantage_normalization", beside, "another algorithm.advantage")
 
 
+def environment_is_there(config: Config) -> None:
+    """Without one there is one turn."""
+    if not any(dataset.environment for dataset in config.data):
+        for key in type(config.environment).model_fields:
+            _refuse_without_effect(config, f"environment.{key}", "no data.environment", "a data.environment")
+
+
 def clip_has_a_ratio(config: Config) -> None:
     """One optimiser step a batch: where the ratio starts at the policy before the step, it is 1."""
     algorithm = config.algorithm
@@ -191,6 +198,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    environment_is_there,
     loss_knows_its_keys,
     clip_has_a_ratio,
     cap_has_a_weight,

@@ -35,7 +35,7 @@ class EnvironmentConfig(Section):
 
 
 def environment_has_its_keys(config: Config) -> None:
-    """Datasets with an environment need a chat template, and those without have no use for its table."""
+    """Turns are told apart by a chat template; tools, and what they need, go together."""
     table = config.environment
     names = {dataset.environment for dataset in config.data}
     for place, dataset in enumerate(config.data):
@@ -49,8 +49,6 @@ def environment_has_its_keys(config: Config) -> None:
             raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, whose rewards these are")
     if "tools" in names and not table.tools:
         raise ValueError('data.environment="tools" needs environment.tools, such as ["calculator"]')
-    if not any(names) and (given := sorted(table.model_fields_set)):
-        raise ValueError(f"environment.{given[0]} without data.environment, for which it is; legal: leave it out")
     if ("search" in table.tools) != (table.corpus is not None):
         raise ValueError(
             f"environment.corpus={str(table.corpus) if table.corpus else None!r} with environment.tools="

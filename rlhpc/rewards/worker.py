@@ -63,7 +63,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFun
     decoder: msgspec.msgpack.Decoder[Request | Dialogue] = msgspec.msgpack.Decoder(Request | Dialogue)
     while header := requests.read(HEADER_BYTES):
         request = decoder.decode(requests.read(body_length(header)))
-        _send(replies, _judge(request, functions) if isinstance(request, Request) else _turn(request, host))
+        _send(replies, _answer(request, functions, host))
 
 
 def _function(task: str, functions: dict[str, RewardFunction]) -> RewardFunction:
@@ -72,26 +72,26 @@ def _function(task: str, functions: dict[str, RewardFunction]) -> RewardFunction
     return functions[task]
 
 
-def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
+def _answer(request: Request | Dialogue, functions: dict[str, RewardFunction], host: EnvironmentHost) -> Reply | Turn:
     try:
-        turn = host.answer(dialogue)
-        for name, value in {"reward": turn.reward, **turn.parts}.items():
-            if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
-                return Turn(error=f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}")
-        parts = {str(name): float(value) for name, value in turn.parts.items()}
-        detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
-        return msgspec.structs.replace(
-            turn, reward=float(turn.reward), is_correct=is_correct, parts=parts, detail=detail
-        )
-    except Exception as error:  # noqa: BLE001  survives whatever an environment raises: it is the verdict
-        return Turn(error=_describe(error)[:_LONGEST_DETAIL])
+        return _judge(request, functions) if isinstance(request, Request) else _turn(request, host)
+    except Exception as error:  # noqa: BLE001  survives whatever is not our code: it is the verdict
+        why = _describe(error)
+        return _error(why) if isinstance(request, Request) else Turn(error=why[:_LONGEST_DETAIL] or "error")
+
+
+def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
+    turn = host.answer(dialogue)
+    for name, value in {"reward": turn.reward, **turn.parts}.items():
+        if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
+            return Turn(error=f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}")
+    parts = {str(name): float(value) for name, value in turn.parts.items()}
+    detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
+    return msgspec.structs.replace(turn, reward=float(turn.reward), is_correct=is_correct, parts=parts, detail=detail)
 
 
 def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
-    try:
-        outcome = as_outcome(_function(request.task, functions)(request.completion, request.reference))
-    except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
-        return _error(_describe(error))
+    outcome = as_outcome(_function(request.task, functions)(request.completion, request.reference))
     return _checked(outcome, len(request.completion))
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from launch.demo.lookup import CALL, make_lookup_model, write_dataset
-from rlhpc.buffer.segment_reader import read_segment
+from rlhpc.buffer.segment_reader import read_rollouts_directory
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.run_layout import RunLayout
-from tests.ring.run_kit import ROOT, Run, rlhpc
+from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
+from tests.ring.run_kit import ROOT, Run
 
 pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long]
 NUM_STEPS = 30
@@ -44,15 +45,14 @@ def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
     tokenizer = PromptTokenizer(model)
     call = int(tokenizer.encode_part(CALL)[0])
     rewards, searches = defaultdict[int, list[float]](list), defaultdict[int, list[bool]](list)
-    for path in sorted(layout.rollouts.glob("segment_*.h5")):
-        for group in read_segment(path):
-            for member in group.members:
-                rollout = member.rollout
-                rewards[group.admitted_version].append(member.reward)
-                own = rollout.token_ids[rollout.loss_mask]
-                searches[group.admitted_version].append(bool((own == call).any()))
-                assert rollout.loss_mask[-1] or len(rollout.token_ids) == 64
-                assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
+    for resolved in read_rollouts_directory(layout.rollouts):
+        for member in resolved.group.members:
+            rollout = member.rollout
+            rewards[resolved.group.admitted_version].append(member.reward)
+            own = rollout.token_ids[rollout.loss_mask]
+            searches[resolved.group.admitted_version].append(bool((own == call).any()))
+            assert rollout.loss_mask[-1]
+            assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
     versions = sorted(rewards)
     first, last = rewards[versions[0]], np.concatenate([rewards[version] for version in versions[-4:]])
     assert np.mean(first) <= 0.3
@@ -61,5 +61,4 @@ def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
 
 
 def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path]) -> None:
-    answer = rlhpc("audit", str(demo[0].root))
-    assert answer.returncode == 0, answer.stdout
+    assert_the_audit_is_clean(demo[0])

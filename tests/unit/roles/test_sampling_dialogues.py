@@ -104,7 +104,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def stand_with(config: Config) -> AsyncIterator[Stand]:
     async with (
-        RewardPool(2, PATIENCE_S, environment=variables_of(config)) as pool,
+        RewardPool(1, PATIENCE_S, environment=variables_of(config)) as pool,
         asyncio.TaskGroup() as tasks,
     ):
         stand = Stand(config, pool, tasks)
