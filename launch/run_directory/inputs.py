@@ -73,7 +73,7 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
     """
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
-        _look_at_datasets([each.path for each in config.data], known.data if known is not None else {}),
+        _look_at_datasets(_datasets_of(config), known.data if known is not None else {}),
     )
 
 
@@ -92,6 +92,12 @@ def _files_of(data: Path) -> list[tuple[str, Path]]:
     """Of a dataset, by name, in its order."""
     files = [data] if data.is_file() else sorted(p for p in _entries_of(data) if p.suffix in SUFFIXES)
     return [(path.name, path) for path in files]
+
+
+def _datasets_of(config: Config) -> list[Path]:
+    """What prompts are made of, and what environments look up."""
+    corpus = config.environment.corpus
+    return [*(each.path for each in config.data), *([] if corpus is None else [corpus])]
 
 
 def _look_at_datasets(paths: Sequence[Path], known: Mapping[str, InputFile]) -> Entries:

@@ -44,7 +44,8 @@ class Talking(Counting):
 
     async def step(self, completion):
         step = await super().step(completion)
-        text = f"{self.turns}: {completion[::-1]}"
+        self.heard = [*getattr(self, "heard", []), completion]
+        text = f"{self.turns}: {', '.join(self.heard)}"
         return Step([{"role": "tool", "content": text}, {"role": "user", "content": "and?"}], 0.5, parts=step.parts)
 
 
