@@ -21,6 +21,7 @@ from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.environments.registry import validate_environment
+from rlhpc.rewards.environments.search import open_collection
 from rlhpc.rewards.registry import validate_task
 from rlhpc.user_code import look_up
 
@@ -81,6 +82,8 @@ def _look_at_prompts(
             validate_task(dataset.task)
         if dataset.environment:
             validate_environment(dataset.environment)
+    if config.environment.corpus is not None:
+        open_collection(config.environment.corpus)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))

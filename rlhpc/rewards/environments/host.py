@@ -51,8 +51,9 @@ class EnvironmentHost:
         return self._runner.run(self._answer(dialogue))
 
     def preload(self, name: str) -> None:
-        """Import an environment.  Raises ConfigError."""
+        """Import an environment and make one, which may read large files.  Raises ConfigError, or what it raises."""
         self._classes[name] = resolve_environment(name)
+        self._runner.run(self._classes[name].open(self._settings).close())
 
     def close(self) -> None:
         """Forget all dialogues."""
@@ -79,7 +80,7 @@ class EnvironmentHost:
 
     async def _begun(self, dialogue: Dialogue) -> _Kept:
         if dialogue.environment not in self._classes:
-            self.preload(dialogue.environment)
+            self._classes[dialogue.environment] = resolve_environment(dialogue.environment)
         environment = self._classes[dialogue.environment].open(self._settings)
         opening = await environment.reset(json.loads(dialogue.record))
         return _Kept((dialogue.environment, dialogue.record), environment, opening)

@@ -22,13 +22,12 @@ Tool = Callable[[str], str]  # argument → result; raises ValueError for what t
 
 
 def open_tools(settings: EnvironmentConfig) -> dict[str, Tool]:
-    """The tools of a run by name."""
+    """The tools of a run by name.  Raises ConfigError for a corpus that cannot be read."""
 
-    def search(query: str) -> str:
-        assert settings.corpus is not None, "the run file's rules hold"
-        return open_collection(settings.corpus).found(query, settings.num_documents)
-
-    known: dict[str, Tool] = {"calculator": calculate, "python": run_python, "search": search}
+    known: dict[str, Tool] = {"calculator": calculate, "python": run_python}
+    if settings.corpus is not None:
+        collection = open_collection(settings.corpus)
+        known["search"] = lambda query: collection.found(query, settings.num_documents)
     return {name: known[name] for name in settings.tools}
 
 
