@@ -114,7 +114,10 @@ class Dialogue:
         if reply is None:
             return self._finished(FinishReason.ABORT, None)
         opening = [] if _failed(reply) else reply.messages
-        self._read(self._template.opening(opening))
+        spoken = self._template.opening(opening)
+        if len(spoken) >= self._num_left:
+            reply = _no_room(reply, len(spoken), self._num_left)
+        self._read(spoken[: self._num_left])
         while not _failed(reply) and not reply.is_over:
             reason = await self._take_turn()
             if reason is FinishReason.ABORT:
@@ -252,6 +255,15 @@ class Dialogue:
 
 def _mask(values: Sequence[bool]) -> Bool:
     return np.asarray(values, np.bool_)
+
+
+def _no_room(reply: TurnReply, num_tokens: int, num_left: int) -> TurnReply:
+    """It is the run file that is wrong, and not the policy."""
+    why = (
+        f"the environment opens with {num_tokens} tokens, which leaves the policy nothing of the {num_left} of "
+        "generation.max_completion_tokens"
+    )
+    return replace(reply, verdict=Verdict.VERIFIER_ERROR.value, detail=why)
 
 
 def _failed(reply: TurnReply) -> bool:

@@ -130,6 +130,13 @@ def same(mine: Rollout, other: Rollout) -> None:
 def check(finished: Finished, engine: Watched, table: Table, speech, limits: dict[str, int], max_tokens: int) -> None:
     """What holds of every dialogue that was not cut off."""
     rollout, (tokenizer, template) = finished.rollout, speech
+    assert finished.reply is not None
+    if finished.reply.verdict == "verifier_error":
+        assert "leaves the policy nothing" in finished.reply.detail
+        assert not engine.fed
+        assert not rollout.loss_mask.any()
+        assert len(rollout.token_ids) == max_tokens
+        return
     length = len(rollout.token_ids)
     assert 0 < length <= max_tokens
     assert {len(each) for each in (rollout.behaviour_logprobs, rollout.versions, rollout.loss_mask)} == {length}
@@ -146,7 +153,6 @@ def check(finished: Finished, engine: Watched, table: Table, speech, limits: dic
     assert (np.diff(rollout.versions) >= 0).all()
     assert rollout.versions.min() >= 3
     assert finished.num_turns == len(engine.fed) <= limits["max_turns"]
-    assert finished.reply is not None
     assert finished.reply.is_over
     assert finished.reply.reward == 0.25 * finished.num_turns
     turns = [answer.token_ids[request.num_done :] for request, answer in engine.fed]
@@ -196,6 +202,34 @@ async def converse(speeches, case, *, cut_after: int | None) -> tuple[Finished, 
 @given(case=CASES)
 def test_tokens_fed_are_tokens_trained_and_what_was_read_is_masked(speeches, case):
     asyncio.run(converse(speeches, case, cut_after=None))
+
+
+@settings(max_examples=40)
+@given(case=CASES, updates=st.lists(st.integers(1, 60), max_size=4))
+def test_every_token_has_the_version_that_sampled_it_and_what_was_read_that_of_the_token_before(
+    speeches, case, updates
+):
+    async def run() -> None:
+        speech, max_tokens = speeches[case["family"], case["has_tools"]], case["max_tokens"]
+        limits = {name: case[name] for name in ("max_turns", "max_turn_tokens") if case[name] is not None}
+        engine, table = await engine_of(speech, case["seed"], case["stop_probability"]), Table(case["most"])
+        running = asyncio.ensure_future(dialogue_of(speech, engine, table, limits, max_tokens).run())
+        for version, num_tokens in enumerate(sorted(updates), start=4):
+            while engine.statistics().tokens_generated < num_tokens and not running.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await engine.receive_weights(make_manifest(version, 1, (), 1))
+        finished = await running
+        check(finished, engine, table, speech, limits, max_tokens)
+        rollout = finished.rollout
+        sampled = {version: engine.logprob_table(version) for version in set(rollout.versions.tolist())}
+        for place in range(len(rollout.token_ids)):
+            version = int(rollout.versions[place])
+            if rollout.loss_mask[place]:
+                assert rollout.behaviour_logprobs[place] == sampled[version][rollout.token_ids[place]]
+            elif place:
+                assert version == rollout.versions[place - 1]
+
+    asyncio.run(run())
 
 
 @settings(max_examples=60)
@@ -264,6 +298,15 @@ async def test_a_failure_of_the_environment_is_no_reward_of_zero(speeches):
     assert not engine.fed
     assert not finished.rollout.loss_mask.any()
     assert len(finished.rollout.token_ids) > 0
+
+
+async def test_an_opening_that_leaves_no_room_is_an_error_that_says_so(speeches):
+    speech = speeches["llama3", False]
+    engine, table = await engine_of(speech, 1, 0.2), Table(3)
+    finished = await dialogue_of(speech, engine, table, {"max_turns": 3}, 3).run()
+    check(finished, engine, table, speech, {"max_turns": 3}, 3)
+    assert finished.reply is not None
+    assert "nothing of the 3 of generation.max_completion_tokens" in finished.reply.detail
 
 
 async def test_an_environment_that_does_not_answer_does_not_hold_up_who_hands_back(speeches):
