@@ -136,7 +136,9 @@ class RewardPool:
         except WorkerLost as loss:
             return Turn(error=f"{dialogue.environment}: {loss}")
         assert isinstance(turn, Turn)
-        if not turn.is_over and not turn.error:
+        if turn.error:
+            return Turn(error=f"{dialogue.environment}: {turn.error}")
+        if not turn.is_over:
             self._holders[dialogue.key] = worker
             if len(self._holders) > MOST_HELD:
                 self._holders.pop(next(iter(self._holders)))

@@ -13,7 +13,7 @@ class Counting(Environment):
 
     async def reset(self, record):
         self.turns = 0
-        return [{"role": "user", "content": f"go, {record['name']}"}]
+        return [{"role": "user", "content": f"go, {record.get('name')}"}]
 
     async def step(self, completion):
         await asyncio.sleep(0)
@@ -54,3 +54,11 @@ class Bare(Environment):
 
     async def reset(self, record):
         return []
+
+
+class Half(Talking):
+    """Pays for turns of even length."""
+
+    async def step(self, completion):
+        step = await super().step(completion)
+        return Step(step.messages, 1.0 * (len(completion) % 2 == 0), parts=step.parts)
