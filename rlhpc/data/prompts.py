@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhpc.config import Config
+from rlhpc.config_environment import OWN_REWARD
 from rlhpc.data.dialogue_template import DialogueTemplate
-from rlhpc.data.records import Record, read_records, whole_record
+from rlhpc.data.records import Record, read_records
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
 from rlhpc.tool_schemas import TOOL_SCHEMAS
@@ -128,12 +129,12 @@ class SeededPrompts:
         return token_ids
 
     def _reference(self, record: Record) -> str:
-        """What verifiers are told of a prompt."""
-        return (
-            whole_record(record, self._reference_field)
-            if self._has_dialogues
-            else record.reference(self._reference_field)
-        )
+        """What verifiers are told of a prompt; an environment, the whole record.  Raises DataError."""
+        if not self._has_dialogues:
+            return record.reference(self._reference_field)
+        if self._task != OWN_REWARD:
+            record.reference(self._reference_field)
+        return record.whole()
 
     def state(self) -> dict[str, Any]:
         """Return {"cursor", "seed", "shuffle", "dataset"}; cursor is the prompt_id of the next draw."""

@@ -34,6 +34,10 @@ class Record:
             return json.dumps(value)
         return self._as_text(name, "data.reference_field")
 
+    def whole(self) -> str:
+        """All fields as JSON."""
+        return json.dumps(self.fields, default=str)
+
     def number(self, name: str, key: str) -> float:
         """A field as a number; `key` of the run file names the field.  Raises DataError otherwise."""
         value = self._value(name, key)
@@ -59,15 +63,8 @@ class Record:
         raise DataError(f"{self.source}: field {name!r} is {_kind(value)}; legal: a string or a number")
 
 
-def whole_record(record: Record, reference_field: str) -> str:
-    """A record as JSON, for an environment; raises DataError as Record.reference does, where it has that field."""
-    if reference_field in record.fields:
-        record.reference(reference_field)
-    return json.dumps(record.fields, default=str)
-
-
 def reference_of(text: str, reference_field: str) -> str:
-    """The reference in what whole_record() made; "" where the record has none."""
+    """The reference in what Record.whole() made; "" where the record has none."""
     record = Record(json.loads(text), "the record of a prompt")
     return record.reference(reference_field) if reference_field in record.fields else ""
 
