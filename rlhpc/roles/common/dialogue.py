@@ -80,6 +80,7 @@ class Finished:
     rollout: Rollout  # FinishReason.ABORT: cut off; what there is may be continued
     reply: TurnReply | None  # the environment's last one; None where it was cut off
     num_turns: int
+    token_rewards: dict[int, float]  # last token of a turn before the end → what the turn has earned
 
 
 class Dialogue:
@@ -105,6 +106,7 @@ class Dialogue:
         self._version = admitted_version
         self._tokens, self._turns = _Tokens(), list[str]()
         self._answer = ""
+        self._token_rewards, self._earned = dict[int, float](), 0.0
         self._is_cut = asyncio.Event()
         self.request = request  # what is being sampled: without what was given up of its prefix
 
@@ -129,6 +131,7 @@ class Dialogue:
             reply = answered
             if _failed(reply) or reply.is_over:
                 return self._finished(reason if reply.is_done else FinishReason.LENGTH, reply)
+            self._earn(reply)
             observation = self._template.observation(reply.messages, last_token=self._tokens.ids[-1])
             if len(observation) < self._num_left:
                 self._read(observation)
@@ -193,6 +196,12 @@ class Dialogue:
             asking.cancel()
             cutting.cancel()
 
+    def _earn(self, reply: TurnReply) -> None:
+        """Put on the last token of a turn what it has earned."""
+        earned, self._earned = reply.reward - self._earned, reply.reward
+        if earned:
+            self._token_rewards[len(self._tokens.ids) - 1] = earned
+
     # ---------------------------------------------------------------------------------------------------------- prefix
 
     def _left_of_prefix(self) -> Prefix | None:
@@ -244,7 +253,7 @@ class Dialogue:
             loss_mask=_mask(tokens.mask),
             finish_reason=reason,
         )
-        return Finished(rollout, reply, len(self._turns))
+        return Finished(rollout, reply, len(self._turns), self._token_rewards)
 
     def _keep_the_rest(self) -> None:
         """Cut off while its turns were played again: what was not reached yet is handed on with the rest."""

@@ -214,7 +214,8 @@ class Sampling:
         if reply is None:
             return rollout, None
         verdict = Verdict(reply.verdict)
-        return rollout, ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail)
+        parts, token_rewards = reply.reward_parts, finished.token_rewards
+        return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards)
 
     async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
         """What the environment answers to the turns so far; a failure is a verdict."""

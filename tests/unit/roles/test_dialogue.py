@@ -155,6 +155,10 @@ def check(finished: Finished, engine: Watched, table: Table, speech, limits: dic
     assert finished.num_turns == len(engine.fed) <= limits["max_turns"]
     assert finished.reply.is_over
     assert finished.reply.reward == 0.25 * finished.num_turns
+    ends = [len(answer.token_ids) - 1 for _, answer in engine.fed]
+    assert finished.token_rewards == dict.fromkeys(ends[:-1], 0.25) or finished.token_rewards == dict.fromkeys(
+        ends, 0.25
+    )
     turns = [answer.token_ids[request.num_done :] for request, answer in engine.fed]
     spoken = [turn[:-1] if turn[-1] in template.stop_token_ids else turn for turn in turns]
     assert [tokenizer.decode(turn, keep_special_tokens=True) for turn in spoken] == list(table.asked[-1].turns)
@@ -238,6 +242,7 @@ def test_a_dialogue_that_was_cut_goes_on_as_if_it_had_not_been(speeches, case, c
     whole, continued = asyncio.run(converse(speeches, case, cut_after=cut_after))
     if continued is not None:
         same(continued.rollout, whole.rollout)
+        assert continued.token_rewards == whole.token_rewards
 
 
 @settings(max_examples=30)
