@@ -117,7 +117,7 @@ async def main(seconds: float, num_workers: int, only: list[str]) -> None:
     )
     sandbox = SandboxConfig()
     try:
-        check_sandbox(sandbox, ["code_stdin"])
+        check_sandbox(sandbox, is_needed=True)
     except SandboxError:
         sandbox = SandboxConfig(require="none")
         print("sandbox     weaker than in a run: this machine gives no more")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WHOLE_RECORD = "*"  # as reference_field
 MADE = "reasoning_gym"  # the task of a source
+OWN_REWARD = "environment"  # as task: the rewards of the environment's steps, and no other
 MOST_PROBLEMS = 1_000_000  # of a source
 COMPRESSIONS = (".gz", ".zst")
 _OF_SOURCES = ("size", "source_seed", "levels", "settings")
@@ -41,6 +42,9 @@ class DataConfig(Section):
     """What else the datasets of source are made with: {max_terms = 4}."""
     task: str
     """Name of the reward function (docs/rewards.md lists them); may be left out with a source, which has its own."""
+    environment: str = ""
+    """What the policy talks to over several turns (docs/environments.md): "tools", or package.module:Class; default:
+    there is one turn."""
     task_field: str = ""
     """Field of the record whose value `tasks` turns into its reward function; a record without it has `task`."""
     tasks: dict[str, str] = Field(default={})
@@ -90,7 +94,7 @@ class DataConfig(Section):
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
-        """Every reward function that judges some of it."""
+        """Every reward function that judges some of it, OWN_REWARD where it is the environment itself."""
         return tuple(dict.fromkeys((self.task, *self.tasks.values())))
 
 

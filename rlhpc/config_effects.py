@@ -36,6 +36,13 @@ def loss_knows_its_keys(config: Config) -> None:
         _refuse_without_effect(config, "algorithm.advantage_normalization", beside, "another algorithm.advantage")
 
 
+def environment_is_there(config: Config) -> None:
+    """Without one there is one turn."""
+    if not any(dataset.environment for dataset in config.data):
+        for key in type(config.environment).model_fields:
+            _refuse_without_effect(config, f"environment.{key}", "no data.environment", "a data.environment")
+
+
 def clip_has_a_ratio(config: Config) -> None:
     """One optimiser step a batch: where the ratio starts at the policy before the step, it is 1."""
     algorithm = config.algorithm
@@ -194,7 +201,7 @@ def instructions_are_judged(config: Config) -> None:
 
 def composites_judge(config: Config) -> None:
     """One that no dataset names does nothing."""
-    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation)}
+    named = {*config.all_tasks, *(each.task for each in config.evaluation)}
     for name in config.composite:
         if name not in named:
             raise ValueError(
@@ -221,6 +228,7 @@ def _refuse_without_effect(config: Config, name: str, beside: str, other: str) -
 
 
 EFFECTS = (
+    environment_is_there,
     somebody_asks_the_judge,
     composites_judge,
     instructions_are_judged,

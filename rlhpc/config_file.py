@@ -258,6 +258,9 @@ def _with_absolute_paths(config: Config) -> Config:
             "run": config.run.model_copy(update={"directory": config.run_directory}),
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
             "critic": config.critic.model_copy(update={"path": config.critic.path and config.critic.path.absolute()}),
+            "environment": config.environment.model_copy(
+                update={"corpus": config.environment.corpus and config.environment.corpus.absolute()}
+            ),
             **{
                 name: tuple(
                     each.model_copy(update={"path": each.path and each.path.absolute()})

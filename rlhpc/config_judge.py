@@ -91,10 +91,10 @@ def judge_can_be_asked(config: Config) -> None:
     if not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", judge.endpoint):
         said = "…" if re.search("[@?]", judge.endpoint) else repr(judge.endpoint)  # there may be a key in it
         raise ValueError(f"judge.endpoint={said}; legal: http://HOST:PORT/v1 or https://…, without a key in it")
-    for dataset in config.data:
-        limit_s = config.rewards.timeout_of(dataset.task)
-        if TASK in config.parts_of(dataset.task) and judge.timeout_s >= limit_s:
+    for task in config.all_tasks:
+        limit_s = config.rewards.timeout_of(task)
+        if TASK in config.parts_of(task) and judge.timeout_s >= limit_s:
             raise ValueError(
-                f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {dataset.task!r} has "
+                f"judge.timeout_s={judge.timeout_s:g} is not below the {limit_s:g} s that {task!r} has "
                 "(rewards.timeout_s, rewards.task_timeout_s): its worker would be killed before it gives up"
             )

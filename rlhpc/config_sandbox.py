@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from rlhpc.config import Config
 
 CODE_TASKS = ("code_functions", "code_stdin")
+_PYTHON = "python"  # the tool
 
 
 class SandboxConfig(Section):
@@ -32,12 +34,25 @@ class SandboxConfig(Section):
     """More directories that programs may read, beside the system's and the interpreter's."""
 
 
+def runs_programs(config: Config, tasks: Sequence[str] | None = None) -> bool:
+    """Whether the reward service runs what a policy wrote; tasks: that it judges, None for those of datasets."""
+    judged = config.all_tasks if tasks is None else tasks
+    return _PYTHON in config.environment.tools or any(is_code(config, task) for task in judged)
+
+
+def is_code(config: Config, task: str) -> bool:
+    """Whether a task, or a part of it, runs the code of a completion."""
+    return any(part in CODE_TASKS for part in config.parts_of(task))
+
+
 def sandbox_ends_before_its_verifier(config: Config) -> None:
     """Otherwise a slow program is a verifier error and not a wrong answer."""
     for task in config.all_tasks:
-        is_code = any(part in CODE_TASKS for part in config.parts_of(task))
+        has_tool = _PYTHON in config.environment.tools and any(
+            dataset.environment and task in dataset.all_tasks for dataset in config.data
+        )
         limit_s = config.rewards.timeout_of(task)
-        if is_code and config.sandbox.wall_s >= limit_s:
+        if (has_tool or is_code(config, task)) and config.sandbox.wall_s >= limit_s:
             key = "task_timeout_s" if task in config.rewards.task_timeout_s else "timeout_s"
             raise ValueError(
                 f"sandbox.wall_s={config.sandbox.wall_s:g} is not below rewards.{key}={limit_s:g}: a slow program "

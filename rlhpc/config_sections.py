@@ -8,9 +8,9 @@ _steps, _samples.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -242,39 +242,6 @@ class CheckpointConfig(Section):
     trainer_format: Literal["hf", "megatron"] = "hf"
     """hf: HF names, streamed to one writer, read by every backend; megatron: every rank writes its own shards while
     training waits, for models whose stream to one writer takes too long; continues in any Megatron layout only."""
-
-
-class GuardConfig(Section):
-    """[guard]: what follows when the figures of optimiser steps leave their bounds."""
-
-    action: Literal["off", "warn", "tighten", "skip", "rollback", "stop"] = "warn"
-    """The strongest action that is permitted.  Each includes those before it: "warn"; "tighten": admit with half of
-    max_staleness, unless run.deterministic; "skip": all ranks skip steps that are out of bounds; "rollback": go back to
-    the checkpoint before the first of these steps and drop its batch; "stop": end the run."""
-    patience_steps: Positive = 3
-    """Steps out of bounds before the next action is taken, one after the other as long as fewer than calm_steps lie
-    between."""
-    calm_steps: Positive = 20
-    """Consecutive steps within bounds that end an alarm: admission is as before, and the next action is a warning."""
-    max_mismatch_kl: PositiveFloat = 0.1
-    """Bound of policy/mismatch_kl, nats: KL divergence of the sampler from the proximal policy."""
-    min_ess: Share = 0.3
-    """Bound of policy/ess, the effective sample size of the importance weights as a share."""
-    min_entropy: Annotated[float, Field(ge=0)] = 0.001
-    """Bound of trainer/entropy, nats: below it the policy samples one answer only."""
-    max_entropy: PositiveFloat = 5.0
-    """Bound of trainer/entropy, nats: above it the policy samples noise, of 150 tokens alike at every place."""
-    grad_norm_deviations: PositiveFloat = 8.0
-    """Bound of trainer/grad_norm: standard deviations of its logarithm over the last 50 steps, robustly estimated and
-    at least 0.2, above their median; with 8 that is 5 times the median or more."""
-    max_rollbacks: Positive = 2
-    """Of the whole run; after them, a step that would go back is skipped instead."""
-
-    @model_validator(mode="after")
-    def _entropy_has_a_range(self) -> Self:
-        if self.min_entropy >= self.max_entropy:
-            raise ValueError(f"guard.min_entropy={self.min_entropy:g} is not below max_entropy={self.max_entropy:g}")
-        return self
 
 
 class BufferConfig(Section):

@@ -89,18 +89,18 @@ def composites_are_made_of_tasks(config: Config) -> None:
             if task in config.composite:
                 raise ValueError(f"composite.{name}.tasks: {part}={task!r} is a composite; legal: a task that is none")
     for place, dataset in enumerate(config.data):
-        named = config.composite.get(dataset.task)
-        if named and named.fields and dataset.reference_field != "*":
+        with_fields = [task for task in dataset.all_tasks if task in config.composite and config.composite[task].fields]
+        if with_fields and dataset.reference_field != "*":
             where = f"data.{place}.reference_field" if len(config.data) > 1 else "data.reference_field"
             raise ValueError(
-                f"{where}={dataset.reference_field!r} with composite.{dataset.task}.fields, which are of records; "
+                f"{where}={dataset.reference_field!r} with composite.{with_fields[0]}.fields, which are of records; "
                 'legal: "*"'
             )
 
 
 def limits_are_of_tasks(config: Config) -> None:
     """A limit for a task that nobody has would be passed over."""
-    named = {*(dataset.task for dataset in config.data), *(each.task for each in config.evaluation if each.task)}
+    named = {*config.all_tasks, *(each.task for each in config.evaluation if each.task)}
     for key in ("task_timeout_s", "task_memory_bytes"):
         for task, limit in getattr(config.rewards, key).items():
             if task not in named:

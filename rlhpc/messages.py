@@ -117,6 +117,35 @@ class RewardReply:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """Have an environment take the last turn of a dialogue, or begin it.  Idempotent: it comes with all its turns."""
+
+    request_id: int
+    dialogue: str  # which one, so that who has taken its other turns can go on
+    environment: str
+    record: str  # of the dataset, JSON
+    turns: tuple[str, ...]  # of the policy, all so far
+    task: str  # whose reward function judges the last turn
+    answer: str  # the last turn as that function is to read it
+    reference: str
+    is_last: bool  # a limit ends the dialogue with this turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReply:
+    """What an environment says to the last turn."""
+
+    request_id: int
+    messages: tuple[dict[str, str], ...]  # for the chat template
+    reward: float  # of all turns so far
+    verdict: str  # a types.Verdict; final once the dialogue is over
+    reward_parts: dict[str, float]
+    detail: str
+    is_done: bool  # the environment is
+    is_over: bool  # no more turns
+
+
+@dataclass(frozen=True, slots=True)
 class FormGroup:
     """Controller → trainer: open the rendezvous of a new membership epoch."""
 

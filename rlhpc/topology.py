@@ -44,8 +44,8 @@ BATCHES = ChannelSpec(
 )  # fmt: skip
 REWARDS = ChannelSpec(
     "rewards", "reward", ("generator",),
-    (m.RewardRequest,),
-    (m.RewardReply,),
+    (m.RewardRequest, m.TurnRequest),
+    (m.RewardReply, m.TurnReply),
     10_000,
 )  # fmt: skip
 

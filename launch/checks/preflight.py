@@ -14,13 +14,16 @@ from typing import Any
 from launch.checks.memory.model_shape import FAMILIES, ModelShape
 from rlhpc.config import Config
 from rlhpc.config_algorithm import ADVANTAGES, LOSSES
-from rlhpc.config_data import WHOLE_RECORD
+from rlhpc.config_data import OWN_REWARD, WHOLE_RECORD
+from rlhpc.config_sandbox import runs_programs
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.errors import ConfigError, SandboxError
 from rlhpc.parallel_layout import ParallelLayout
 from rlhpc.rewards.code_place import check_sandbox
 from rlhpc.rewards.composite import reference_check
+from rlhpc.rewards.environments.registry import validate_environment
+from rlhpc.rewards.environments.search import open_collection
 from rlhpc.rewards.registry import BUILT_IN, asks_for_record, validate_task
 from rlhpc.user_code import look_up
 
@@ -67,7 +70,7 @@ def preflight_sampling(config: Config, *, roles_run_here: bool = True) -> Findin
 def _sandbox_here(config: Config) -> str:
     """How programs are isolated on this node; "" where no task runs any.  Raises ConfigError if less than required."""
     try:
-        layers = check_sandbox(config.sandbox, [part for task in config.all_tasks for part in config.parts_of(task)])
+        layers = check_sandbox(config.sandbox, is_needed=runs_programs(config))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     return layers.described() if layers else ""
@@ -77,6 +80,7 @@ def _look_at_prompts(
     config: Config, model: dict[str, Any], shape: ModelShape | None, *, roles_run_here: bool
 ) -> Findings:
     _tasks_are_there(config)
+    _environments_are_there(config)
     sandbox = _sandbox_here(config) if roles_run_here else ""
     longest = config.generation.max_prompt_tokens + config.generation.max_completion_tokens
     positions = int(model.get("max_position_embeddings", longest))
@@ -99,13 +103,22 @@ def _tasks_are_there(config: Config) -> None:
         if name in BUILT_IN:
             raise ConfigError(f"composite.{name}: there is a task {name!r} already; legal: another name")
     for dataset in config.data:
-        for task in (part for named in dataset.all_tasks for part in config.parts_of(named)):
+        named = (task for task in dataset.all_tasks if task != OWN_REWARD)
+        for task in (part for each in named for part in config.parts_of(each)):
             validate_task(task)
             if asks_for_record(task) and dataset.reference_field != WHOLE_RECORD:
                 raise ConfigError(
                     f"data.reference_field={dataset.reference_field!r}: data.task={task!r} asks for the whole record "
                     f'(its second parameter is called so); legal: "{WHOLE_RECORD}"'
                 )
+
+
+def _environments_are_there(config: Config) -> None:
+    for dataset in config.data:
+        if dataset.environment:
+            validate_environment(dataset.environment)
+    if config.environment.corpus is not None:
+        open_collection(config.environment.corpus)
 
 
 def _own_code_is_there(config: Config) -> None:

@@ -114,7 +114,7 @@ def _takes_recipe(parser: argparse.ArgumentParser) -> None:
 
 def _takes_demo(parser: argparse.ArgumentParser) -> None:
     """Another run file, or a private Slurm."""
-    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file for the same task and model")
+    parser.add_argument("--run-file", type=Path, metavar="FILE", help="another run file; configs/demo_tool.toml: tools")
     parser.add_argument(
         "--slurm", action="store_true", help="as one heterogeneous job on a private Slurm on this machine"
     )

@@ -20,6 +20,7 @@ from launch.common.text_table import aligned, printable
 from rlhpc.config import Config
 from rlhpc.config_data import WHOLE_RECORD
 from rlhpc.config_file import load_config, settled
+from rlhpc.config_sandbox import is_code
 from rlhpc.data.records import Record
 from rlhpc.data.row_formats import json_lines
 from rlhpc.errors import ConfigError, DataError
@@ -46,7 +47,7 @@ def judge_records(options: argparse.Namespace) -> int:
     config = _settings(options.task, options.run, overrides)
     for part in config.parts_of(options.task):
         validate_task(part)
-    check_sandbox(config.sandbox, config.parts_of(options.task))
+    check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
     records = _records(files[0] if files else "-")
     asked = [(record.text(options.completion, "--completion"), _reference(record, options)) for record in records]
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from launch.commands.last_words import figures_table
 from launch.common.paths import as_typed
+from launch.demo import lookup
 from launch.demo.learning_curve import draw_learning_curve
+from launch.demo.lookup import make_lookup_model
 from launch.demo.task import write_dataset
 from launch.demo.warm_start import make_model
 from launch.plan.gpu_map import VisibleGpus
@@ -24,6 +26,7 @@ from rlhpc.run_layout import RunLayout
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "demo.toml"
 NUM_PROBLEMS = 8_000
+NUM_LOOKUPS = 4_000
 SHOW_EVERY_STEPS = 100
 EXPECTED_ACCURACY = (0.22, 0.38)  # before RL; a model that was half taught stalls
 
@@ -39,6 +42,33 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
     data = config.data[0].path
     if data is None:
         raise ConfigError(f"data.source={config.data[0].source!r}: the demo writes its own problems; legal: data.path")
+    if config.data[0].environment:
+        _prepare_lookups(config, data.parent)
+    else:
+        _prepare_additions(config, data)
+    say(f"2/3  reinforcement learning: {run_file.name}")
+    status = start(config)
+    layout = RunLayout(config.run_directory)
+    if status == 0 and layout.summary.exists():
+        say("3/3  what came of it")
+        _report(layout)
+    elif status == 0:
+        say(f"3/3  stopped before its end; `rlhpc check {as_typed(layout.root)}` says what is kept, a demo begins anew")
+    return status
+
+
+def _prepare_lookups(config: Config, directory: Path) -> None:
+    """Model, questions and documents of the demo of tools."""
+    began = time.monotonic()
+    say("1/3  warm start: a tiny model learns to look things up, and mostly to guess")
+    warm = make_lookup_model(config.model.path, on_step=_show_step)
+    lookup.write_dataset(directory, NUM_LOOKUPS, seed=config.run.seed)
+    seconds = time.monotonic() - began
+    say(f"     {warm.num_parameters:,} parameters, searches for {warm.accuracy:.0%} of the questions ({seconds:.0f} s)")
+
+
+def _prepare_additions(config: Config, data: Path) -> None:
+    """Model and problems of the demo."""
     began = time.monotonic()
     say("1/3  warm start: a tiny model learns to add from careless examples")
     warm = make_model(config.model.path, on_step=_show_step)
@@ -50,15 +80,6 @@ def run_demo(start: Callable[[Config], int], run_file: Path = RUN_FILE, override
     if not EXPECTED_ACCURACY[0] <= warm.accuracy <= EXPECTED_ACCURACY[1]:
         low, high = EXPECTED_ACCURACY
         say(f"     the recipe is calibrated for {low:.0%} to {high:.0%}: the curve may come out flatter than it should")
-    say(f"2/3  reinforcement learning: {run_file.name}")
-    status = start(config)
-    layout = RunLayout(config.run_directory)
-    if status == 0 and layout.summary.exists():
-        say("3/3  what came of it")
-        _report(layout)
-    elif status == 0:
-        say(f"3/3  stopped before its end; `rlhpc check {as_typed(layout.root)}` says what is kept, a demo begins anew")
-    return status
 
 
 def _report(layout: RunLayout) -> None:

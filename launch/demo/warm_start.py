@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from launch.demo.task import MAX_ANSWER_CHARACTERS, careless_answer, draw_problem, problems
@@ -30,7 +30,7 @@ from rlhpc.files import write_atomically
 
 MARKER = "warm_start.json"  # written last: a directory without it is not complete
 _FORMAT = 1  # part of the hash; raise it when the same recipe comes to mean other weights
-_IGNORED = -100  # the label that cross_entropy leaves out
+IGNORED = -100  # the label that cross_entropy leaves out
 
 OnStep = Callable[[str, int, float], None]  # phase ("facts", then "carelessness"), steps done of it, loss
 
@@ -81,18 +81,18 @@ def make_model(
     """
     recipe = recipe or WarmStartRecipe()
     marker = directory / MARKER
-    found = _read_marker(marker, recipe)
+    found = read_marker(marker, recipe.fingerprint)
     if found is not None:
         return found
     directory.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
     began = time.monotonic()
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(recipe.seed)
-        model = Qwen2ForCausalLM(_model_config(recipe))
+        model = Qwen2ForCausalLM(model_config(recipe))
         _train(model, recipe, on_step)
         accuracy = sampled_accuracy(model, seed=recipe.seed)
-    _save(model, directory)
+    save_checkpoint(model, make_tokenizer(), directory)
     made = {"accuracy": accuracy, "num_parameters": model.num_parameters(), "seconds": time.monotonic() - began}
     write_atomically(marker, json.dumps({"fingerprint": recipe.fingerprint, **made}, indent=2).encode())
     return WarmStart(**made, is_reused=False)
@@ -121,9 +121,10 @@ def sampled_accuracy(model: Qwen2ForCausalLM, *, num_problems: int = 512, seed: 
     return num_right / num_problems
 
 
-def _model_config(recipe: WarmStartRecipe) -> Qwen2Config:
+def model_config(recipe: WarmStartRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2Config:
+    """The architecture; the first tokens are those of tokenizer.py."""
     return Qwen2Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers,
@@ -152,13 +153,15 @@ def _train(model: Qwen2ForCausalLM, recipe: WarmStartRecipe, on_step: OnStep) ->
     num_clean_steps, smoothed_loss = 0, math.log(VOCAB_SIZE)
     while num_clean_steps < recipe.max_clean_steps and smoothed_loss > recipe.mastered_loss:
         factor = _clean_schedule(num_clean_steps)
-        loss = _step(model, optimizer, _draw_batch(recipe, 0.0, rng), recipe.learning_rate * factor)
+        loss = supervised_step(model, optimizer, _draw_batch(recipe, 0.0, rng), recipe.learning_rate * factor)
         smoothed_loss += 0.1 * (loss - smoothed_loss)
         num_clean_steps += 1
         on_step("facts", num_clean_steps, loss)
     for step in range(recipe.careless_steps):
         factor = _clean_schedule(num_clean_steps + step) * max(0.05, 1 - step / recipe.careless_steps)
-        loss = _step(model, optimizer, _draw_batch(recipe, recipe.slip_rate, rng), recipe.learning_rate * factor)
+        loss = supervised_step(
+            model, optimizer, _draw_batch(recipe, recipe.slip_rate, rng), recipe.learning_rate * factor
+        )
         on_step("carelessness", step + 1, loss)
 
 
@@ -168,14 +171,15 @@ def _clean_schedule(step: int, *, warmup_steps: int = 30, decay_steps: int = 500
     return min(1.0, (step + 1) / warmup_steps) * (floor + (1 - floor) * cosine)
 
 
-def _step(
+def supervised_step(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], rate: float
 ) -> float:
+    """One step on (token ids, labels), both [batch, longest]; returns the loss."""
     token_ids, labels = batch
     for group in optimizer.param_groups:
         group["lr"] = rate
     logits = model(token_ids).logits[:, :-1]
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -189,13 +193,14 @@ def _draw_batch(recipe: WarmStartRecipe, slip_rate: float, rng: random.Random) -
     rows = [[*encode(problem.prompt + careless_answer(problem, slip_rate, rng)), EOS_ID] for problem in asked]
     longest = max(map(len, rows))
     token_ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
-    labels = token_ids.masked_fill(token_ids == PAD_ID, _IGNORED)
+    labels = token_ids.masked_fill(token_ids == PAD_ID, IGNORED)
     for label, problem in zip(labels, asked, strict=True):
-        label[: len(problem.prompt)] = _IGNORED  # the digits of a question are random: nothing to learn there
+        label[: len(problem.prompt)] = IGNORED  # the digits of a question are random: nothing to learn there
     return token_ids, labels
 
 
-def _save(model: Qwen2ForCausalLM, directory: Path) -> None:
+def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """As an HF checkpoint directory."""
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # a bar for one file of a megabyte
@@ -204,13 +209,14 @@ def _save(model: Qwen2ForCausalLM, directory: Path) -> None:
     finally:
         if had_bars:
             transformers_logging.enable_progress_bar()
-    make_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
-def _read_marker(marker: Path, recipe: WarmStartRecipe) -> WarmStart | None:
+def read_marker(marker: Path, fingerprint: str) -> WarmStart | None:
+    """What was made by this recipe and is complete; None: nothing is."""
     try:
         written = json.loads(marker.read_bytes())
-        if written.pop("fingerprint") != recipe.fingerprint:
+        if written.pop("fingerprint") != fingerprint:
             return None
         return WarmStart(**written, is_reused=True)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -218,7 +224,8 @@ def _read_marker(marker: Path, recipe: WarmStartRecipe) -> WarmStart | None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """With more, the order of additions, and so the weights, would depend on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -71,10 +71,9 @@ def look_at_inputs(config: Config, known: Inputs | None = None) -> Inputs:
 
     A file that is not there has no entry.  Raises RunDirectoryError if one cannot be read.
     """
-    files = [(each.path, each.split) for each in config.data if each.path is not None]  # the others lie nowhere
     return Inputs(
         look_at_model(config.model.path, known.model if known is not None else {}),
-        _look_at_datasets(files, known.data if known is not None else {}),
+        _look_at_datasets(_datasets_of(config), known.data if known is not None else {}),
     )
 
 
@@ -96,6 +95,13 @@ def _files_of(data: Path, split: str) -> list[tuple[str, Path]]:
     except DataError:
         files = []
     return [(path.name if data.is_file() else path.relative_to(data).as_posix(), path) for path in files]
+
+
+def _datasets_of(config: Config) -> list[tuple[Path, str]]:
+    """What prompts are made of, and what environments look up, with its split; sources lie nowhere."""
+    files = [(each.path, each.split) for each in config.data if each.path is not None]
+    corpus = config.environment.corpus
+    return [*files, *([] if corpus is None else [(corpus, "")])]
 
 
 def _look_at_datasets(datasets: Sequence[tuple[Path, str]], known: Mapping[str, InputFile]) -> Entries:

@@ -34,7 +34,7 @@ def reward_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Tokens of completions and prompts, and the share of completions cut at max_tokens.  Empty without groups."""
+    """Tokens of completions and prompts, turns, and the share of completions cut by a limit.  Empty without groups."""
     if not groups:
         return {}
     lengths = completion_lengths(groups)
@@ -43,7 +43,14 @@ def length_figures(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "length/completion_mean": float(lengths.mean()),
         "length/completion_max": float(lengths.max()),
         "length/truncated_share": _share(r.finish_reason is FinishReason.LENGTH for r in _rollouts(groups)),
+        "length/turns_mean": float(np.mean([_num_turns(rollout) for rollout in _rollouts(groups)])),
+        "length/read_share": 1 - sum(np.count_nonzero(r.loss_mask) for r in _rollouts(groups)) / max(1, lengths.sum()),
     }
+
+
+def _num_turns(rollout: Rollout) -> int:
+    """Stretches of tokens that the policy sampled."""
+    return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))
 
 
 def staleness_figures(groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:

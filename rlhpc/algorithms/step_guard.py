@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from rlhpc.algorithms.step_limits import broken
-from rlhpc.config_sections import GuardConfig
+from rlhpc.config_guard import GuardConfig
 from rlhpc.types import StepLimits
 
 NUM_NORMS = 50  # the reference: long enough for a median, short enough to follow a policy that changes

@@ -37,16 +37,22 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"model.path: the chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text up to where the assistant's answer to these messages begins, special tokens spelt out.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a dialogue, special tokens spelt out; add_generation_prompt: up to where an answer begins.
 
-        Raises ConfigError when the template refuses them.
+        tools: JSON schemas.  Raises ConfigError when the template refuses the messages.
         """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
                 documents=None,
                 **self._special_tokens,
             )

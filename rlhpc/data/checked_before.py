@@ -18,7 +18,7 @@ from rlhpc.data.dataset_files import dataset_files
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.reasoning_gym_source import library_version
 
-_CODE = ("data", "rewards")  # packages that decide what is found
+_CODE = ("data/*.py", "rewards/*.py", "tool_schemas.py")  # what decides what is found
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -35,12 +35,13 @@ def once(config: Config, place: int, with_references: bool, look: Callable[[], D
         "references": with_references,
         "task_tables": [table.model_dump(mode="json") for table in (config.judge, config.instructions)],
         "composites": {name: table.model_dump(mode="json") for name, table in config.composite.items()},
+        "tools": config.environment.tools if data.environment else (),  # prompts describe them
         "curriculum": config.curriculum.model_dump(mode="json"),
         "generation": [config.generation.max_prompt_tokens, config.generation.max_completion_tokens],
         "files": _states(files),
         "library": library_version() if data.source else "",
         "tokenizer": _states(config.model.path / name for name in _TOKENIZER),
-        "code": _states(file for part in _CODE for file in sorted((package / part).glob("*.py"))),
+        "code": _states(file for part in _CODE for file in sorted(package.glob(part))),
     }
     found = cached("datasets", json.dumps(made_of), lambda: json.dumps(asdict(look())).encode())
     return DatasetSummary(**json.loads(found))

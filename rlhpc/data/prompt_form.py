@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from string import Formatter
 
-from rlhpc.config_data import WHOLE_RECORD, DataConfig
+from rlhpc.config_data import OWN_REWARD, WHOLE_RECORD, DataConfig
 from rlhpc.data.conversation import Message, as_conversation, is_conversation, prompt_messages, system, user
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.records import Record
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError, DataError
@@ -23,10 +24,19 @@ class PromptForm:
     """Makes prompts of the records of one dataset."""
 
     def __init__(
-        self, data: DataConfig, tokenizer: PromptTokenizer, *, max_prompt_tokens: int, max_completion_tokens: int
+        self,
+        data: DataConfig,
+        tokenizer: PromptTokenizer,
+        *,
+        max_prompt_tokens: int,
+        max_completion_tokens: int,
+        dialogue: DialogueTemplate | None = None,
     ) -> None:
-        """Raises ConfigError for a template that names no field."""
-        self._data, self._tokenizer = data, tokenizer
+        """dialogue: of prompts that an environment goes on from, which is given the whole record.
+
+        Raises ConfigError for a template that names no field.
+        """
+        self._data, self._tokenizer, self._dialogue = data, tokenizer, dialogue
         self._pieces = _pieces(data.prompt_template)
         self._max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
 
@@ -58,7 +68,8 @@ class PromptForm:
     def reference_lengths(self, records: Sequence[Record]) -> list[int]:
         """Numbers of tokens of the references, of those that are text and no tests or entries."""
         field = self._data.reference_field
-        plain = [record for record in records if field != WHOLE_RECORD and not record.holds_several(field)]
+        judged = [record for record in records if field != WHOLE_RECORD and self.task(record) != OWN_REWARD]
+        plain = [record for record in judged if not record.holds_several(field)]
         return self._tokenizer.lengths([(record.reference(field), True) for record in plain])
 
     def refuse_lengths(self, lengths: Sequence[int], records: Sequence[Record]) -> None:
@@ -91,8 +102,15 @@ class PromptForm:
         return self._data.reference_field
 
     def reference(self, record: Record) -> str:
-        """What the reward function compares with.  Raises DataError."""
-        return record.reference(self._data.reference_field)
+        """What the reward function compares with; of a dialogue the whole record, in which this is.
+
+        Raises DataError.
+        """
+        if self._dialogue is None:
+            return record.reference(self._data.reference_field)
+        if self.task(record) != OWN_REWARD:
+            record.reference(self._data.reference_field)
+        return record.reference(WHOLE_RECORD)
 
     def task(self, record: Record) -> str:
         """The reward function that judges answers to it.  Raises DataError for a value that is not in data.tasks."""
@@ -125,7 +143,7 @@ class PromptForm:
         return text
 
     def _chat(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages)
+        return self._tokenizer.render_chat(messages) if self._dialogue is None else self._dialogue.prompt_text(messages)
 
     def _length_fault(self, length: int, record: Record) -> str:
         return (

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary, summarise
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.record_source import records_of
 from rlhpc.data.records import Record
 from rlhpc.data.references import CheckOf
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, DataError
+from rlhpc.tool_schemas import TOOL_SCHEMAS
 from rlhpc.types import Prompt
 
 
@@ -116,15 +118,21 @@ class SeededPrompts:
 
 def open_prompts(config: Config, place: int = 0) -> SeededPrompts:
     """The prompts of one dataset of a run, at the first one.  Raises DataError, ConfigError."""
-    data = config.data[place]
+    data, tokenizer = config.data[place], PromptTokenizer(config.model.path)
     form = PromptForm(
         data,
-        PromptTokenizer(config.model.path),
+        tokenizer,
         max_prompt_tokens=data.max_prompt_tokens or config.generation.max_prompt_tokens,
         max_completion_tokens=config.max_completion_tokens(place),
+        dialogue=dialogue_template(config, tokenizer) if data.environment else None,
     )
     seed = seed_of_dataset(config.run.seed, place)
     return SeededPrompts(records_of(data), form, seed=seed, shuffle=data.shuffle)
+
+
+def dialogue_template(config: Config, tokenizer: PromptTokenizer) -> DialogueTemplate:
+    """The chat template of a run's model, with the tools of its environments.  Raises ConfigError."""
+    return DialogueTemplate(tokenizer, [TOOL_SCHEMAS[name] for name in config.environment.tools])
 
 
 def seed_of_dataset(seed: int, place: int) -> int:

@@ -100,6 +100,13 @@ class Record:
         )
 
 
+def reference_of(text: str, reference_field: str) -> str:
+    """The reference in a whole record, as Record.reference makes it; "" where there is none."""
+    record = Record(json.loads(text), "the record of a prompt")
+    has_one = reference_field == WHOLE_RECORD or record.has(reference_field)
+    return record.reference(reference_field) if has_one else ""
+
+
 def read_records(path: Path, split: str = "") -> list[Record]:
     """All records, files of a directory in the order of their names.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from rlhpc.config_data import OWN_REWARD
 from rlhpc.data.records import Record
 from rlhpc.errors import DataError
 
@@ -30,12 +31,16 @@ def refuse_bad_references(
 ) -> int:
     """Return how many records were checked: all, or as many as `most_s` seconds allow; none of a task without a check.
 
+    An environment that rewards by itself has no use for a reference.
+
     Raises DataError: a record has no such field, or the first references that are refused, a line each.
     """
     faults, checks = list[str](), dict[str, ReferenceCheck | None]()
     num_bad, num_checked, end = 0, 0, clock() + most_s
     for record in records:
-        reference, task = record.reference(field), task_of(record)
+        if (task := task_of(record)) == OWN_REWARD:
+            continue
+        reference = record.reference(field)
         if task not in checks:
             checks[task] = check_of(task)
         if (check := checks[task]) is None or clock() > end:

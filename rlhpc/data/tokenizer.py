@@ -64,12 +64,10 @@ class PromptTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The chat template's text up to the assistant's next answer.  Raises ConfigError as encode_chat does."""
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
-        return self._chat_template.render(messages)
+        return self.chat_template.render(messages)
 
     def encode_rendered(self, text: str) -> Int32:
-        """Tokens [L] of what render_chat returned."""
+        """Tokens [L] of a text that spells its own special tokens, as render_chat returns it."""
         return self._encode(text, add_special_tokens=False)
 
     def lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
@@ -82,6 +80,17 @@ class PromptTokenizer:
             for place, encoding in zip(places, encoded, strict=True):
                 lengths[place] = len(encoding)
         return lengths
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Of the checkpoint.  Raises ConfigError if there is none."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self._template_source(), self._special_tokens(), self._now)
+        return self._chat_template
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is cut out of any text before the rest is tokenised."""
+        return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def decode(self, token_ids: Sequence[int] | Int32, *, keep_special_tokens: bool = False) -> str:
         """Text of the tokens; special tokens, the end of sequence among them, are left out unless asked for."""

@@ -83,7 +83,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "length/prompt_mean": Metric("tokens", "mean over the rollouts finished lately"),
         "length/completion_mean": Metric("tokens", "mean over the rollouts finished lately", on_every_axis=True),
         "length/completion_max": Metric("tokens", "longest of the rollouts finished lately"),
-        "length/truncated_share": Metric("share", "rollouts finished lately, cut off at max_completion_tokens"),
+        "length/truncated_share": Metric("share", "rollouts finished lately, cut off by a limit of tokens or of turns"),
+        "length/turns_mean": Metric("turns", "mean over the rollouts finished lately; 1 without environments"),
+        "length/read_share": Metric("share", "tokens of completions that an environment has said"),
         # Staleness.
         "staleness/mean": Metric("versions", "version trained minus version at admission, mean over rollouts"),
         "staleness/max": Metric("versions", "largest of the batch; never above staleness/bound"),

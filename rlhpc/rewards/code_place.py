@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
 from functools import cache
 
-from rlhpc.config_sandbox import CODE_TASKS, SandboxConfig
+from rlhpc.config_sandbox import SandboxConfig
 from rlhpc.sandbox.client import Layers, Sandbox, SandboxSettings
 from rlhpc.sandbox.limits import Finished, Limits
 
@@ -27,9 +26,9 @@ def environment_of(sandbox: SandboxConfig) -> dict[str, str]:
     return {VARIABLE: sandbox.model_dump_json()}
 
 
-def check_sandbox(sandbox: SandboxConfig, tasks: Iterable[str]) -> Layers | None:
-    """Try the sandbox on this node if a task needs one.  Raises SandboxError where it is weaker than required."""
-    if not any(task in CODE_TASKS for task in tasks):
+def check_sandbox(sandbox: SandboxConfig, *, is_needed: bool) -> Layers | None:
+    """Try the sandbox on this node if it is needed.  Raises SandboxError where it is weaker than required."""
+    if not is_needed:
         return None
     with Sandbox(_settings(sandbox)) as tried:
         return tried.layers

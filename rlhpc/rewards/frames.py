@@ -1,7 +1,8 @@
 """What a reward pool and its worker processes say to each other, over a pair of pipes.
 
 A frame is a length (4 bytes, little-endian) and a msgspec message.  The worker says Ready once; after that one Reply
-answers one Request, strictly in turn.  Nothing here can run code of the other side: no pickle.
+answers one Request, and one Turn one Dialogue, strictly in turn.  Nothing here can run code of the other side: no
+pickle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     error: str
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class Request(msgspec.Struct, array_like=True, frozen=True, tag="judge"):
     """Judge this."""
 
     task: str
@@ -27,7 +28,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     memory_limit_bytes: int = 0  # address space of the worker meanwhile; 0: no limit
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True):
+class Reply(msgspec.Struct, array_like=True, frozen=True, tag="judged"):
     """The outcome; if `error` is not empty the rest has no meaning."""
 
     reward: float
@@ -40,6 +41,36 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     failure: str = ""  # where error is not empty: one of failures.FAILURES
     num_forked: int = 0  # processes that were left behind, and killed
     costs: dict[str, float] = {}  # names of failures.COSTS
+
+
+class Dialogue(msgspec.Struct, array_like=True, frozen=True, tag="dialogue"):
+    """Take the last of these turns, or begin: an environment's part of a rollout."""
+
+    key: str  # of the rollout
+    environment: str
+    record: str  # JSON
+    turns: list[str]  # of the policy, all so far
+    task: str  # whose reward function judges the last turn
+    answer: str  # the last turn as that function is to read it
+    reference: str
+    is_last: bool  # there will be no other turn, whether the environment is done or not
+    memory_limit_bytes: int = 0  # as of a Request
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True, tag="turn"):
+    """What an environment answers; if `error` is not empty the rest has no meaning."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    reward: float = 0.0  # of all turns so far
+    is_correct: bool = False
+    parts: dict[str, float] = {}
+    detail: str = ""
+    is_done: bool = False  # the environment is
+    is_over: bool = False  # the rewards are final
+    error: str = ""
+    failure: str = ""  # these three as of a Reply
+    num_forked: int = 0
+    costs: dict[str, float] = {}
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
+
 from rlhpc.errors import RoleFailed
 from rlhpc.rewards.failures import NO_COSTS, OUT_OF_MEMORY, UNSENT, TaskCounts
-from rlhpc.rewards.frames import Reply, Request, encode_frame
+from rlhpc.rewards.frames import Dialogue, Reply, Request, Turn, encode_frame
 from rlhpc.rewards.turns import Turns
 from rlhpc.rewards.worker_process import WorkerLost, WorkerProcess
 from rlhpc.types import Verdict
@@ -28,6 +30,7 @@ from rlhpc.types import Verdict
 log = logging.getLogger("rlhpc.rewards")
 
 _MAX_FAILED_STARTS = 5  # consecutive; then something is wrong with the node
+MOST_HELD = 1 << 16  # dialogues of which it is remembered who holds them
 _FIRST_BACKOFF_S = 0.1  # doubled with every failed start
 
 
@@ -73,6 +76,7 @@ class RewardPool:
         self._environment = dict(environment or {})
         self._workers: set[WorkerProcess] = set()  # all that may be alive
         self._turns: Turns[WorkerProcess] = Turns()
+        self._holders: dict[str, WorkerProcess] = {}  # by dialogue; who has taken its turns so far
         self._replacements: set[asyncio.Task[None]] = set()
         self._end = ""  # why the pool accepts no more work
         self._num_restarts = 0
@@ -121,27 +125,71 @@ class RewardPool:
             self.counts.count(task, 0.0, UNSENT)
             return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"cannot be sent to a worker: {error}")
         worker = await self._turns.take(task)
+        try:
+            reply = await self._ask(task, worker, frame, self._task_timeout_s.get(task, self._timeout_s))
+        except WorkerLost as loss:
+            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+        assert isinstance(reply, Reply)
+        return _judgement(task, reply)
+
+    async def answer(self, dialogue: Dialogue) -> Turn:
+        """Have an environment take the last turn of a dialogue.  May be repeated; failures and limits as in judge().
+
+        Limits are those of the dialogue's task; turns and failures are counted under the environment's name.  The
+        worker that has taken the turns before is asked, if it is idle; another one takes them again, and is given the
+        time for it.
+        """
+        name = dialogue.environment
+        memory_bytes = self._task_memory_bytes.get(dialogue.task, self._memory_limit_bytes)
+        try:
+            frame = encode_frame(replace(dialogue, memory_limit_bytes=memory_bytes))
+        except ValueError as error:
+            self.counts.count(name, 0.0, UNSENT)
+            return Turn(error=f"cannot be sent to a worker: {error}")
+        taken = await self._turns.take(name)
+        holder = self._holders.pop(dialogue.key, None)
+        worker = taken if holder is None else self._turns.exchange(taken, holder)
+        timeout_s = self._task_timeout_s.get(dialogue.task, self._timeout_s)
+        times = 1 if worker is holder else max(1, len(dialogue.turns))
+        try:
+            turn = await self._ask(name, worker, frame, timeout_s * times)
+        except WorkerLost as loss:
+            return Turn(error=f"{name}: {loss}")
+        assert isinstance(turn, Turn)
+        if turn.error:
+            return Turn(error=f"{name}: {turn.error}")
+        if not turn.is_over:
+            self._holders[dialogue.key] = worker
+            if len(self._holders) > MOST_HELD:
+                self._holders.pop(next(iter(self._holders)))
+        return turn
+
+    async def _ask(self, name: str, worker: WorkerProcess, frame: bytes, timeout_s: float) -> Reply | Turn:
+        """Ask, give the worker back, and count.  Raises WorkerLost, and RoleFailed if the pool has ended.
+
+        name: of whoever has the worker.
+        """
         is_whole, failure, num_forked, costs, began = False, "", 0, NO_COSTS, time.monotonic()
         try:
-            reply = await worker.ask(frame, self._task_timeout_s.get(task, self._timeout_s))
+            reply = await worker.ask(frame, timeout_s)
             failure, num_forked, costs = reply.failure, reply.num_forked, reply.costs
             is_whole = failure != OUT_OF_MEMORY  # what it holds now, it may hold for ever
         except WorkerLost as loss:
             if self._end:
                 raise RoleFailed(f"reward pool: {self._end}") from loss
             failure = loss.failure
-            return Judgement(0.0, Verdict.VERIFIER_ERROR, detail=f"{task}: {loss}")
+            raise
         finally:
             # Also when this call was cancelled: a worker that may still reply to the old request cannot be used.
             if is_whole:
-                self._turns.give_back(task, worker)
+                self._turns.give_back(name, worker)
             else:
-                self._turns.lose(task)
+                self._turns.lose(name)
                 self._replace_in_background(worker)
-            self.counts.count(task, time.monotonic() - began, failure, num_forked, costs)
+            self.counts.count(name, time.monotonic() - began, failure, num_forked, costs)
             if num_forked:
-                log.warning("%s left %d processes behind, which were killed", task, num_forked)
-        return _judgement(task, reply)
+                log.warning("%s left %d processes behind, which were killed", name, num_forked)
+        return reply
 
     async def close(self) -> None:
         """Kill every worker and wait until it is gone.  Calls of judge() in progress raise RoleFailed.  Idempotent."""

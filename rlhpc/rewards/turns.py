@@ -44,6 +44,14 @@ class Turns(Generic[Worker]):
                 self.add(turn.result())
             raise
 
+    def exchange(self, taken: Worker, wanted: Worker) -> Worker:
+        """The wanted worker in place of one that was taken, if it is idle; else the one that was taken."""
+        if wanted not in self._idle:
+            return taken
+        self._idle.remove(wanted)
+        self._idle.append(taken)
+        return wanted
+
     def give_back(self, task: str, worker: Worker) -> None:
         """It has answered, and may be asked again."""
         self._held[task] -= 1

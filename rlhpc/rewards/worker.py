@@ -1,9 +1,9 @@
 """Score completions one after the other, in a separate process that may be killed at any moment.
 
-Input: Request frames from its standard input.  Output: Reply frames on what was its standard output.  Started by
-worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends when the pipe closes
-or its parent dies.  Whatever a reward function raises becomes a Reply with an error; whatever it prints goes to
-standard error.
+Input: Request and Dialogue frames from its standard input.  Output: Reply and Turn frames on what was its standard
+output.  Started by worker_process.py as `python -m rlhpc.rewards.worker PARENT_PID MEMORY_LIMIT_BYTES TASK…`.  Ends
+when the pipe closes or its parent dies.  Whatever a reward function or an environment raises becomes a Reply or a Turn
+with an error; whatever it prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import resource
 import signal
 import sys
 from types import FrameType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
 
 from rlhpc.contracts import RewardFunction, RewardOutcome
 from rlhpc.parent_death import end_with_parent
+from rlhpc.rewards.environments.registry import VARIABLE as ENVIRONMENTS
 from rlhpc.rewards.failures import INVALID, OUT_OF_MEMORY, RAISED
 from rlhpc.rewards.forks import ForkWatch
-from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Request, body_length, encode_frame
+from rlhpc.rewards.frames import HEADER_BYTES, Dialogue, Ready, Reply, Request, Turn, body_length, encode_frame
 from rlhpc.rewards.registry import BUILT_IN, resolve
 from rlhpc.rewards.returned import JudgedOutcome, NoReward, as_outcome
 from rlhpc.user_code import is_import_path
+
+if TYPE_CHECKING:
+    from rlhpc.rewards.environments.host import EnvironmentHost
 
 _LONGEST_DETAIL = 500  # characters
 
@@ -42,49 +46,95 @@ def main(parent_pid: int, memory_limit_bytes: int, tasks: list[str]) -> int:
     try:
         for task in tasks:
             functions[task] = _function_of(task)
+        host = _host(functions) if ENVIRONMENTS in os.environ else None
     except Exception as error:  # noqa: BLE001  survives nothing: tells the parent what the user's module raised, leaves
         _send(replies, Ready(error=_describe(error)))
         return 1
     _send(replies, Ready(error=""))
-    _serve(requests, replies, functions)
+    _serve(requests, replies, functions, host)
     return 0
 
 
-def _serve(requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction]) -> None:
-    decoder, forks = msgspec.msgpack.Decoder(Request), ForkWatch()
+def _serve(
+    requests: BinaryIO, replies: BinaryIO, functions: dict[str, RewardFunction], host: EnvironmentHost | None
+) -> None:
+    decoder: msgspec.msgpack.Decoder[Request | Dialogue] = msgspec.msgpack.Decoder(Request | Dialogue)
+    forks = ForkWatch()
     while header := requests.read(HEADER_BYTES):
-        reply = _judge(decoder.decode(requests.read(body_length(header))), functions)
+        request = decoder.decode(requests.read(body_length(header)))
+        if host is None and isinstance(request, Dialogue):
+            host = _host(functions)
+        reply = _answer(request, functions, host)
         if forks.is_copy:  # one that came back out of the function: the answer is its parent's to give
             os._exit(1)
         if num_forked := forks.end_copies():
             reply = replace(reply, num_forked=num_forked)
         _send(replies, reply)
+    if host is not None:
+        host.close()
+
+
+def _host(functions: dict[str, RewardFunction]) -> EnvironmentHost:
+    """Of the environments of this run, imported.  Raises ConfigError."""
+    # Imported here because settings take pydantic, for which every new worker would wait.
+    from rlhpc.rewards.environments.host import EnvironmentHost
+    from rlhpc.rewards.environments.settings import environments_here
+
+    settings, names = environments_here()
+    host = EnvironmentHost(settings, lambda task, *asked: as_outcome(_function(task, functions)(*asked)))
+    for name in names:
+        host.preload(name)
+    return host
+
+
+def _function(task: str, functions: dict[str, RewardFunction]) -> RewardFunction:
+    if task not in functions:
+        functions[task] = _function_of(task)
+    return functions[task]
 
 
 def _function_of(task: str) -> RewardFunction:
     if task in BUILT_IN or is_import_path(task):
         return resolve(task)
-    # Imported here because settings take pydantic, for which every new worker would wait.
+    # Imported here for the same reason.
     from rlhpc.rewards.composite import resolve as resolve_composite
 
     return resolve_composite(task)
 
 
-def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
+def _answer(
+    request: Request | Dialogue, functions: dict[str, RewardFunction], host: EnvironmentHost | None
+) -> Reply | Turn:
+    failed = _error if isinstance(request, Request) else _failed_turn
     try:
         _limit_memory(request.memory_limit_bytes)
-        function = functions.get(request.task)
-        if function is None:
-            function = functions[request.task] = _function_of(request.task)
-        outcome = as_outcome(function(request.completion, request.reference))
+        if isinstance(request, Request):
+            return _judge(request, functions)
+        assert host is not None
+        return _turn(request, host)
     except NoReward as error:
-        return _error(_describe(error), INVALID)
+        return failed(_describe(error), INVALID)
     except MemoryError as error:
-        return _error(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
-    except Exception as error:  # noqa: BLE001  survives whatever a reward function raises: it is the verdict
-        return replace(_error(_describe(error), RAISED), costs=getattr(error, "costs", {}))
+        return failed(f"{_describe(error)} of {request.memory_limit_bytes} bytes", OUT_OF_MEMORY)
+    except Exception as error:  # noqa: BLE001  survives whatever is not our code: it is the verdict
+        return replace(failed(_describe(error), RAISED), costs=getattr(error, "costs", {}))
+
+
+def _judge(request: Request, functions: dict[str, RewardFunction]) -> Reply:
+    outcome = as_outcome(_function(request.task, functions)(request.completion, request.reference))
     reply = _checked(outcome, len(request.completion))
     return replace(reply, costs=outcome.costs) if isinstance(outcome, JudgedOutcome) else reply
+
+
+def _turn(dialogue: Dialogue, host: EnvironmentHost) -> Turn:
+    turn = host.answer(dialogue)
+    for name, value in {"reward": turn.reward, **turn.parts}.items():
+        if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
+            why = f"{name} must be a finite number, not {type(value).__name__} {str(value)[:40]}"
+            return replace(_failed_turn(why, INVALID), costs=turn.costs)
+    parts = {str(name): float(value) for name, value in turn.parts.items()}
+    detail, is_correct = str(turn.detail)[:_LONGEST_DETAIL], bool(turn.is_correct)
+    return replace(turn, reward=float(turn.reward), is_correct=is_correct, parts=parts, detail=detail)
 
 
 def _checked(outcome: RewardOutcome, num_characters: int) -> Reply:
@@ -111,11 +161,15 @@ def _error(why: str, failure: str = INVALID) -> Reply:
     return Reply(0.0, is_correct=False, parts={}, detail="", error=said, failure=failure)
 
 
+def _failed_turn(why: str, failure: str) -> Turn:
+    return Turn(error=why[:_LONGEST_DETAIL] or "error without a message", failure=failure)
+
+
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _send(replies: BinaryIO, message: Ready | Reply) -> None:
+def _send(replies: BinaryIO, message: Ready | Reply | Turn) -> None:
     replies.write(encode_frame(message))
     replies.flush()
 

@@ -1,7 +1,7 @@
 """One worker process as its pool sees it: started, asked, killed.
 
-Input: Request.  Output: Reply.  Every way in which a process can fail to answer becomes WorkerLost; after that only
-kill() may be called.  One question at a time.
+Input: Request or Dialogue.  Output: Reply or Turn.  Every way in which a process can fail to answer becomes WorkerLost;
+after that only kill() may be called.  One question at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TypeVar
 import msgspec
 
 from rlhpc.rewards.failures import DIED, TIMED_OUT
-from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, body_length
+from rlhpc.rewards.frames import HEADER_BYTES, Ready, Reply, Turn, body_length
 
 _READY = msgspec.msgpack.Decoder(Ready)
-_REPLY = msgspec.msgpack.Decoder(Reply)
+_REPLY: msgspec.msgpack.Decoder[Reply | Turn] = msgspec.msgpack.Decoder(Reply | Turn)
 _Message = TypeVar("_Message")
 _LAST_MOMENT_S = 0.5
 
@@ -78,8 +78,8 @@ class WorkerProcess:
         if ready.error:
             raise WorkerLost(f"worker cannot start: {ready.error}")
 
-    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply:
-        """Send one encoded Request and return its Reply.  Raises WorkerLost, after `timeout_s` at the latest."""
+    async def ask(self, request_frame: bytes, timeout_s: float) -> Reply | Turn:
+        """Send one encoded Request or Dialogue; return its answer.  Raises WorkerLost, after `timeout_s` at most."""
         self._requests.write(request_frame)
         return await self._receive(_REPLY, timeout_s)
 

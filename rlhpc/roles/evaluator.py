@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import GenerationEngine
 from rlhpc.data.prompts import SeededPrompts, open_prompts
 from rlhpc.data.tokenizer import PromptTokenizer
@@ -63,9 +64,8 @@ async def _evaluate(directory: Path, index: int, num_shares: int) -> None:
         file = stack.enter_context(SamplesFile(directory, index))
         engine = await start_engine(config, seed=engine_seed(config.run.seed, index))
         stack.push_async_callback(engine.close)
-        tasks = config.all_tasks
-        check_sandbox(config.sandbox, [part for task in tasks for part in config.parts_of(task)])
-        pool = await stack.enter_async_context(open_pool(config, tasks))
+        check_sandbox(config.sandbox, is_needed=runs_programs(config))
+        pool = await stack.enter_async_context(open_pool(config, config.all_tasks))
         await Evaluator(settings, engine, pool, file).sample(mine, stop)
 
 

@@ -1,7 +1,8 @@
 """The reward service: scores completions in separate processes.
 
-Input: RewardRequest from generators.  Output: RewardReply.  Calls are idempotent; no state is kept between them.  A
-service keeps its processes when the controller is replaced (controller_session.py).
+Input: RewardRequest and TurnRequest from generators.  Output: RewardReply and TurnReply.  Calls are idempotent: what is
+kept between the turns of a dialogue can be made anew from a request.  A service keeps its processes when the controller
+is replaced (controller_session.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
 
+from rlhpc.config_sandbox import runs_programs
 from rlhpc.contracts import ClientChannel, ServerChannel
 from rlhpc.errors import PeerUnreachable
-from rlhpc.messages import Heartbeat, RewardReply, RewardRequest
+from rlhpc.messages import Heartbeat, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.rewards.code_place import check_sandbox
+from rlhpc.rewards.environments.settings import judged_tasks
+from rlhpc.rewards.frames import Dialogue
 from rlhpc.rewards.open_pool import open_pool
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.roles.common.controller_session import ControllerSession, serve_controllers
@@ -21,6 +25,7 @@ from rlhpc.roles.common.heartbeat import beat, hello
 from rlhpc.roles.common.lifecycle import RoleContext, stop_event, unless_stopped
 from rlhpc.topology import CONTROL, REWARDS
 from rlhpc.transport.open import open_server
+from rlhpc.types import Verdict
 
 
 def run(context: RoleContext) -> None:
@@ -30,9 +35,9 @@ def run(context: RoleContext) -> None:
 
 async def _serve(context: RoleContext) -> None:
     stop = stop_event()
-    tasks = context.config.all_tasks
-    check_sandbox(context.config.sandbox, [part for task in tasks for part in context.config.parts_of(task)])
-    pool = open_pool(context.config, tasks, judge_cache=context.layout.judge_replies)
+    config = context.config
+    check_sandbox(config.sandbox, is_needed=runs_programs(config))
+    pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))
@@ -89,14 +94,21 @@ class RewardService:
             },
         )
 
-    async def _answer(self, peer: str, request: RewardRequest) -> None:
+    async def _answer(self, peer: str, request: RewardRequest | TurnRequest) -> None:
         self._num_waiting += 1
         try:
-            judgement = await self._pool.judge(request.task, request.completion, request.reference)
+            reply = await (self._judged(request) if isinstance(request, RewardRequest) else self._turn(request))
         finally:
             self._num_waiting -= 1
         self._num_judged += 1
-        reply = RewardReply(
+        try:
+            await self._server.send(peer, reply)
+        except PeerUnreachable:
+            return  # the generator died; its rollout is sampled again by another
+
+    async def _judged(self, request: RewardRequest) -> RewardReply:
+        judgement = await self._pool.judge(request.task, request.completion, request.reference)
+        return RewardReply(
             request.request_id,
             judgement.reward,
             judgement.verdict.value,
@@ -104,7 +116,28 @@ class RewardService:
             judgement.detail,
             judgement.rewards_at,
         )
-        try:
-            await self._server.send(peer, reply)
-        except PeerUnreachable:
-            return  # the generator died; its rollout is sampled again by another
+
+    async def _turn(self, request: TurnRequest) -> TurnReply:
+        turn = await self._pool.answer(
+            Dialogue(
+                key=request.dialogue,
+                environment=request.environment,
+                record=request.record,
+                turns=list(request.turns),
+                task=request.task,
+                answer=request.answer,
+                reference=request.reference,
+                is_last=request.is_last,
+            )
+        )
+        verdict = Verdict.CORRECT if turn.is_correct else Verdict.WRONG
+        return TurnReply(
+            request_id=request.request_id,
+            messages=turn.messages,
+            reward=turn.reward,
+            verdict=(Verdict.VERIFIER_ERROR if turn.error else verdict).value,
+            reward_parts=turn.parts,
+            detail=turn.error or turn.detail,
+            is_done=turn.is_done,
+            is_over=turn.is_over,
+        )

@@ -15,10 +15,15 @@ from torch import Tensor
 
 from rlhpc.algorithms.samples import SampleMaker
 from rlhpc.config import Config
+from rlhpc.config_environment import EnvironmentConfig
 from rlhpc.config_sections import WeightsConfig
 from rlhpc.contracts import GenerationEngine
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.messages import TurnReply
 from rlhpc.packing.cost import FlopCost
 from rlhpc.packing.layout import pack
+from rlhpc.roles.common.dialogue import Dialogue, Taken
 from rlhpc.types import (
     PackedMicrobatch,
     Prompt,
@@ -95,6 +100,34 @@ class Running:
         assert all(np.all(rollout.versions == self.engine.policy_version) for rollout in rollouts)
         return rollouts
 
+    async def converse(self) -> list[Rollout]:
+        """Dialogues of several turns, with what was read between them, under a chat template of characters."""
+        (self.checkpoint / "chat_template.jinja").write_text(
+            "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos>\n{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        tokenizer = PromptTokenizer(self.checkpoint)
+        template = DialogueTemplate(tokenizer)
+
+        async def environment(taken: Taken) -> TurnReply:
+            said = taken.answer[::-1][: 2 + len(taken.turns)]
+            is_over = taken.is_last or len(taken.turns) == 4
+            reply = () if is_over or not taken.turns else ({"role": "tool", "content": said},)
+            return TurnReply(0, reply, 1.0, "correct", {}, "", is_done=is_over, is_over=is_over)
+
+        dialogues = []
+        for index in range(16):
+            prompt = Prompt(index, "any", template.prompt("Q" * (1 + index % 7)), "")
+            request = RolloutRequest(
+                index, 1, prompt, SamplingParams(max_tokens=40 + 3 * index, temperature=TEMPERATURE)
+            )
+            limits = EnvironmentConfig(max_turns=4, max_turn_tokens=3 + index % 5)
+            speech = tokenizer, template
+            dialogues.append(Dialogue(request, self.engine, environment, speech, limits, admitted_version=0))
+        finished = await asyncio.gather(*(dialogue.run() for dialogue in dialogues))
+        assert max(each.num_turns for each in finished) > 2
+        return [each.rollout for each in finished]
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
@@ -117,6 +150,20 @@ def pool() -> Iterator[ClusterPool]:
 @pytest.mark.parametrize("running", FAMILIES, indirect=True)
 async def test_fp32_logprobs_of_engine_and_trainer_differ_by_at_most_a_ten_thousandth(running, pool, tmp_path):
     rows = _packed(await running.sample())
+    cluster = pool.cluster("reference-dp1", LAYOUTS["reference-dp1"])
+    (answer,) = await asyncio.to_thread(
+        cluster.run, look, tmp_path, model=running.checkpoint, rows=rows, temperature=TEMPERATURE
+    )
+    _assert_agree(rows, answer[1])
+
+
+@pytest.mark.parametrize("running", FAMILIES, indirect=True)
+async def test_they_agree_on_dialogues_of_several_turns_and_what_was_read_is_masked(running, pool, tmp_path):
+    rollouts = await running.converse()
+    rows = _packed(rollouts)
+    loss_tokens = sum(int(np.count_nonzero(row.loss_mask)) for row in rows)
+    assert loss_tokens == sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts)
+    assert loss_tokens < sum(len(rollout.token_ids) for rollout in rollouts) - 16 * len("[assistant]")
     cluster = pool.cluster("reference-dp1", LAYOUTS["reference-dp1"])
     (answer,) = await asyncio.to_thread(
         cluster.run, look, tmp_path, model=running.checkpoint, rows=rows, temperature=TEMPERATURE

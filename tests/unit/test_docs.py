@@ -84,6 +84,8 @@ def _part_in_words(annotation: Any, metadata: list[Any]) -> str:
         metadata += [bound for part in more for bound in part.metadata]
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple and get_origin(get_args(annotation)[0]) is Literal:
+        return f"list of {_part_in_words(get_args(annotation)[0], [])}"
     words = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path",
              dict[str, float]: "numbers by name", dict[str, str]: "texts by name",
              dict[str, int]: "integers by name",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from launch.checks.finding import Finding
 from rlhpc.config import Config
+from rlhpc.config_sandbox import runs_programs
 from rlhpc.errors import SandboxError
 from rlhpc.rewards.code_place import check_sandbox
 
@@ -18,7 +19,7 @@ def check_sandboxes(config: Config) -> Iterator[Finding]:
     """Start the sandbox of a code task, and end it."""
     key, required = "sandbox.require", config.sandbox.require
     try:
-        layers = check_sandbox(config.sandbox, config.tasks)
+        layers = check_sandbox(config.sandbox, is_needed=runs_programs(config, config.tasks))
     except SandboxError as error:
         remedy = "see docs/rewards.md; nodes of reward services may differ from this one"
         yield Finding(key, required, "warn", str(error), remedy)

@@ -14,7 +14,9 @@ from launch.commands.evaluate.settings import UNUSED
 from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
 from rlhpc.config_file import load_config, settled
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompt_form import PromptForm
+from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.reasoning_gym_source import PREFIX
 from rlhpc.data.record_source import records_of
 from rlhpc.data.records import Record
@@ -34,12 +36,13 @@ class Source:
     records: Sequence[Record]
     tokenizer: PromptTokenizer | None
     max_prompt_tokens: int  # ANY_LENGTH: nobody said
+    dialogue: DialogueTemplate | None = None  # where an environment goes on from the prompts
     form: PromptForm | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:
             limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": ANY_LENGTH}
-            object.__setattr__(self, "form", PromptForm(self.data, self.tokenizer, **limits))
+            object.__setattr__(self, "form", PromptForm(self.data, self.tokenizer, **limits, dialogue=self.dialogue))
 
     def prompts(self) -> tuple[list[tuple[str, bool] | None], list[str]]:
         """The text of every prompt, None for a record that makes none, and why; needs a model."""
@@ -75,7 +78,18 @@ def sources_of(data: Path, model: Path | None, words: Sequence[str]) -> list[Sou
             raise ConfigError(f"{words[0]!r} says how prompts are made; --model DIR is needed to show them")
         tokenizer = PromptTokenizer(model.absolute()) if model is not None else None
     limit = config.generation.max_prompt_tokens
-    return [Source(each, records_of(each), tokenizer, each.max_prompt_tokens or limit) for each in config.data]
+    has_dialogues = any(each.environment for each in config.data)
+    dialogue = dialogue_template(config, tokenizer) if tokenizer is not None and has_dialogues else None
+    return [
+        Source(
+            each,
+            records_of(each),
+            tokenizer,
+            each.max_prompt_tokens or limit,
+            dialogue if each.environment else None,
+        )
+        for each in config.data
+    ]
 
 
 def _settings(data: Path, words: Sequence[str]) -> Config:

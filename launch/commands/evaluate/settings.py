@@ -65,7 +65,13 @@ def evaluation_config(target: Target, data: Path, words: Sequence[str]) -> Confi
         document["rewards"] = _limits_of_task(run.rewards.model_dump(mode="json"), _task(like, words))
         document["sandbox"] = run.sandbox.model_dump(mode="json")
         document |= _settings_of_task(run, _task(like, words))
-    return settled(document, words, "evaluation")
+    config = settled(document, words, "evaluation")
+    if config.data[0].environment:
+        raise ConfigError(
+            f"data.environment={config.data[0].environment!r}: evaluations have one turn only; legal: "
+            "data.environment='' with a data.task that judges it"
+        )
+    return config
 
 
 def _task(like: DataConfig, words: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from rlhpc.buffer.partial_intake import PartialIntake
 from rlhpc.buffer.rollout_buffer import RolloutBuffer
 from rlhpc.buffer.rollout_journal import RolloutJournal, open_journal
 from rlhpc.buffer.segments import SegmentWriter
-from rlhpc.config_sections import GuardConfig
+from rlhpc.config_guard import GuardConfig
 from rlhpc.contracts import Clock, PromptSource
 from rlhpc.data.mixture import open_prompt_source
 from rlhpc.data.tokenizer import PromptTokenizer

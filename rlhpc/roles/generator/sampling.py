@@ -18,14 +18,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rlhpc.config import Config
 from rlhpc.contracts import ClientChannel, GenerationEngine
+from rlhpc.data.dialogue_template import DialogueTemplate
+from rlhpc.data.prompts import dialogue_template
+from rlhpc.data.records import reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ChannelError, ChannelTimeout
 from rlhpc.generation.finished_request import prefix_of, prefix_up_to
-from rlhpc.messages import LeaseProgress, LeaseReturn, RewardRequest
+from rlhpc.messages import LeaseProgress, LeaseReturn, RewardReply, RewardRequest, TurnReply, TurnRequest
 from rlhpc.metrics.meters import Rate
+from rlhpc.roles.common.dialogue import Dialogue, Taken
 from rlhpc.roles.generator.lease_progress import ProgressReporter
 from rlhpc.roles.generator.outbox import Outbox
 from rlhpc.transport.rpc import RpcClient
@@ -60,6 +65,8 @@ class Sampling:
         self._rate = Rate(10.0, self._now())
         self._is_leaving = False
         self.num_handed_back = 0  # members of leases
+        self._dialogues: dict[str, Dialogue] = {}  # by request id, of those that have several turns
+        self._template: DialogueTemplate | None = None
         self._recalled: dict[str, int] = {}  # request id → version up to which its tokens are kept
         self.outbox = Outbox()
         self.progress = ProgressReporter(engine, config.admission, config.buffer, self._now)
@@ -106,7 +113,7 @@ class Sampling:
         """Stop sampling; every unfinished rollout goes back to the controller as a prefix for another generator."""
         self._is_leaving = True
         for request_id in list(self._tasks):
-            await self._engine.abort(request_id)
+            await self._abort(request_id)
         await self.settle()
         await self.give_up()
 
@@ -119,7 +126,11 @@ class Sampling:
         """What is being sampled goes back to the controller without the tokens of versions later than `newest`."""
         for request_id in list(self._tasks):
             self._recalled[request_id] = newest
-            await self._engine.abort(request_id)
+            await self._abort(request_id)
+
+    async def _abort(self, request_id: str) -> None:
+        dialogue = self._dialogues.get(request_id)
+        await (dialogue.cut() if dialogue is not None else self._engine.abort(request_id))
 
     # -------------------------------------------------------------------------------------------------------- leases
 
@@ -141,7 +152,7 @@ class Sampling:
                 continue  # the lease had expired, or its controller was replaced
             if known is not None:  # a controller that lost the admission has numbered another prompt so
                 self._tasks[request.request_id].cancel()
-            task = self._group.create_task(self._sample(request))
+            task = self._group.create_task(self._sample(request, lease.admitted_version))
             self._tasks[request.request_id], self._requests[request.request_id] = task, request
             task.add_done_callback(partial(self._forget, request.request_id))
 
@@ -149,31 +160,82 @@ class Sampling:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id], self._requests[request_id]
             self._recalled.pop(request_id, None)
+            self._dialogues.pop(request_id, None)
 
     async def cancel(self, group_id: int) -> None:
         """Nobody wants this group any more."""
         for request_id in [request_id for request_id in self._tasks if request_id.startswith(f"{group_id}:")]:
-            await self._engine.abort(request_id)
+            await self._abort(request_id)
 
     def report(self) -> LeaseProgress | None:
         """What was sampled since the last report, if one is due."""
-        return self.progress.report(self._requests.values(), self.timeline)
+        requests = (self._as_it_is(request) for request in self._requests.values())
+        return self.progress.report(requests, self.timeline)
+
+    def _as_it_is(self, request: RolloutRequest) -> RolloutRequest:
+        dialogue = self._dialogues.get(request.request_id)
+        return request if dialogue is None else dialogue.request
 
     # ------------------------------------------------------------------------------------------------------ one rollout
 
-    async def _sample(self, request: RolloutRequest) -> None:
-        rollout = await self._engine.generate(request)
+    async def _sample(self, request: RolloutRequest, admitted_version: int) -> None:
+        scored: ScoredRollout | None
+        if self._config.dataset_of(request.prompt.prompt_id).environment:
+            rollout, scored = await self._converse(request, admitted_version)
+        else:
+            rollout, scored = await self._engine.generate(request), None
         self._rate.add(self._now(), len(rollout.token_ids))
         if rollout.finish_reason is FinishReason.ABORT:
             if self._is_leaving or request.request_id in self._recalled:
                 await self._return(request, rollout)
             return
-        scored = await self._judge(rollout)
+        if scored is None:
+            scored = await self._judge(rollout)
         link = await self._next_link()
         try:
             await self.outbox.deliver(link.leases, scored, self.timeline)
         except ChannelError as error:  # it is kept, and sent to the next controller
             self._complain(link, error)
+
+    async def _converse(self, request: RolloutRequest, admitted_version: int) -> tuple[Rollout, ScoredRollout | None]:
+        """A rollout of several turns, and its rewards; None where it was cut off."""
+        if self._template is None:
+            self._template = dialogue_template(self._config, self._tokenizer)
+        dialogue = self._dialogues[request.request_id] = Dialogue(
+            request,
+            self._engine,
+            partial(self._environment_says, request),
+            (self._tokenizer, self._template),
+            self._config.environment,
+            admitted_version=admitted_version,
+        )
+        finished = await dialogue.run()
+        reply, rollout = finished.reply, finished.rollout
+        if reply is None:
+            return rollout, None
+        verdict = Verdict(reply.verdict)
+        parts, token_rewards = reply.reward_parts, finished.token_rewards
+        return rollout, ScoredRollout(rollout, reply.reward, verdict, parts, reply.detail, token_rewards)
+
+    async def _environment_says(self, request: RolloutRequest, taken: Taken) -> TurnReply:
+        """What the environment answers to the turns so far; a failure is a verdict."""
+        prompt = request.prompt
+        dataset = self._config.dataset_of(prompt.prompt_id)
+        asked = TurnRequest(
+            request_id=0,
+            dialogue=f"{request.request_id}:{prompt.prompt_id}",
+            environment=dataset.environment,
+            record=prompt.reference,
+            turns=taken.turns,
+            task=prompt.task,
+            answer=taken.answer,
+            reference=reference_of(prompt.reference, dataset.reference_field),
+            is_last=taken.is_last,
+        )
+        reply: TurnReply | ChannelTimeout = await self._ask(asked)
+        if isinstance(reply, TurnReply):
+            return reply
+        return TurnReply(0, (), 0.0, Verdict.VERIFIER_ERROR.value, {}, str(reply), is_done=False, is_over=True)
 
     async def _return(self, request: RolloutRequest, rollout: Rollout) -> None:
         newest = self._recalled.get(request.request_id)
@@ -194,28 +256,34 @@ class Sampling:
             completion=self._tokenizer.decode_completion(rollout.token_ids, has_ended=has_ended),
             reference=rollout.prompt.reference,
         )
+        reply: RewardReply | ChannelTimeout = await self._ask(request)
+        if isinstance(reply, ChannelTimeout):
+            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(reply))
+        token_rewards = self._tokenizer.on_tokens(reply.rewards_at, rollout.token_ids)
+        verdict = Verdict(reply.verdict)
+        return ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail, token_rewards)
+
+    async def _ask(self, request: RewardRequest | TurnRequest) -> Any:
+        """The reply, of the next session where this one ends; or ChannelTimeout: every replica was asked."""
         link = await self._next_link()
         while True:
             try:
-                return await self._ask(link.judges, request, rollout)
+                return await self._attempts(link.judges, request)
+            except ChannelTimeout as error:
+                return error
             except ChannelError as error:
                 self._complain(link, error)
                 link = await self._next_link(link)
 
-    async def _ask(self, judges: RpcClient, request: RewardRequest, rollout: Rollout) -> ScoredRollout:
+    async def _attempts(self, judges: RpcClient, request: RewardRequest | TurnRequest) -> Any:
         rewards = self._config.rewards
         timeout_s = max(JUDGE_TIMEOUT_S, 10 * rewards.longest_timeout_s)
-        try:
+        reply = await judges.call(request, timeout_s)
+        for _ in range(1, rewards.max_attempts):
+            if reply.verdict != Verdict.VERIFIER_ERROR.value:
+                break
             reply = await judges.call(request, timeout_s)
-            for _ in range(1, rewards.max_attempts):
-                if reply.verdict != Verdict.VERIFIER_ERROR.value:
-                    break
-                reply = await judges.call(request, timeout_s)
-        except ChannelTimeout as error:  # every replica was asked
-            return ScoredRollout(rollout, 0.0, Verdict.VERIFIER_ERROR, detail=str(error))
-        token_rewards = self._tokenizer.on_tokens(reply.rewards_at, rollout.token_ids)
-        verdict = Verdict(reply.verdict)
-        return ScoredRollout(rollout, reply.reward, verdict, reply.reward_parts, reply.detail, token_rewards)
+        return reply
 
     async def _next_link(self, other_than: Link | None = None) -> Link:
         """Wait for a session, where there is none."""

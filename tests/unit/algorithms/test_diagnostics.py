@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from group_builder import group, rollout, scored
@@ -38,6 +40,17 @@ def test_length_figures_tell_truncation() -> None:
     assert figures["length/completion_max"] == 6
     assert figures["length/truncated_share"] == 0.25
     assert figures["length/prompt_mean"] == 2
+    assert (figures["length/turns_mean"], figures["length/read_share"]) == (1, 0)
+
+
+def test_turns_are_stretches_of_what_the_policy_said() -> None:
+    talk = (
+        replace(rollout(0, length=3), loss_mask=np.array([0, 1, 0], np.bool_)),
+        replace(rollout(1, length=3), loss_mask=np.array([1, 0, 1], np.bool_)),
+    )
+    figures = diagnostics.length_figures([group(*(scored(each, 1.0) for each in talk))])
+    assert figures["length/turns_mean"] == 1.5
+    assert figures["length/read_share"] == 0.5
 
 
 def test_staleness_counts_from_admission_and_per_token_from_sampling() -> None:

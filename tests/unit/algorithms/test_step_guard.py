@@ -20,7 +20,7 @@ from rlhpc.algorithms.step_guard import (
     all_groups,
 )
 from rlhpc.algorithms.step_limits import AS_BEFORE, broken, guarded_figures, refusal
-from rlhpc.config_sections import GuardConfig
+from rlhpc.config_guard import GuardConfig
 from rlhpc.types import StepLimits
 
 FINE = {"mismatch_kl": 1e-4, "ess": 0.99, "entropy": 0.5, "grad_norm": 1.0}

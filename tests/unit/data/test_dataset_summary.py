@@ -65,9 +65,9 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looks: list[int] = []
     summarise = dataset_summary.summarise
 
-    def counted(records: Any, form: Any) -> Any:
+    def counted(records: Any, form: Any, check_of: Any) -> Any:
         looks.append(len(records))
-        return summarise(records, form)
+        return summarise(records, form, check_of)
 
     monkeypatch.setattr("rlhpc.data.prompts.summarise", counted)
     return looks

@@ -9,10 +9,11 @@ from checkpoints import CHATML, make_tokenizer_files, sums, write_jsonl
 
 from rlhpc.config import Config
 from rlhpc.config_data import DataConfig
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.mixture import validate_datasets
 from rlhpc.data.prompt_form import PromptForm
 from rlhpc.data.prompts import SeededPrompts, open_prompts
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.records import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import CheckpointError, ConfigError, DataError
 
@@ -26,9 +27,10 @@ def make_prompts(tokenizer: PromptTokenizer, num_records: int = 10, **changes: A
     records = changes.pop(
         "records", [Record(fields, f"train.jsonl:{i}") for i, fields in enumerate(sums(num_records), 1)]
     )
-    seed, shuffle = changes.pop("seed", 0), changes.pop("shuffle", True)
+    seed, shuffle, dialogue = changes.pop("seed", 0), changes.pop("shuffle", True), changes.pop("dialogue", None)
     settings = {"path": "train.jsonl", "task": "integer", "prompt_template": "{question}"} | changes
-    form = PromptForm(DataConfig.model_validate(settings), tokenizer, max_prompt_tokens=64, max_completion_tokens=8)
+    limits = {"max_prompt_tokens": 64, "max_completion_tokens": 8}
+    form = PromptForm(DataConfig.model_validate(settings), tokenizer, **limits, dialogue=dialogue)
     return SeededPrompts(records, form, seed=seed, shuffle=shuffle)
 
 
@@ -188,3 +190,21 @@ def test_stages_without_difficulties_are_found_before_anything_is_started(tmp_pa
     curriculum = config.curriculum.model_copy(update={"stages": (1.0,)})
     with pytest.raises(DataError, match=r"no field 'difficulty', which curriculum\.difficulty_field names"):
         validate_datasets(config.model_copy(update={"curriculum": curriculum}))
+
+
+def test_an_environment_is_given_the_whole_record_and_its_task_a_reference(tokenizer):
+    dialogue = DialogueTemplate(tokenizer)
+    records = [Record({"question": "1+1", "answer": 2, "level": [3]}, "train.jsonl:1")]
+    prompts = make_prompts(tokenizer, records=records, use_chat_template=True, dialogue=dialogue)
+    prompt = prompts.draw()
+    assert json.loads(prompt.reference) == records[0].fields
+    assert reference_of(prompt.reference, "answer") == "2"
+    assert tokenizer.decode(prompt.token_ids, keep_special_tokens=True) == "<bos><turn>user: 1+1</turn>\n"
+    bare = [Record({"question": "1+1"}, "train.jsonl:7")]
+    with pytest.raises(DataError, match=r"train.jsonl:7: no field 'answer', which data.reference_field names"):
+        make_prompts(tokenizer, records=bare, use_chat_template=True, dialogue=dialogue).validate()
+    judged_by_itself = make_prompts(
+        tokenizer, records=bare, use_chat_template=True, dialogue=dialogue, task="environment"
+    )
+    assert judged_by_itself.validate(lambda task: None).num_references_counted == 0
+    assert reference_of(judged_by_itself.draw().reference, "answer") == ""

@@ -166,6 +166,10 @@ def test_a_changed_model_has_another_digest(model: Path) -> None:
         (["model", "test.jsonl", *NEEDED, "generation.max_completion=3"], "did you mean"),
         (["model", "test.jsonl", *NEEDED, "data.task=sums"], "data.task='sums' is not a task"),
         (["model", "test.jsonl", *NEEDED, "data.prompt_template={q}"], "no field 'q'"),
+        (
+            ["model", "test.jsonl", *NEEDED, "data.environment=x:Y", "data.use_chat_template=true"],
+            "data.environment='x:Y': evaluations have one turn only",
+        ),
         (["model", "test.jsonl", *NEEDED, "--samples", "0"], "--samples 0; legal: 1 or more"),
         (["model", "test.jsonl", *NEEDED, "--prompts", "0"], "--prompts 0; legal: 1 or more"),
         (["model", "test.jsonl", *NEEDED, "--temperature", "-1"], "--temperature -1; legal: 0"),

@@ -16,7 +16,7 @@ from rlhpc.buffer.history import RecordedStep, Replay, rollback_due
 from rlhpc.buffer.rollout_journal import open_journal
 from rlhpc.config import Config
 from rlhpc.config_algorithm import AlgorithmConfig
-from rlhpc.config_sections import GuardConfig
+from rlhpc.config_guard import GuardConfig
 from rlhpc.errors import GuardRollback, GuardStop, TrainingError
 from rlhpc.roles.controller.guard_file import GuardEntry, GuardFile, read_guard_file
 from rlhpc.roles.controller.guarding import MAX_REFUSED_STEPS

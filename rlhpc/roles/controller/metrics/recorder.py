@@ -31,7 +31,7 @@ from rlhpc.roles.controller.rollout_sink import IntakeStats, RolloutSink
 from rlhpc.roles.controller.state import ControllerState
 from rlhpc.roles.controller.step_record import StepRecord
 from rlhpc.roles.controller.weight_sync import WeightSync
-from rlhpc.types import RolloutGroup
+from rlhpc.types import Rollout, RolloutGroup
 
 RATE_WINDOW_S = 20.0
 DETAILS_EVERY_STEPS = 10  # histograms and completions: large beside the numbers, and segments hold everything
@@ -203,12 +203,16 @@ class RunRecorder:
         return [
             Sample(
                 prompt=self._tokenizer.decode(group.prompt.token_ids),
-                completion=self._tokenizer.decode(group.members[0].rollout.token_ids),
+                completion=self._completion(group.members[0].rollout),
                 reward=group.members[0].reward,
                 reference=group.prompt.reference,
             )
             for group in chosen
         ]
+
+    def _completion(self, rollout: Rollout) -> str:
+        """Of several turns with the special tokens that tell them apart."""
+        return self._tokenizer.decode(rollout.token_ids, keep_special_tokens=not rollout.loss_mask.all())
 
     def _show(self, record: StepRecord, figures: dict[str, float], now: float) -> None:
         live = self._live

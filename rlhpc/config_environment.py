@@ -1,0 +1,67 @@
+"""[environment]: dialogues of several turns (docs/environments.md), and their rules.  Loads without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rlhpc.config_data import OWN_REWARD
+from rlhpc.config_sections import LoosePath, Positive, Section
+
+if TYPE_CHECKING:
+    from rlhpc.config import Config
+
+ToolName = Literal["calculator", "python", "search"]
+
+
+class EnvironmentConfig(Section):
+    """[environment]: dialogues of several turns, for datasets that have data.environment."""
+
+    max_turns: Positive = 8
+    """Turns of the policy; the last one ends the dialogue."""
+    max_turn_tokens: Positive | None = None
+    """Tokens of one turn; none: what is left of max_completion_tokens, which what the environment says counts in."""
+    tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ()
+    """Tools of the environment "tools", described to the model by its chat template."""
+    call_form: Literal["hermes", "llama3"] = "hermes"
+    """How the model writes a call: "hermes", as Qwen: <tool_call>{json}</tool_call>; "llama3": the turn is the call."""
+    max_result_characters: Positive = 2000
+    """A longer result of a tool is cut."""
+    corpus: LoosePath | None = None
+    """Documents of "search": a .jsonl file of {"text": …}, or of {"title": …, "text": …}."""
+    num_documents: Positive = 3
+    """Found by one search."""
+
+
+def environment_has_its_keys(config: Config) -> None:
+    """Turns are told apart by a chat template; tools, and what they need, go together."""
+    table = config.environment
+    names = {dataset.environment for dataset in config.data}
+    for place, dataset in enumerate(config.data):
+        where = f"data.{place}." if len(config.data) > 1 else "data."
+        if dataset.environment and not dataset.use_chat_template:
+            raise ValueError(
+                f"{where}environment={dataset.environment!r} with use_chat_template=false: turns are told apart by the "
+                "model's chat template; legal: use_chat_template=true"
+            )
+        if OWN_REWARD in dataset.all_tasks and not dataset.environment:
+            raise ValueError(f"{where}task={OWN_REWARD!r} needs {where}environment, whose rewards these are")
+    if "tools" in names and not table.tools:
+        raise ValueError('data.environment="tools" needs environment.tools, such as ["calculator"]')
+    if ("search" in table.tools) != (table.corpus is not None):
+        raise ValueError(
+            f"environment.corpus={str(table.corpus) if table.corpus else None!r} with environment.tools="
+            f'{list(table.tools)}: the tool "search" and the documents that it searches go together'
+        )
+    if table.max_turn_tokens and table.max_turn_tokens > config.generation.max_completion_tokens:
+        raise ValueError(
+            f"environment.max_turn_tokens={table.max_turn_tokens} is above generation.max_completion_tokens="
+            f"{config.generation.max_completion_tokens}, which holds the whole dialogue"
+        )
+
+
+def dialogues_are_not_evaluated(config: Config) -> None:
+    """An evaluation samples one completion of a prompt."""
+    if config.evaluation and any(dataset.environment for dataset in config.data):
+        raise ValueError("[[evaluation]] with data.environment: evaluations have one turn only; legal: one of the two")

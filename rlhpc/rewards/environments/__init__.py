@@ -1,0 +1,1 @@
+"""Environments of several turns, and the tools of the one that comes with rlhpc."""

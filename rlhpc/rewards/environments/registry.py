@@ -1,0 +1,42 @@
+"""Find an environment by its name: one of the table below, or "package.module:Class" of the user's own.
+
+Input: a name.  Output: a class with the methods of Environment.  As rewards/registry.py, by text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rlhpc.environment import Environment
+from rlhpc.errors import ConfigError
+from rlhpc.user_code import is_import_path, load, look_up
+
+KEY = "data.environment"
+VARIABLE = "RLHPC_ENVIRONMENTS"  # of a reward worker: those of its run (settings.py)
+
+BUILT_IN: Mapping[str, str] = MappingProxyType({"tools": "rlhpc.rewards.environments.tools:ToolEnvironment"})
+
+
+def validate_environment(name: str) -> None:
+    """Check a name without importing anything of the user's.  Raises ConfigError."""
+    look_up(KEY, _import_path(name), repr(name))
+
+
+def resolve_environment(name: str) -> type[Environment]:
+    """Import it.  Raises ConfigError, also if it is not a subclass of Environment that can be made."""
+    found: object = load(KEY, _import_path(name), repr(name))
+    if not isinstance(found, type) or not issubclass(found, Environment):
+        raise ConfigError(f"{KEY}={name!r} is no subclass of rlhpc.environment.Environment")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"{KEY}={name!r} lacks {', '.join(missing)}")
+    return found
+
+
+def _import_path(name: str) -> str:
+    path = BUILT_IN.get(name, name)
+    if not is_import_path(path):
+        raise ConfigError(
+            f"{KEY}={name!r} is not an environment; legal: {', '.join(sorted(BUILT_IN))}, or package.module:Class"
+        )
+    return path

@@ -1,0 +1,64 @@
+"""The demo of tools in short: a model that mostly guesses learns to search, through real processes."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.demo.lookup import CALL, make_lookup_model, write_dataset
+from rlhpc.buffer.segment_reader import read_rollouts_directory
+from rlhpc.data.tokenizer import PromptTokenizer
+from rlhpc.run_layout import RunLayout
+from tests.ring.rollouts_on_disk import assert_the_audit_is_clean
+from tests.ring.run_kit import ROOT, Run
+
+pytestmark = [pytest.mark.ring, pytest.mark.vllm, pytest.mark.long]
+NUM_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, Path]:
+    root = tmp_path_factory.mktemp("tools")
+    make_lookup_model(root / "model")
+    write_dataset(root / "model", 2000, seed=0)
+    layout = RunLayout(root / "run")
+    words = {
+        "run.directory": layout.root,
+        "run.num_steps": NUM_STEPS,
+        "model.path": root / "model",
+        "data.path": root / "model" / "train.jsonl",
+        "environment.corpus": root / "model" / "documents.jsonl",
+    }
+    copy = Path(shutil.copy(ROOT / "configs" / "demo_tool.toml", root))
+    with Run(copy, layout, *(f"{key}={value}" for key, value in words.items())) as run:
+        assert run.finish() == 0, run.story()
+        run.assert_nothing_is_left()
+    return layout, root / "model"
+
+
+def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
+    layout, model = demo
+    tokenizer = PromptTokenizer(model)
+    call = int(tokenizer.encode_rendered(CALL)[0])
+    rewards, searches = defaultdict[int, list[float]](list), defaultdict[int, list[bool]](list)
+    for resolved in read_rollouts_directory(layout.rollouts):
+        for member in resolved.group.members:
+            rollout = member.rollout
+            rewards[resolved.group.admitted_version].append(member.reward)
+            own = rollout.token_ids[rollout.loss_mask]
+            searches[resolved.group.admitted_version].append(bool((own == call).any()))
+            assert rollout.loss_mask[-1]
+            assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
+    versions = sorted(rewards)
+    first, last = rewards[versions[0]], np.concatenate([rewards[version] for version in versions[-4:]])
+    assert np.mean(first) <= 0.3
+    assert np.mean(last) >= 0.8
+    assert np.mean(searches[versions[0]]) < np.mean(searches[versions[-1]])
+
+
+def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path]) -> None:
+    assert_the_audit_is_clean(demo[0])

@@ -1,0 +1,64 @@
+"""Environments, also such that misbehave; named by tests as "sample_environments:Counting" and so on."""
+
+import asyncio
+import os
+import signal
+import time
+
+from rlhpc.environment import Environment, Step
+
+
+class Counting(Environment):
+    """Says how many turns it has seen, and which process it is in; ends at "stop"."""
+
+    async def reset(self, record):
+        self.turns = 0
+        return [{"role": "user", "content": f"go, {record.get('name')}"}]
+
+    async def step(self, completion):
+        await asyncio.sleep(0)
+        self.turns += 1
+        text = f"{self.turns} {os.getpid()}"
+        return Step([{"role": "user", "content": text}], reward=0.5, is_done=completion == "stop", parts={"n": 1.0})
+
+
+class Failing(Counting):
+    """Does what its turn says."""
+
+    async def step(self, completion):
+        if completion == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "hang":
+            time.sleep(600)  # noqa: ASYNC251 - that is what is wrong with it  # noqa: ASYNC251 - that is what is wrong with it
+        if completion == "raise":
+            raise RuntimeError("the board fell off the table")
+        if completion == "nan":
+            return Step([], reward=float("nan"))
+        if completion == "odd":
+            return Step(["no message"])
+        return await super().step(completion)
+
+
+class Talking(Counting):
+    """Says the same in every process."""
+
+    async def step(self, completion):
+        step = await super().step(completion)
+        self.heard = [*getattr(self, "heard", []), completion]
+        text = f"{self.turns}: {', '.join(self.heard)}"
+        return Step([{"role": "tool", "content": text}, {"role": "user", "content": "and?"}], 0.5, parts=step.parts)
+
+
+class Bare(Environment):
+    """Lacks a step."""
+
+    async def reset(self, record):
+        return []
+
+
+class Half(Talking):
+    """Pays for turns of even length."""
+
+    async def step(self, completion):
+        step = await super().step(completion)
+        return Step(step.messages, 1.0 * (len(completion) % 2 == 0), parts=step.parts)

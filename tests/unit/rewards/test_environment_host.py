@@ -1,0 +1,155 @@
+"""Environments in worker processes: state is kept between turns, made again where it is not, and failures are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlhpc.config_environment import EnvironmentConfig
+from rlhpc.contracts import RewardOutcome
+from rlhpc.errors import ConfigError
+from rlhpc.rewards.environments import host as host_module
+from rlhpc.rewards.environments.host import EnvironmentHost
+from rlhpc.rewards.environments.registry import resolve_environment, validate_environment
+from rlhpc.rewards.frames import Dialogue
+from rlhpc.rewards.pool import RewardPool
+from tests.unit.rewards.test_reward_pool import wait_until_gone
+
+
+def dialogue(*turns: str, key: str = "a", environment: str = "Counting", **changes: Any) -> Dialogue:
+    settled: dict[str, Any] = {"task": "environment", "answer": turns[-1] if turns else "", "reference": ""}
+    record = json.dumps({"name": "you"})
+    settled |= {"is_last": False} | changes
+    return Dialogue(key, f"sample_environments:{environment}", record, list(turns), **settled)
+
+
+@pytest.fixture
+def host() -> Iterator[EnvironmentHost]:
+    made = EnvironmentHost(
+        EnvironmentConfig(), lambda task, *asked: RewardOutcome(2.0, is_correct=True, detail=f"{task} {asked}")
+    )
+    yield made
+    made.close()
+
+
+def said(turn: Any) -> str:
+    (message,) = turn.messages
+    return message["content"]
+
+
+def test_a_dialogue_takes_one_step_a_turn(host):
+    assert said(host.answer(dialogue())) == "go, you"
+    assert said(host.answer(dialogue("a"))).startswith("1 ")
+    second = host.answer(dialogue("a", "b"))
+    assert said(second).startswith("2 ")
+    assert (second.reward, second.parts, second.is_over) == (1.0, {"n": 2.0}, False)
+
+
+def test_the_same_request_again_gets_the_same_answer_without_a_step(host):
+    host.answer(dialogue())
+    assert host.answer(dialogue("a")) == host.answer(dialogue("a"))
+    assert said(host.answer(dialogue("a", "b"))).startswith("2 ")
+
+
+def test_members_of_a_group_that_say_the_same_have_an_environment_each(host):
+    for key in ("a", "b"):
+        host.answer(dialogue(key=key))
+    assert said(host.answer(dialogue("x", key="a"))).startswith("1 ")
+    assert said(host.answer(dialogue("x", key="b"))).startswith("1 ")
+
+
+@pytest.mark.parametrize("turns", [("a", "b"), ("c",), ("c", "d", "e")])
+def test_what_does_not_continue_the_dialogue_that_is_here_is_begun_again(host, turns):
+    host.answer(dialogue("a", environment="Talking"))
+    heard = host.answer(dialogue(*turns, environment="Talking"))
+    assert heard.messages[0]["content"] == f"{len(turns)}: {', '.join(turns)}"
+
+
+def test_a_dialogue_that_was_forgotten_is_played_again(host, monkeypatch):
+    monkeypatch.setattr(host_module, "MOST_KEPT", 2)
+    for key in "abc":
+        host.answer(dialogue("x", key=key))
+    assert said(host.answer(dialogue("x", "y", key="a"))).startswith("2 ")
+
+
+def test_at_its_end_the_task_judges_the_last_turn_and_its_reward_is_added(host):
+    over = host.answer(dialogue("a", "stop", task="exact_match", answer="stop", reference="42"))
+    assert (over.reward, over.is_correct, over.is_done, over.is_over) == (3.0, True, True, True)
+    assert over.detail == "exact_match ('stop', '42')"
+    assert over.messages == ()
+
+
+def test_a_limit_ends_a_dialogue_that_its_environment_would_go_on_with(host):
+    host.answer(dialogue("a"))
+    over = host.answer(dialogue("a", is_last=True))
+    assert (over.reward, over.is_correct, over.is_done, over.is_over) == (0.5, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "is not an environment; legal: tools, or package.module:Class"),
+        ("sample_environments:Missing", "has no 'Missing'|has no function 'Missing'"),
+        ("sample_environments:os", "no subclass|cannot|no function"),
+        ("sample_environments:Bare", "lacks step"),
+        ("json:loads", "no subclass"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_the_reason(name, why):
+    with pytest.raises(ConfigError, match=rf"data\.environment=.*({why})"):
+        resolve_environment(name)
+
+
+def test_an_environment_is_looked_up_without_being_imported():
+    validate_environment("sample_environments:Counting")
+    with pytest.raises(ConfigError, match="has no 'Missing'"):
+        validate_environment("sample_environments:Missing")
+
+
+# ------------------------------------------------------------------------------------------------------ in real workers
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(
+    ("turn", "why"),
+    [
+        ("die", "worker died: signal SIGKILL"),
+        ("hang", "no answer within"),
+        ("raise", "RuntimeError: the board fell off the table"),
+        ("nan", "reward must be a finite number"),
+        ("odd", "a message is"),
+    ],
+)
+async def test_an_environment_that_fails_is_an_error_with_its_reason_and_the_next_dialogue_is_served(turn, why):
+    async with RewardPool(1, 1.0 if turn == "hang" else 30.0) as pool:
+        assert said(await pool.answer(dialogue(environment="Failing"))) == "go, you"
+        failed = await pool.answer(dialogue(turn, environment="Failing"))
+        assert why in failed.error
+        other = await pool.answer(dialogue("x", environment="Failing", key="b"))
+        assert said(other).startswith("1 ")
+        assert not other.error
+
+
+@pytest.mark.starts
+async def test_a_dialogue_stays_with_its_worker_and_survives_it():
+    async with RewardPool(3, 60.0) as pool:
+        for key in "abcd":
+            await pool.answer(dialogue(key=key))
+        pids = dict[str, set[str]]()
+        for turns in (("x",), ("x", "y"), ("x", "y", "z")):
+            for key in "abcd":
+                pids.setdefault(key, set()).add(said(await pool.answer(dialogue(*turns, key=key))).split()[1])
+        assert {len(each) for each in pids.values()} == {1}
+        (pid,) = pids["a"]
+        os.kill(int(pid), signal.SIGKILL)
+        await wait_until_gone(int(pid))
+        lost = await pool.answer(dialogue("x", "y", "z", "w"))
+        again = await pool.answer(dialogue("x", "y", "z", "w")) if lost.error else lost
+        number, other = said(again).split()
+        assert number == "4"
+        assert other != pid

@@ -1,0 +1,70 @@
+"""[environment] and data.environment: what goes together, and what is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config import Config
+from rlhpc.config_file import load_config
+from rlhpc.config_sandbox import runs_programs
+from tests.unit.roles.small_ring import small_config
+
+TOOLS = {"environment": "tools", "use_chat_template": True, "task": "exact_match"}
+OWN = {"environment": "my_environments:Game", "use_chat_template": True, "task": "environment"}
+
+
+def config_with(data: dict[str, Any], environment: dict[str, Any], **sections: Any) -> Config:
+    settings = small_config().model_dump(mode="json")
+    settings["data"] = {"path": "none.jsonl", "task": "exact_match"} | data
+    return Config.model_validate(settings | {"environment": environment} | sections)
+
+
+def test_tools_and_own_environments_are_accepted() -> None:
+    assert config_with(TOOLS, {"tools": ["calculator"]}).data[0].environment == "tools"
+    assert config_with(OWN, {"max_turns": 3}).environment.max_turns == 3
+    assert config_with({}, {}).data[0].environment == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "environment", "why"),
+    [
+        (TOOLS | {"use_chat_template": False}, {"tools": ["calculator"]}, "use_chat_template=false.*legal: use_chat"),
+        (TOOLS, {}, "needs environment.tools"),
+        (TOOLS, {"tools": ["browser"]}, "'calculator', 'python' or 'search'"),
+        (TOOLS, {"tools": ["search"]}, "environment.corpus=None .*go together"),
+        (TOOLS, {"tools": ["calculator"], "corpus": "x.jsonl"}, "environment.corpus='x.jsonl' .*go together"),
+        (
+            TOOLS,
+            {"tools": ["calculator"], "max_turn_tokens": 9},
+            "max_turn_tokens=9 is above .*tokens=8",
+        ),
+        ({"task": "environment"}, {}, "data.task='environment' needs data.environment"),
+        ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect with no data.environment"),
+        ({}, {"corpus": "x.jsonl"}, "environment.corpus"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(data: dict[str, Any], environment: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config_with(data, environment)
+
+
+def test_an_evaluation_of_dialogues_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[\[evaluation\]\] with data.environment"):
+        config_with(OWN, {}, evaluation=[{"path": "none.jsonl"}], checkpoint={"every_steps": 2})
+
+
+def test_the_python_tool_needs_a_sandbox_as_tasks_with_code_do() -> None:
+    assert runs_programs(config_with(TOOLS, {"tools": ["python"]}))
+    assert not runs_programs(config_with(TOOLS, {"tools": ["calculator"]}))
+    with pytest.raises(ValueError, match=r"sandbox\.wall_s"):
+        config_with(TOOLS, {"tools": ["python"]}, rewards={"timeout_s": 5.0})
+
+
+def test_the_corpus_is_found_from_any_directory() -> None:
+    """Roles run elsewhere than the command."""
+    config = load_config(Path(__file__).parents[2] / "configs" / "demo_tool.toml")
+    assert config.environment.corpus is not None
+    assert config.environment.corpus.is_absolute()
