@@ -22,6 +22,7 @@ from rlhpc.contracts import PromptSource
 from rlhpc.data.dataset_summary import DatasetSummary
 from rlhpc.data.prompt_memory import NEVER, Outcome, PromptMemory
 from rlhpc.data.prompts import SeededPrompts, open_prompts, raw_draws, seed_of_dataset
+from rlhpc.data.references import CheckOf
 from rlhpc.errors import CheckpointError, DataError
 from rlhpc.types import Prompt
 
