@@ -44,7 +44,7 @@ def judge_records(options: argparse.Namespace) -> int:
     files = [word for word in options.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: legal: at most one file, and settings (key=value)")
-    config = _settings(options.task, options.run, overrides)
+    config = _settings(options, overrides)
     for part in config.parts_of(options.task):
         validate_task(part)
     check_sandbox(config.sandbox, is_needed=is_code(config, options.task))
@@ -61,19 +61,19 @@ def judge_records(options: argparse.Namespace) -> int:
     return EXIT_NOT_JUDGED if any(each.verdict is Verdict.VERIFIER_ERROR for each in found) else 0
 
 
-def _settings(task: str, run_file: Path | None, words: Sequence[str]) -> Config:
+def _settings(options: argparse.Namespace, words: Sequence[str]) -> Config:
     for word in words:
         if word.partition(".")[0].strip() not in OPEN:
             legal = ", ".join(f"{section}.…" for section in OPEN)
             raise ConfigError(
                 f"{word!r}: not a setting of `rlhpc reward`; legal: {legal}, the others in --run RUN.toml"
             )
-    if run_file is not None:
-        return load_config(run_file, words)
+    if options.run is not None:
+        return load_config(options.run, words)
     document: dict[str, Any] = {
         "run": {"name": "reward", "num_steps": 1},
         "model": {"path": "."},
-        "data": {"path": ".", "task": task},
+        "data": {"path": ".", "task": options.task, "reference_field": options.reference},
         "generation": {"max_prompt_tokens": 1, "max_completion_tokens": 1},
         **UNUSED,
     }

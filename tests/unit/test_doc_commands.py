@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import _parser
+from launch.commands.parser import command_parser
 from rlhpc.config_file import sections
 from tests.unit.doc_pages import NAMES_OF_PAGES, PAGES, ROOT, blocks_in, commands_of_block, prose
 
@@ -63,7 +63,7 @@ def fault_of(command: str) -> str | None:
 def fault_of_arguments(arguments: list[str]) -> str | None:
     """Of rlhpc's, read by the very parser of the command line; nothing is executed."""
     try:
-        _, rest = _parser().parse_known_args(arguments)
+        _, rest = command_parser().parse_known_args(arguments)
     except SystemExit as end:  # argparse: --help, or a fault that it has printed
         return None if end.code == 0 else "the parser of rlhpc refuses it"
     if strange := [word for word in rest if word.startswith("-")]:
@@ -159,7 +159,7 @@ def test_options_of_commands_in_prose_and_tables_exist(page: Path) -> None:
 
 
 def subparsers() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (action,) = (action for action in command_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
 
 

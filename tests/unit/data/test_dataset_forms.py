@@ -107,11 +107,11 @@ def test_arrow_in_the_form_of_files_is_read_too(tmp_path: Path) -> None:
         ("a.csv", b"question,question\n1,2\n", r"a\.csv:1: column 2 is called 'question'"),
         ("a.csv", b"question,answer\n1,2\n3,\xff\n", r"a\.csv: not UTF-8 after line"),
         ("a.csv", b'question,answer\n1,"2\n', r"a\.csv:2: malformed"),
-        ("a.jsonl.gz", gzip.compress(as_lines(ROWS))[:-12], r"a\.jsonl\.gz is damaged"),
+        ("a.jsonl.gz", gzip.compress(as_lines(ROWS), mtime=0)[:-12], r"a\.jsonl\.gz is damaged"),
         ("a.jsonl.gz", as_lines(ROWS), r"a\.jsonl\.gz is damaged: Not a gzipped file"),
         ("a.jsonl.zst", as_lines(ROWS), r"a\.jsonl\.zst cannot be read"),
         ("a.arrow", b"ARROW not really", r"a\.arrow is not a readable Arrow file"),
-        ("a.parquet.gz", gzip.compress(b"PAR1"), r"a\.parquet\.gz is not a readable Parquet file"),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"a\.parquet\.gz is not a readable Parquet file"),
         ("a.xlsx", b"", r"legal are a file of \.jsonl, .* or \.arrow \(plain, \.gz or \.zst\), or a directory"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launch.demo.report import draw_learning_curve, render_table, running_mean
+from launch.commands.last_words import figures_table
+from launch.demo.learning_curve import draw_learning_curve, running_mean
 
 SUMMARY = {
     "steps": 160,
@@ -25,7 +26,7 @@ SUMMARY = {
 
 
 def test_the_table_is_aligned_and_says_every_figure():
-    lines = render_table(SUMMARY).splitlines()
+    lines = figures_table(SUMMARY).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert len(lines) == len(SUMMARY) + 2
     text = "\n".join(lines)
@@ -35,7 +36,7 @@ def test_the_table_is_aligned_and_says_every_figure():
 
 @pytest.mark.parametrize("value", [None, float("nan"), "?"])
 def test_a_figure_that_is_unknown_is_left_out(value):
-    text = render_table({**SUMMARY, "reward_last_tenth": value})
+    text = figures_table({**SUMMARY, "reward_last_tenth": value})
     assert "last tenth" not in text
     assert "first tenth" in text
 

@@ -75,6 +75,19 @@ def test_an_own_function_judges_whole_records_from_standard_input(tmp_path, monk
     assert (last["line"], last["parts"]["wanted"]) == (3, 2.0)
 
 
+def test_a_composite_is_judged_whose_parts_are_given_on_the_command_line(tmp_path, capsys):
+    records = write(tmp_path / "both.jsonl", [{"completion": "#### 7", "solution": "7", "pattern": "[0-9]+"}])
+    words = [
+        'composite.both.tasks={answer = "math_answer", form = "regex"}',
+        "composite.both.weights.form=0.5",
+        "composite.both.correct=answer",
+        'composite.both.fields={answer = "solution", form = "pattern"}',
+    ]
+    assert main(["reward", "both", str(records), "--reference", "*", "--json", *words]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["reward"], found["verdict"], found["parts"]) == (1.5, "correct", {"answer": 1.0, "form": 1.0})
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -78,6 +78,14 @@ def test_nor_where_namespaces_are_forbidden_and_basic_is_enough(name: str) -> No
     assert _basic()[name] == ""
 
 
+def test_where_namespaces_are_forbidden_landlock_keeps_from_files_and_from_others() -> None:
+    if not kernel.landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    found = _run(["basic", *SEEN_WITHOUT])
+    assert found.pop("strength") == "basic"
+    assert {name: said for name, said in found.items() if said} == {}
+
+
 def test_a_node_without_namespaces_is_refused_with_the_remedy() -> None:
     found = _run(["refused"])
     assert found["strength"] == "refused"
