@@ -170,6 +170,7 @@ _PATTERNS = {
     r"^[A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
 }
 MOST_HINTS = 2
+_RARE = ("evaluation", "critic", "judge")  # tables that few mean, the rarest last
 
 
 def _legal(detail: ErrorDetails) -> str:
@@ -229,12 +230,13 @@ def _places_of(name: str) -> list[str]:
     keys = {f"{section}.{key}": key for section, model in _SECTIONS.items() for key in model.model_fields}
     similar = difflib.get_close_matches(name, set(keys.values()), n=1, cutoff=0.8)
     wanted = name if name in keys.values() else similar[0] if similar else None
-    return sorted((place for place, key in keys.items() if key == wanted), key=_is_rare)
+    return sorted((place for place, key in keys.items() if key == wanted), key=_rarity)
 
 
-def _is_rare(place: str) -> bool:
-    """Whether few mean this one, of several keys of one name."""
-    return place.startswith(("critic.", "evaluation."))
+def _rarity(place: str) -> int:
+    """How few mean this one, of several keys of one name."""
+    table = place.partition(".")[0]
+    return _RARE.index(table) + 1 if table in _RARE else 0
 
 
 def sections() -> dict[str, type[BaseModel]]:

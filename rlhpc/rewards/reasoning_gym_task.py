@@ -16,7 +16,8 @@ from reasoning_gym import create_dataset
 
 from rlhpc.contracts import RewardOutcome
 from rlhpc.rewards.marked_answer import answer_of
-from rlhpc.sandbox.values import decode
+from rlhpc.rewards.reasoning_gym_reference import read_reference
+from rlhpc.sandbox.values import decode, encode
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SHOWN_CHARACTERS = 80
@@ -25,16 +26,9 @@ _DATASETS_HELD = 64
 
 def judge(completion: str, reference: str) -> RewardOutcome:
     """The library's score.  Raises ValueError for a reference that is no such entry."""
-    try:
-        read = json.loads(reference)
-        name, entry, settings = read["dataset"], decode(read["entry"]), json.dumps(read["settings"], sort_keys=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"the reference is {reference[:_SHOWN_CHARACTERS]!r}; the task reasoning_gym judges those of data.source, "
-            'with data.reference_field = "entry"'
-        ) from error
+    name, entry, settings = read_reference(reference)
     answer = final_answer(completion)
-    score = float(_dataset(name, settings).score_answer(answer, entry))
+    score = float(_dataset(name, json.dumps(encode(settings), sort_keys=True)).score_answer(answer, entry))
     return RewardOutcome(score, is_correct=score >= 1.0, detail=f"{name}: {answer[:_SHOWN_CHARACTERS]}", answer=answer)
 
 

@@ -39,7 +39,10 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 # The same for what is asked of a reference before a run; each function raises ValueError, which says what is legal.
 CHECKS: Mapping[str, str] = MappingProxyType(
     {name: f"{path.partition(':')[0]}:check_reference" for name, path in BUILT_IN.items() if name != "llm_judge"}
-    | {"math_answer": "rlhpc.rewards.math_reference:check_reference"}
+    | {
+        "math_answer": "rlhpc.rewards.math_reference:check_reference",
+        "reasoning_gym": "rlhpc.rewards.reasoning_gym_reference:check_reference",
+    }
 )
 
 

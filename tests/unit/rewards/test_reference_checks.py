@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from rlhpc.contracts import RewardFunction
 from rlhpc.rewards.registry import BUILT_IN, CHECKS, reference_check, resolve
+from rlhpc.sandbox.values import encode
 
 PRINTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
+ENTRY = {"dataset": "chain_sum", "settings": encode({}), "entry": encode({"answer": "7", "metadata": {}})}
 CALLS = {"entry_point": "f", "tests": [{"args": [1], "output": 2}]}
 
 GOOD = [
@@ -23,6 +26,7 @@ GOOD = [
     ("multiple_choice", "(B)"),
     ("instruction_following", '[{"id": "punctuation:no_comma"}]'),
     ("json_schema", '{"type": "object"}'),
+    ("reasoning_gym", json.dumps(ENTRY)),
     ("code_stdin", json.dumps(PRINTS)),
     ("code_stdin", json.dumps([{"input": "", "output": "1"}])),
     ("code_functions", json.dumps(CALLS)),
@@ -38,6 +42,7 @@ BAD = [
     ("multiple_choice", "A or B", "legal: B"),
     ("instruction_following", '[{"id": "punctuation:comma"}]', "is unknown; legal"),
     ("json_schema", '{"type": "text"}', "no JSON Schema: at $.type"),
+    ("reasoning_gym", "7", 'data.reference_field = "entry"'),
     ("code_stdin", "print(1)", '"inputs"'),
     ("code_stdin", json.dumps({"inputs": ["1"], "outputs": []}), '"outputs"'),
     ("code_stdin", "[]", "no tests; legal: one or more"),
@@ -60,12 +65,18 @@ BLAMED = [
 ]
 
 
+def _judge(task: str) -> RewardFunction:
+    if task == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    return resolve(task)
+
+
 @pytest.mark.parametrize(("task", "reference"), GOOD)
 def test_a_reference_that_is_well_formed_passes_and_is_judged(task, reference):
     check = reference_check(task)
     assert check is not None
     check(reference)
-    resolve(task)("", reference)  # raises for a reference that it cannot read
+    _judge(task)("", reference)  # raises for a reference that it cannot read
 
 
 @pytest.mark.parametrize(("task", "reference", "why"), BAD)
@@ -76,7 +87,7 @@ def test_a_reference_that_cannot_be_judged_is_refused_before(task, reference, wh
         check(reference)
     assert why in str(refusal.value)
     with pytest.raises(ValueError, match=r"legal|reference"):
-        resolve(task)("", reference)
+        _judge(task)("", reference)
 
 
 @pytest.mark.parametrize(("task", "reference", "why"), BLAMED)
