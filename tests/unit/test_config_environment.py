@@ -42,6 +42,7 @@ def test_tools_and_own_environments_are_accepted() -> None:
             "max_turn_tokens=9 is above .*tokens=8",
         ),
         ({"task": "environment"}, {}, "data.task='environment' needs data.environment"),
+        ({"task_field": "kind", "tasks": {"g": "environment"}}, {}, "'environment' needs data.environment"),
         ({}, {"max_turns": 3}, "environment.max_turns=3 has no effect with no data.environment"),
         ({}, {"corpus": "x.jsonl"}, "environment.corpus"),
     ],
@@ -61,6 +62,15 @@ def test_the_python_tool_needs_a_sandbox_as_tasks_with_code_do() -> None:
     assert not runs_programs(config_with(TOOLS, {"tools": ["calculator"]}))
     with pytest.raises(ValueError, match=r"sandbox\.wall_s"):
         config_with(TOOLS, {"tools": ["python"]}, rewards={"timeout_s": 5.0})
+
+
+def test_a_part_of_a_composite_that_runs_programs_needs_a_sandbox() -> None:
+    both = {"both": {"tasks": {"code": "code_stdin", "form": "regex"}, "correct": "code"}}
+    assert runs_programs(config_with({"task": "both"}, {}, composite=both))
+    assert runs_programs(config_with({"task_field": "kind", "tasks": {"c": "both"}}, {}, composite=both))
+    limited = {"timeout_s": 20.0, "task_timeout_s": {"both": 5.0}}
+    with pytest.raises(ValueError, match=r"rewards\.task_timeout_s=5"):
+        config_with({"task_field": "kind", "tasks": {"c": "both"}}, {}, composite=both, rewards=limited)
 
 
 def test_the_corpus_is_found_from_any_directory() -> None:

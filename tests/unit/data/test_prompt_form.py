@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from checkpoints import CHATML, make_tokenizer_files
 
 from rlhpc.config_data import DataConfig
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.prompt_form import PromptForm
-from rlhpc.data.records import Record, read_records
+from rlhpc.data.records import Record, read_records, reference_of
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import DataError
 from rlhpc.types import Prompt
@@ -171,3 +173,29 @@ def test_tasks_differ_from_record_to_record(asked) -> None:
 def test_a_record_that_makes_no_prompt_says_why(asked, fields: dict[str, Any], keys: dict[str, Any], why: str) -> None:
     with pytest.raises(DataError, match=why):
         asked(fields, **keys)
+
+
+def test_dialogues_begin_with_whatever_a_record_begins_with(tokenizer: PromptTokenizer) -> None:
+    """No answer is begun: what the environment says comes first; it is given the whole record."""
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    record = Record({"chat": messages, "question": "1+1", "info": {"answer": "2"}}, "train.jsonl:3")
+    for keys, said in (
+        ({"prompt_field": "chat"}, "<turn>user: 1</turn>\n<turn>assistant: 2</turn>\n<turn>user: 3</turn>\n"),
+        ({"prompt_template": "{question}"}, "<turn>user: 1+1</turn>\n"),
+    ):
+        settings = {"path": "x", "task": "exact_match", "reference_field": "info.answer", "use_chat_template": True}
+        data = DataConfig.model_validate(settings | {"system_prompt": "S"} | keys)
+        limits = {"max_prompt_tokens": 500, "max_completion_tokens": 8}
+        form = PromptForm(data, tokenizer, **limits, dialogue=DialogueTemplate(tokenizer))
+        prompt = form.prompt(record, 0)
+        text = tokenizer.decode(prompt.token_ids, keep_special_tokens=True)
+        assert text == f"<bos><turn>system: S</turn>\n{said}"
+        assert form.lengths([record]) == [len(prompt.token_ids)]
+        assert form.reference_lengths([record]) == [1]
+        assert json.loads(prompt.reference) == record.fields
+        assert reference_of(prompt.reference, data.reference_field) == "2"
+        assert reference_of(prompt.reference, "*") == prompt.reference

@@ -29,7 +29,7 @@ class Failing(Counting):
         if completion == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if completion == "hang":
-            time.sleep(600)  # noqa: ASYNC251 - that is what is wrong with it  # noqa: ASYNC251 - that is what is wrong with it
+            time.sleep(600)  # noqa: ASYNC251 - that is what is wrong with it
         if completion == "raise":
             raise RuntimeError("the board fell off the table")
         if completion == "nan":

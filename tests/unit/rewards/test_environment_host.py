@@ -15,9 +15,11 @@ from rlhpc.contracts import RewardOutcome
 from rlhpc.errors import ConfigError
 from rlhpc.rewards.environments import host as host_module
 from rlhpc.rewards.environments.host import EnvironmentHost
-from rlhpc.rewards.environments.registry import resolve_environment, validate_environment
+from rlhpc.rewards.environments.registry import VARIABLE, resolve_environment, validate_environment
+from rlhpc.rewards.failures import by_task
 from rlhpc.rewards.frames import Dialogue
 from rlhpc.rewards.pool import RewardPool
+from rlhpc.rewards.returned import JudgedOutcome
 from tests.unit.rewards.test_reward_pool import wait_until_gone
 
 
@@ -84,6 +86,14 @@ def test_at_its_end_the_task_judges_the_last_turn_and_its_reward_is_added(host):
     assert over.messages == ()
 
 
+def test_what_a_judge_of_the_last_turn_has_cost_is_told():
+    judged = JudgedOutcome(1.0, is_correct=True, costs={"judge_requests": 2.0})
+    host = EnvironmentHost(EnvironmentConfig(), lambda *_: judged)
+    assert host.answer(dialogue("a", task="llm_judge")).costs == {}
+    assert host.answer(dialogue("a", "stop", task="llm_judge")).costs == {"judge_requests": 2.0}
+    host.close()
+
+
 def test_a_limit_ends_a_dialogue_that_its_environment_would_go_on_with(host):
     host.answer(dialogue("a"))
     over = host.answer(dialogue("a", is_last=True))
@@ -126,7 +136,8 @@ def test_an_environment_is_looked_up_without_being_imported():
     ],
 )
 async def test_an_environment_that_fails_is_an_error_with_its_reason_and_the_next_dialogue_is_served(turn, why):
-    async with RewardPool(1, 1.0 if turn == "hang" else 30.0) as pool:
+    known = {VARIABLE: json.dumps({"names": ["sample_environments:Failing"]})}  # imported before the clock runs
+    async with RewardPool(1, 1.0 if turn == "hang" else 30.0, environment=known) as pool:
         assert said(await pool.answer(dialogue(environment="Failing"))) == "go, you"
         failed = await pool.answer(dialogue(turn, environment="Failing"))
         assert why in failed.error
@@ -153,3 +164,16 @@ async def test_a_dialogue_stays_with_its_worker_and_survives_it():
         number, other = said(again).split()
         assert number == "4"
         assert other != pid
+
+
+@pytest.mark.starts
+async def test_a_turn_has_the_limits_of_its_task_and_failures_are_counted_under_the_environments_name():
+    async with RewardPool(1, 60.0, task_timeout_s={"exact_match": 0.5}) as pool:
+        hung = await pool.answer(dialogue("hang", environment="Failing", task="exact_match"))
+        assert "no answer within 0.5 s" in hung.error
+        for turn in ("raise", "nan", "die", "x"):
+            await pool.answer(dialogue(turn, environment="Failing", key=turn))
+        counted = by_task(pool.counts.as_metrics())["sample_environments:Failing"]
+    assert {name: value for name, value in counted.items() if name != "seconds"} == {
+        "judged": 5.0, "timed_out": 1.0, "raised": 1.0, "invalid": 1.0, "died": 1.0
+    }  # fmt: skip

@@ -77,3 +77,14 @@ async def test_after_the_end_nobody_waits():
     for waiting in (call, *waits(turns, "b")):
         with pytest.raises(RoleFailed, match="closed"):
             await waiting
+
+
+async def test_a_worker_is_exchanged_for_one_that_is_idle_and_for_no_other():
+    turns: Turns[int] = Turns()
+    turns.add(1)
+    turns.add(2)
+    taken = await turns.take("dialogue")
+    assert (taken, turns.exchange(taken, 2)) == (1, 2)
+    assert turns.exchange(2, 3) == 2
+    assert await turns.take("other") == 1  # it is idle again
+    assert turns.exchange(1, 2) == 1
