@@ -6,16 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.config import Config
+from rlhpc.rewards.environments.settings import variables_of
 from rlhpc.rewards.pool import RewardPool
 from rlhpc.rewards.task_settings import worker_environment
 
 
 def open_pool(
-    config: Config, tasks: Sequence[str], num_workers: int = 0, *, judge_cache: Path | None = None
+    config: Config,
+    tasks: Sequence[str],
+    num_workers: int = 0,
+    *,
+    judge_cache: Path | None = None,
+    with_environments: bool = False,
 ) -> RewardPool:
     """A pool as the run file says, not started yet; num_workers: 0 for rewards.workers_per_replica.
 
-    judge_cache: directory for replies of a judge; None: none is kept.
+    judge_cache: directory for replies of a judge; None: none is kept.  with_environments: workers import those of
+    datasets, and what they look up, before they are ready.
     """
     rewards = config.rewards
     return RewardPool(
@@ -25,5 +32,5 @@ def open_pool(
         memory_limit_bytes=rewards.memory_bytes,
         task_timeout_s=rewards.task_timeout_s,
         task_memory_bytes=rewards.task_memory_bytes,
-        environment=worker_environment(config, judge_cache),
+        environment=worker_environment(config, judge_cache) | (variables_of(config) if with_environments else {}),
     )

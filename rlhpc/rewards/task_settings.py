@@ -14,7 +14,6 @@ from rlhpc.config_judge import JudgeConfig
 from rlhpc.config_sections import Section
 from rlhpc.config_tasks import CompositeConfig, InstructionsConfig
 from rlhpc.rewards import code_place
-from rlhpc.rewards.environments.settings import variables_of
 
 if TYPE_CHECKING:
     from rlhpc.config import Config
@@ -41,7 +40,7 @@ def worker_environment(config: Config, judge_cache: Path | None = None) -> dict[
         judge_cache=str(judge_cache or ""),
         num_workers=config.rewards.num_replicas * config.rewards.workers_per_replica,
     )
-    return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox), **variables_of(config)}
+    return {VARIABLE: settings.model_dump_json(), **code_place.environment_of(config.sandbox)}
 
 
 @cache

@@ -37,7 +37,7 @@ async def _serve(context: RoleContext) -> None:
     stop = stop_event()
     config = context.config
     check_sandbox(config.sandbox, is_needed=runs_programs(config))
-    pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies)
+    pool = open_pool(config, judged_tasks(config), judge_cache=context.layout.judge_replies, with_environments=True)
     await pool.start()
     try:
         await serve_controllers(context, stop, partial(_serve_one, pool))
