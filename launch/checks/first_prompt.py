@@ -8,6 +8,7 @@ from __future__ import annotations
 from launch.common.text_table import printable_line
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
 
 _MOST_LINES = 12
@@ -28,9 +29,9 @@ def first_prompt(config: Config, place: int, found: DatasetSummary) -> list[str]
     return said
 
 
-def stop_tokens(tokenizer: PromptTokenizer) -> str:
-    """What ends a completion before its limit."""
-    tokens = tokenizer.eos_token_ids
+def stop_tokens(tokenizer: PromptTokenizer, dialogue: DialogueTemplate | None = None) -> str:
+    """What ends a completion before its limit, or the turns of a dialogue."""
+    tokens = tokenizer.eos_token_ids if dialogue is None else dialogue.stop_token_ids
     if not tokens:
         return "warning     the model names no end-of-sequence token: every completion ends at max_completion_tokens"
     named = ", ".join(f"{tokenizer.decode([token], keep_special_tokens=True)!r} ({token})" for token in tokens)

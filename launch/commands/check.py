@@ -14,6 +14,7 @@ from launch.commands.evaluate.preview import preview_evaluations
 from launch.plan.gpu_map import GpuMap, VisibleGpus, map_gpus
 from launch.plan.processes import describe_plan
 from rlhpc.config_file import load_config
+from rlhpc.data.prompts import dialogue_template
 from rlhpc.data.tokenizer import PromptTokenizer
 from rlhpc.errors import ConfigError
 from rlhpc.run_layout import RunLayout
@@ -41,7 +42,9 @@ def check_run_file(options: argparse.Namespace) -> int:
         if 0 < found.num_references_checked < found.num_records:
             print(f"references  {share}of the first {found.num_references_checked} records; the others were not read")
         print("\n".join(first_prompt(config, place, found)))
-    print(stop_tokens(PromptTokenizer(config.model.path)))
+    tokenizer = PromptTokenizer(config.model.path)
+    has_dialogues = any(dataset.environment for dataset in config.data)
+    print(stop_tokens(tokenizer, dialogue_template(config, tokenizer) if has_dialogues else None))
     sandbox = [f"sandbox     {findings.sandbox}"] if findings.sandbox else []
     print("\n".join([*sandbox, *evaluations, memory, *biases(config)]))
     return 0

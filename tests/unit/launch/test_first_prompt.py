@@ -7,8 +7,9 @@ from pathlib import Path
 from launch.checks.first_prompt import first_prompt, stop_tokens
 from rlhpc.config import Config
 from rlhpc.data.dataset_summary import DatasetSummary
+from rlhpc.data.dialogue_template import DialogueTemplate
 from rlhpc.data.tokenizer import PromptTokenizer
-from tests.unit.data.checkpoints import make_tokenizer_files
+from tests.unit.data.checkpoints import CHATML, make_tokenizer_files
 
 CONFIG = Config.model_validate(
     {
@@ -49,4 +50,6 @@ def test_references_that_do_not_fit_are_a_warning() -> None:
 def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     assert stop_tokens(PromptTokenizer(make_tokenizer_files(tmp_path / "model"))) == "stop        '<eos>' (2)"
     nameless = PromptTokenizer(make_tokenizer_files(tmp_path / "nameless", eos_token=None))
+    ends = DialogueTemplate(PromptTokenizer(make_tokenizer_files(tmp_path / "chat", chat_template=CHATML)))
+    assert stop_tokens(PromptTokenizer(tmp_path / "chat"), ends) == "stop        '<eos>' (2), '</turn>' (5)"
     assert stop_tokens(nameless).startswith("warning     the model names no end-of-sequence token")
