@@ -54,13 +54,13 @@ def render_status(layout: RunLayout, as_json: bool = False) -> str:
                 f"starting (launcher pid {pid})" if pid else "ended before its controller started"
             )
         lines = _run_lines(status, f"launcher pid {pid}" if pid else "not running on this machine", expected)
-        return "\n".join([*(lines if pid else lines[:NUM_FIGURES]), *notes.lines()])
+        return "\n".join([*(lines if pid else _without_roles(status, lines)), *notes.lines()])
     life = "under Slurm" if view.is_alive else "none of its jobs is alive"
     if status is None:
         head = [f"{layout.root}: {life}, no controller yet"]
     else:
         lines = _run_lines(status, life)
-        head = lines if view.is_alive else lines[:NUM_FIGURES]  # the last states of roles are out of date
+        head = lines if view.is_alive else _without_roles(status, lines)
     return "\n".join([*head, *notes.lines(), "", *lines_of(view)])
 
 
@@ -84,7 +84,6 @@ def _expected(layout: RunLayout) -> Sequence[str]:
 
 
 def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) -> list[str]:
-    """The first NUM_FIGURES hold for a run that is over, too."""
     age = time.time() - status["unix_time_s"]
     return [
         f"{status['name']}: {status['phase']}, step {status['step']}/{status['num_steps']}, policy version "
@@ -92,13 +91,18 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
         f"reward {status['reward']:.3f}   generators {status['generator_tokens_per_s']:.0f} tokens/s   trainer "
         f"{status['trainer_tokens_per_s']:.0f} tokens/s   staleness {status['staleness_max']} of at most "
         f"{status['staleness_bound']}",
-        *_queue_lines(status["queue"]),
         *verifier_lines(status.get("verifiers", {})),
+        *_queue_lines(status["queue"]),
         "",
         f"{'ROLE':<14}{'STATE':<12}{'VERSION':>8}  {'HOLDS':>6}  {'SILENT':>7}  WAITS FOR",
         *(_row(role) for role in status["roles"]),
         *(f"{name:<14}starting" for name in _missing(status, expected)),
     ]
+
+
+def _without_roles(status: dict[str, Any], lines: Sequence[str]) -> Sequence[str]:
+    """What holds for a run that is over: the last states of its queue and roles are out of date."""
+    return lines[: NUM_FIGURES + len(verifier_lines(status.get("verifiers", {})))]
 
 
 def _queue_lines(queue: dict[str, Any]) -> list[str]:

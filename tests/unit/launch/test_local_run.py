@@ -104,8 +104,7 @@ def test_a_controller_that_ends_well_ends_the_run_well(lab: Lab) -> None:
 def test_a_failure_before_the_first_step_ends_the_run_with_its_status_and_its_last_error(lab: Lab) -> None:
     program = "sys.exit('2026-01-01 trainer-0 rlhpc.lifecycle ERROR CheckpointError: torn')"
     assert lab.run(controller_0=PATIENT, trainer_0=program, generator_0=PATIENT) == 1
-    assert len(lab.told) == 1, lab.told
-    (line,) = lab.told
+    (line,) = (line for line in lab.told if "is killed: it has not exited in time" not in line)  # on a busy machine
     assert "ended with exit status 1: CheckpointError: torn (log: " in line
     assert str(lab.layout.root / "logs/trainer-0/attempt_0.log") in line
 
@@ -139,8 +138,9 @@ def test_a_generator_that_had_registered_is_started_again(lab: Lab) -> None:
 
 
 def test_a_generator_that_cannot_start_is_not_missed_while_another_runs(lab: Lab) -> None:
-    ends = "import time; time.sleep(1);" + COMPLETE
-    assert lab.run(controller_0=ends, generator_0=KILLED, generator_1=PATIENT) == 0
+    ends = "import time\nwhile not (root / 'dying').exists(): time.sleep(0.02)\ntime.sleep(2)\n" + COMPLETE
+    dies = "(root / 'dying').touch()\n" + KILLED
+    assert lab.run(controller_0=ends, generator_0=dies, generator_1=PATIENT) == 0
     assert len(lab.told) == 1, lab.told
     (line,) = lab.told
     assert line.startswith("generator-0 has ended: ")
