@@ -54,6 +54,7 @@ class Watch:
         if self._line is None:
             self._line = ProgressLine(self._stream, self._stream.isatty(), status["num_steps"], self._clock)
         if status["phase"] in BEFORE:
+            self._last_step = status["step"]  # that a resume begins with
             waits_for = waiting_for(status, self._expected)
             passed = format_duration(self._clock() - self._began_s)
             self._line.wait(status["phase"], f"waits for {waits_for} | {passed}" if waits_for else passed)

@@ -55,6 +55,15 @@ def test_a_start_shows_its_phase_and_who_is_not_there_yet(tmp_path: Path) -> Non
     ]
 
 
+def test_a_resume_shows_no_figures_before_its_first_step(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    screen.show("starting", 80, *EXPECTED)
+    screen.show("training", 80, *EXPECTED)
+    assert screen.lines == ["starting | 0 s"]
+    screen.show("training", 81, *EXPECTED)
+    assert screen.lines[1].startswith("step 81/9 | ")
+
+
 def test_what_no_verifier_can_judge_is_told_when_it_happens_and_whenever_it_has_doubled(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     for count in (0, 1, 2, 3, 5, 9):
