@@ -54,10 +54,14 @@ def test_a_model_learns_to_use_a_tool(demo: tuple[RunLayout, Path]) -> None:
             assert rollout.loss_mask[-1]
             assert (rollout.behaviour_logprobs[~rollout.loss_mask] == 0).all()
     versions = sorted(rewards)
-    first, last = rewards[versions[0]], np.concatenate([rewards[version] for version in versions[-4:]])
+    first, latest = (
+        rewards[versions[0]],
+        versions[-4:],
+    )  # of the last one, the end of the run leaves a few that were short
+    last = np.concatenate([rewards[version] for version in latest])
     assert np.mean(first) <= 0.3
     assert np.mean(last) >= 0.8
-    assert np.mean(searches[versions[0]]) < np.mean(searches[versions[-1]])
+    assert np.mean(searches[versions[0]]) < np.mean(np.concatenate([searches[version] for version in latest]))
 
 
 def test_the_audit_of_a_run_of_dialogues_is_clean(demo: tuple[RunLayout, Path]) -> None:
