@@ -100,7 +100,7 @@ def _run_lines(status: dict[str, Any], life: str, expected: Sequence[str] = ()) 
     ]
 
 
-def _without_roles(status: dict[str, Any], lines: Sequence[str]) -> Sequence[str]:
+def _without_roles(status: dict[str, Any], lines: list[str]) -> list[str]:
     """What holds for a run that is over: the last states of its queue and roles are out of date."""
     return lines[: NUM_FIGURES + len(verifier_lines(status.get("verifiers", {})))]
 
