@@ -212,7 +212,7 @@ def test_a_key_that_does_nothing_beside_the_others_is_refused_with_a_way_out(
         ("learning_rate=1e-5", "trainer.learning_rate or critic.learning_rate"),
         ("trainer.temperature=0.5", "generation.temperature or evaluation.temperature"),
         ("trainer.lerning_rate=1e-5", "learning_rate"),
-        ("run.temprature=0.5", "generation.temperature or evaluation.temperature"),
+        ("run.temperatures=0.5", "generation.temperature or evaluation.temperature"),
     ],
 )
 def test_a_key_in_the_wrong_table_is_answered_with_the_right_ones(run_file: Path, word: str, meant: str) -> None:
